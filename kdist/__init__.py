@@ -1,0 +1,1 @@
+"""Distribution strategies for Keras 3."""

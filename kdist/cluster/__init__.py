@@ -1,0 +1,1 @@
+"""WHO AM I: pure functions of an environment mapping."""

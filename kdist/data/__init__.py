@@ -1,0 +1,1 @@
+"""WHO GETS WHICH SAMPLE: one file per kind of input."""

@@ -1,0 +1,1 @@
+"""HOW DO WE TALK: collectives over a fixed group of ranks."""

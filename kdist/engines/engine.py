@@ -1,0 +1,142 @@
+"""The interface through which ranks talk to each other.
+
+An engine knows tensors and ranks; it does not know Keras. Its collectives work eagerly and inside
+`tf.function`. The null engine (`single.py`) makes `if distributed:` branches needless.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+class Engine(abc.ABC):
+    """Collectives over a fixed group of ranks.
+
+    Attributes:
+        name: str, the engine's name as in `kdist.scope(strategy=...)`.
+        rank: int, this process's number, from 0.
+        size: int, the number of processes.
+        local_rank: int, this process's number on its host, from 0.
+        local_size: int, the number of processes on this host.
+    """
+
+    name: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @abc.abstractmethod
+    def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Sums tensors over all ranks, elementwise, in one grouped exchange.
+
+        `float16` and `bfloat16` are summed in `float32`. `tf.IndexedSlices` keep every rank's slices, in
+        rank order, unsummed: the same gradient as one process would have had for the concatenated batch.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            tensors: sequence of tensors of any shape and of integer, float or complex dtype, in any
+                mixture; shapes and dtypes must be equal on all ranks (for `tf.IndexedSlices`, all but
+                the number of slices).
+
+        Returns:
+            A list of tensors with the shapes and dtypes of `tensors`, equal bit for bit on all ranks.
+
+        Raises:
+            EngineError: if a dtype cannot be summed.
+        """
+
+    @abc.abstractmethod
+    def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Concatenates each tensor over all ranks along its first axis, in rank order.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            tensors: sequence of tensors of rank at least 1 and of any numeric or `bool` dtype. All but
+                the first dimension must be equal on all ranks; the first may differ and may be 0.
+
+        Returns:
+            A list of tensors; the first dimension of each is the sum of the ranks' own.
+
+        Raises:
+            EngineError: if a tensor is a scalar or its dtype cannot be sent.
+        """
+
+    @abc.abstractmethod
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
+        """Gives every rank the root's tensors.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            tensors: sequence of tensors of any shape and of any numeric or `bool` dtype; shapes and
+                dtypes must be equal on all ranks.
+            root: int, the rank whose values are taken.
+
+        Returns:
+            A list of tensors, the root's values on every rank.
+
+        Raises:
+            EngineError: if `root` is no rank, or a dtype cannot be sent.
+        """
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Returns when every rank has called it.
+
+        Collective: every rank must call this, in the same order.
+        """
+
+    @abc.abstractmethod
+    def abort(self, code: int = 1) -> NoReturn:
+        """Ends all ranks at once, without a word.
+
+        Args:
+            code: int, the exit code, from 1 to 255.
+        """
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Returns every rank's value, in rank order.
+
+        Values travel as JSON: nothing that comes from another rank is ever unpickled.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            value: anything that `json` can write.
+
+        Returns:
+            A list of `size` values; tuples come back as lists.
+        """
+        import numpy as np
+        import tensorflow as tf
+
+        text = json.dumps(value).encode()
+        mine = np.frombuffer(text, np.uint8)
+        everyone, lengths = self.allgather(
+            [tf.constant(mine), tf.constant([len(mine)], tf.int64)]
+        )
+        parts = np.split(np.asarray(everyone), np.cumsum(np.asarray(lengths))[:-1])
+        return [json.loads(part.tobytes()) for part in parts]
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Returns the root's value on every rank.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            value: anything that `json` can write; ignored on all ranks but the root.
+            root: int, the rank whose value is taken.
+
+        Returns:
+            The root's value; tuples come back as lists.
+        """
+        return self.gather_objects(value if self.rank == root else None)[root]

@@ -1,0 +1,1 @@
+"""HOW ARE PROCESSES MADE: builders of launchers' command lines, and the worker that runs a script."""

@@ -1,0 +1,1 @@
+"""HOW DO WE TRAIN, in the terms of `tf.distribute`."""
