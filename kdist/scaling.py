@@ -1,0 +1,142 @@
+"""Pure numbers: how batch size and learning rate follow the number of replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+LINEAR_RULE_OPTIMIZERS = frozenset({"SGD"})
+"""Optimizers whose step is proportional to the gradient: the linear rule is theirs (Goyal et al., 2017)."""
+
+SQRT_RULE_OPTIMIZERS = frozenset(
+    {
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Ftrl",
+        "Lamb",
+        "Lion",
+        "Muon",
+        "Nadam",
+        "RMSprop",
+    }
+)
+"""Optimizers that divide by the gradient's own scale: the square-root rule is theirs (Malladi et al., 2022)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRateRule:
+    """What the learning rate is multiplied by once warm-up is over, and why.
+
+    Attributes:
+        factor: float, the multiplier; 1 leaves the learning rate alone.
+        name: str, `"linear"`, `"sqrt"`, `"given"` or `"none"`.
+        why: str, one clause for the report.
+        is_known: bool, `False` if the optimizer is not known to either rule.
+    """
+
+    factor: float
+    name: str
+    why: str
+    is_known: bool = True
+
+
+def learning_rate_rule(
+    scale_lr: str | float | None, optimizer: str, num_replicas: int, *, scale_batch: bool
+) -> LearningRateRule:
+    """Chooses the multiplier of the learning rate.
+
+    With a global batch that is $k$ times as large, the linear rule multiplies the learning rate by $k$, the
+    square-root rule by $\\sqrt{k}$.
+
+    Args:
+        scale_lr: `"auto"` (by optimizer), `"linear"`, `"sqrt"`, a positive number, or `None`.
+        optimizer: str, the optimizer's class name.
+        num_replicas: int, how many times the batch is larger when it grows with the replicas.
+        scale_batch: bool, whether the global batch grows with the replicas.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ValueError: if `scale_lr` is none of these.
+
+    References:
+
+    - Goyal et al., [Accurate, Large Minibatch SGD](https://arxiv.org/abs/1706.02677), 2017
+    - Malladi et al., [On the SDEs and Scaling Rules for Adaptive Gradient Algorithms](
+      https://arxiv.org/abs/2205.10287), 2022
+    """
+    if scale_lr is None:
+        return LearningRateRule(1.0, "none", "scale_lr=None leaves it alone")
+    if isinstance(scale_lr, (int, float)) and not isinstance(scale_lr, bool):
+        if not (math.isfinite(scale_lr) and scale_lr > 0):
+            raise ValueError(f"`scale_lr` must be positive and finite. Received: scale_lr={scale_lr}.")
+        return LearningRateRule(float(scale_lr), "given", "scale_lr is a number")
+    if scale_lr not in ("auto", "linear", "sqrt"):
+        raise ValueError(
+            f'`scale_lr` must be "auto", "linear", "sqrt", a positive number or None. Received: scale_lr={scale_lr!r}.'
+        )
+    if not scale_batch or num_replicas == 1:
+        return LearningRateRule(1.0, "none", "the global batch did not grow")
+    if scale_lr == "linear":
+        return LearningRateRule(float(num_replicas), "linear", "asked for")
+    if scale_lr == "sqrt":
+        return LearningRateRule(math.sqrt(num_replicas), "sqrt", "asked for")
+    if optimizer in LINEAR_RULE_OPTIMIZERS:
+        return LearningRateRule(
+            float(num_replicas), "linear", f"{optimizer} with a {num_replicas} times larger global batch"
+        )
+    if optimizer in SQRT_RULE_OPTIMIZERS:
+        return LearningRateRule(
+            math.sqrt(num_replicas), "sqrt", f"{optimizer} is adaptive; the global batch is {num_replicas} times larger"
+        )
+    return LearningRateRule(1.0, "none", f"no rule is known for {optimizer}", is_known=False)
+
+
+def num_warmup_steps(warmup_epochs: str | float, num_epochs: int, steps_per_epoch: int) -> float:
+    """Returns how many steps the learning rate takes to reach its multiple.
+
+    Args:
+        warmup_epochs: `"auto"` (5 epochs or a tenth of the run, whichever is shorter), or a number of epochs.
+        num_epochs: int, the epochs of the run.
+        steps_per_epoch: int, the steps of an epoch.
+
+    Returns:
+        A number of steps, not negative.
+
+    Raises:
+        ValueError: if `warmup_epochs` is negative or no number.
+    """
+    if warmup_epochs == "auto":
+        return min(5.0, num_epochs / 10) * steps_per_epoch
+    if isinstance(warmup_epochs, bool) or not isinstance(warmup_epochs, (int, float)) or not 0 <= warmup_epochs < math.inf:
+        raise ValueError(
+            f'`warmup_epochs` must be "auto" or a number that is not negative. Received: warmup_epochs={warmup_epochs!r}.'
+        )
+    return float(warmup_epochs) * steps_per_epoch
+
+
+def warmup_multiplier(step: float, factor: float, warmup_steps: float) -> float:
+    """Returns the multiplier of the learning rate at a step.
+
+    $m(t) = 1 + (k - 1) \\min(1, t / w)$, where $k$ is `factor`, $t$ is `step` and $w$ is `warmup_steps`.
+
+    Args:
+        step: float, steps made since the origin.
+        factor: float, the multiplier after warm-up.
+        warmup_steps: float, the length of the warm-up, in steps.
+
+    Returns:
+        The multiplier.
+
+    Example:
+
+    >>> warmup_multiplier(5, factor=4.0, warmup_steps=10)
+    2.5
+    """
+    share = 1.0 if warmup_steps <= 0 else min(1.0, step / warmup_steps)
+    return 1.0 + (factor - 1.0) * share

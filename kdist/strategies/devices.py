@@ -1,0 +1,86 @@
+"""One process, its devices: a GPU by local rank, and a fair share of the host's cores."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from kdist.errors import ScopeError
+
+logger = logging.getLogger("kdist")
+
+
+def take_devices(local_rank: int, local_size: int, env: Mapping[str, str]) -> None:
+    """Gives this process its GPU and its share of the cores, before TensorFlow touches them.
+
+    What the user or the launcher has set is respected: one visible GPU is taken as it is, and so are thread pools.
+
+    Args:
+        local_rank: int, this process's number on its host.
+        local_size: int, the number of processes on this host.
+        env: mapping of environment variables.
+
+    Raises:
+        ScopeError: if TensorFlow has already initialised the GPUs.
+    """
+    if local_size > 1:
+        _take_gpu(local_rank, local_size)
+        _take_threads(local_size, env)
+
+
+def _take_gpu(local_rank: int, local_size: int) -> None:
+    physical = tf.config.list_physical_devices("GPU")
+    visible = tf.config.get_visible_devices("GPU")
+    if not visible:
+        return
+    try:
+        if len(visible) > 1:
+            visible = [physical[local_rank % len(physical)]]
+            tf.config.set_visible_devices(visible, "GPU")
+        for gpu in visible:
+            tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError as error:
+        raise ScopeError(
+            f"TensorFlow has initialised its devices before kdist.scope() could choose a GPU for local rank {local_rank}. "
+            f"Received: {error} Expected nothing on a device before the scope is entered. Fix: move the lines that make "
+            "tensors, layers or models into `with kdist.scope():`, or enter it before them."
+        ) from error
+    if local_size > len(physical) > 1:
+        logger.warning("%d ranks share %d GPUs of this host", local_size, len(physical))
+
+
+def threads_per_rank(affinity: int, num_cpus: int, local_size: int) -> int:
+    """Returns how many threads a rank may run.
+
+    Args:
+        affinity: int, the CPUs that this process may run on.
+        num_cpus: int, the CPUs of the host.
+        local_size: int, the ranks on the host.
+
+    Returns:
+        The CPUs of its affinity mask, divided by the ranks that share the mask; at least 1.
+    """
+    sharing = max(1, -(-local_size * affinity // num_cpus))
+    return max(1, affinity // sharing)
+
+
+def _take_threads(local_size: int, env: Mapping[str, str]) -> None:
+    affinity, num_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    if affinity == 1 and num_cpus // local_size > 1:
+        logger.warning(
+            "this rank is bound to one core of %d, shared by all of TensorFlow's threads. Fix: `mpirun --bind-to none`, or "
+            "`kdist run`, which does so.",
+            num_cpus,
+        )
+    threads = threads_per_rank(affinity, num_cpus, local_size)
+    try:
+        if not tf.config.threading.get_intra_op_parallelism_threads() and "TF_NUM_INTRAOP_THREADS" not in env:
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+        if not tf.config.threading.get_inter_op_parallelism_threads() and "TF_NUM_INTEROP_THREADS" not in env:
+            # One more than the computing ones: a thread that waits for the other ranks must not stop the input.
+            tf.config.threading.set_inter_op_parallelism_threads(threads + 1)
+    except RuntimeError:
+        logger.info("TensorFlow was used before kdist.scope(): its thread pools stay as they are")

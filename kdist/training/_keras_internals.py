@@ -1,0 +1,213 @@
+"""The one file that imports `keras.src`: Keras' parts that have no public name, and the doors hung on them.
+
+Nothing here is changed for good: what is replaced is put back when its context is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend import get_keras_mask
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
+from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
+from keras.src.random.seed_generator import global_seed_generator
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import array_data_adapter, array_slicing, data_adapter, data_adapter_utils
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+DataAdapter = data_adapter.DataAdapter
+TFEpochIterator = tensorflow_trainer.TFEpochIterator
+Trainer = tensorflow_trainer.TensorFlowTrainer
+get_data_adapter = data_adapters.get_data_adapter
+
+__all__ = [
+    "DataAdapter",
+    "EpochIterator",
+    "GeneratorDataAdapter",
+    "PyDatasetAdapter",
+    "TFEpochIterator",
+    "Trainer",
+    "data_adapter_utils",
+    "get_data_adapter",
+    "get_keras_mask",
+]
+
+VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+@contextlib.contextmanager
+def watch_models(made: Callable[[Any], None], used: Callable[[Any, str], None]) -> Iterator[None]:
+    """Reports the models that are made, and those made elsewhere that are used, while the context is open.
+
+    Keras tells a strategy of variables, never of models: so the constructor and the verbs of its trainer are
+    wrapped, while a scope of several ranks is open and no longer.
+
+    Args:
+        made: callable, gets each model whose construction begins.
+        used: callable, gets a model made elsewhere, and the verb's name, before one of the verbs (`fit`, ...) runs on it.
+    """
+    originals = {name: getattr(Trainer, name) for name in ("__init__", *VERBS)}
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        originals["__init__"](self, *args, **kwargs)
+        made(self)
+
+    def verb(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if name in self.__dict__:  # called by the model's own wrapper, or by a user's `super().fit(...)`
+                return originals[name](self, *args, **kwargs)
+            used(self, name)
+            return getattr(self, name)(*args, **kwargs)
+
+        method.__doc__ = originals[name].__doc__
+        method.__name__ = name
+        return method
+
+    Trainer.__init__ = init
+    for name in VERBS:
+        setattr(Trainer, name, verb(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Trainer, name, original)
+
+
+@contextlib.contextmanager
+def epoch_iterators(make: Callable[..., Any], strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Lets `fit`, `evaluate` and `predict` of models of one strategy take their data from `make`.
+
+    Args:
+        make: callable with the arguments of Keras' `TFEpochIterator`, returning one.
+        strategy: the strategy whose models are meant; all others get Keras' own iterator.
+    """
+
+    def dispatch(*args: Any, distribute_strategy: Any = None, **kwargs: Any) -> Any:
+        if distribute_strategy is strategy:
+            return make(*args, distribute_strategy=distribute_strategy, **kwargs)
+        return outer(*args, distribute_strategy=distribute_strategy, **kwargs)
+
+    outer, tensorflow_trainer.TFEpochIterator = tensorflow_trainer.TFEpochIterator, dispatch
+    try:
+        yield
+    finally:
+        tensorflow_trainer.TFEpochIterator = outer
+
+
+def is_overridden(model: keras.Model, verb: str) -> bool:
+    """Returns whether a model's class has a method of its own in the place of the trainer's."""
+    return getattr(type(model), verb) is not getattr(Trainer, verb)
+
+
+def set_strategy(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Gives a model, and the optimizers that it holds, to a strategy."""
+    model._distribute_strategy = strategy
+
+
+def set_optimizer_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Gives an optimizer to a strategy."""
+    optimizer._distribution_strategy = strategy
+
+
+def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
+    """Returns the seed generators of a model's layers, and Keras' global one, in a fixed order."""
+    found = [generator for layer in model._flatten_layers() for generator in layer._seed_generators]
+    return [*found, global_seed_generator()]
+
+
+def state_variables(model: keras.Model) -> list[keras.Variable]:
+    """Returns the variables that a training step may write by itself: weights of trainable layers that are not trained."""
+    return [
+        variable
+        for layer in model._flatten_layers()
+        if layer.trainable
+        for variable in layer._non_trainable_variables
+        if variable.dtype not in ("string",)
+    ]
+
+
+def compiled_losses(model: keras.Model) -> list[Any]:
+    """Returns the model's list of compiled `(path, loss, loss_weight, name)` entries; empty without a loss."""
+    compile_loss = model._compile_loss
+    return (compile_loss._flat_losses or []) if compile_loss is not None else []
+
+
+@contextlib.contextmanager
+def replaced_losses(model: keras.Model, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces each compiled loss by `wrap(loss)` while the context is open."""
+    compile_loss = model._compile_loss
+    entries = compiled_losses(model)
+    if not entries:
+        yield
+        return
+    compile_loss._flat_losses = [entry._replace(loss=wrap(entry.loss)) for entry in entries]
+    try:
+        yield
+    finally:
+        compile_loss._flat_losses = entries
+
+
+def unreduced(
+    loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Splits a loss with a mean-like reduction into what is summed and what it is divided by.
+
+    Args:
+        loss: a loss with `reduction` one of `"sum_over_batch_size"`, `"mean"`, `"mean_with_sample_weight"`.
+        y_true: targets, as the loss takes them.
+        y_pred: predictions, as the loss takes them; their Keras mask counts.
+        sample_weight: weights, as the loss takes them, or `None`.
+
+    Returns:
+        A tuple `(total, denominator)` of scalars: the loss is their quotient.
+    """
+    elementwise = copy.copy(loss)
+    elementwise.reduction = "none"
+    values = elementwise(y_true, y_pred, sample_weight)
+    mask = get_keras_mask(y_pred)
+    count = tf.cast(tf.size(values), values.dtype)
+    if loss.reduction != "mean_with_sample_weight":
+        if mask is not None:
+            count *= tf.reduce_mean(tf.cast(mask, values.dtype))
+    elif sample_weight is not None or mask is not None:
+        if sample_weight is not None:
+            sample_weight = tf.convert_to_tensor(sample_weight, values.dtype)
+        if mask is not None:
+            mask = tf.cast(mask, values.dtype)
+        weight = apply_mask(sample_weight, mask, dtype=values.dtype, reduction=loss.reduction)
+        _, weight = squeeze_or_expand_to_same_rank(values, weight)
+        count = tf.reduce_sum(tf.cast(weight, values.dtype))
+    return tf.reduce_sum(values), count
+
+
+def array_parts(adapter: Any) -> tuple[int, int, bool | str, Any, Callable[[tf.Tensor], Any]] | None:
+    """Takes Keras' adapter for arrays apart.
+
+    Returns:
+        `None` for other adapters, else a tuple `(num_samples, batch_size, shuffle, inputs, gather)`: `inputs` a
+        structure of tensors, `gather(inputs, indices)` the batch at a 1D tensor of indices.
+    """
+    if not isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        return None
+    inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+    inputs = keras.tree.lists_to_tuples(inputs)
+
+    def gather(data: Any, indices: tf.Tensor) -> Any:
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
+                return array_slicing.slice_tensorflow_sparse_wrapper(leaf, indices)
+            if isinstance(leaf, (list, tuple, dict)):
+                return None  # descend
+            return tf.gather(leaf, indices, axis=0) if tf.is_tensor(leaf) else leaf
+
+        return keras.tree.traverse(one, data)
+
+    return adapter._num_samples, adapter._batch_size, adapter._shuffle, inputs, gather
+

@@ -1,0 +1,148 @@
+"""One state on all ranks: what is compared and what is broadcast when training, evaluation or prediction begins."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.engines.engine import Engine
+from kdist.errors import MismatchError, NotSynchronizedError
+
+
+def check_agreement(engine: Engine, what: str, mine: Mapping[str, Any]) -> None:
+    """Raises on all ranks unless every rank has said the same.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks talk to each other.
+        what: str, what is compared, for the message.
+        mine: mapping of names to anything that JSON can write.
+
+    Raises:
+        MismatchError: naming the rank and the first name whose values differ.
+    """
+    everyone = engine.gather_objects({"what": what, "values": dict(mine)})
+    root = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        if theirs["what"] != root["what"]:
+            raise MismatchError(
+                f"Ranks do different things. Received: {root['what']} on rank 0 and {theirs['what']} on rank {rank}. "
+                "Expected every rank to make the same calls in the same order. Fix: look for a branch on the rank "
+                "around it."
+            )
+        for name in [*root["values"], *theirs["values"]]:
+            one, other = root["values"].get(name, "nothing"), theirs["values"].get(name, "nothing")
+            if one != other:
+                raise MismatchError(
+                    f"Ranks differ in {what}: {name}. Received: {_short(one)} on rank 0 and {_short(other)} on rank "
+                    f"{rank}. Expected the same on all {engine.size} ranks. Fix: look for a branch on the rank, on the "
+                    "host's name or on an unseeded random number where it is made."
+                )
+
+
+def describe_model(model: keras.Model) -> dict[str, Any]:
+    """Returns what must be equal of a model on all ranks, as JSON values by name."""
+    described: dict[str, Any] = {"class of the model": type(model).__name__}
+    for number, variable in enumerate(model.variables):
+        described[f"variable {number}"] = [variable.name, list(variable.shape), str(variable.dtype), variable.trainable]
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        described["class of the optimizer"] = type(optimizer).__name__
+        described["optimizer"] = _settings(optimizer)
+    described["losses"] = _settings(getattr(model, "loss", None))
+    described["metrics"] = [metric.name for metric in model.metrics]
+    return described
+
+
+def _settings(thing: Any) -> str:
+    """Returns an object's settings as text; what has no settings that can be written is its class."""
+    try:
+        return json.dumps(keras.saving.serialize_keras_object(thing), sort_keys=True, default=str)
+    except Exception:  # a user's own class may do anything in get_config
+        return type(thing).__name__
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 300 else text[:300] + "..."
+
+
+def broadcast_state(engine: Engine, variables: Sequence[Any], root: int = 0) -> None:
+    """Gives every rank the root's values of variables.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks talk to each other.
+        variables: sequence of `keras.Variable` or `tf.Variable`, the same on all ranks.
+        root: int, the rank whose values are taken.
+    """
+    variables = [variable for variable in variables if variable.dtype != "string"]
+    values = engine.broadcast([tf.convert_to_tensor(_raw(variable)) for variable in variables], root=root)
+    for variable, value in zip(variables, values, strict=True):
+        _raw(variable).assign(value)
+
+
+def _raw(variable: Any) -> tf.Variable:
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def agree_random_state(engine: Engine) -> None:
+    """Gives every rank the root's Python and NumPy random states (and PyTorch's, if it is loaded).
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks talk to each other.
+    """
+    torch = sys.modules.get("torch")
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    mine = {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": None if torch is None else torch.get_rng_state().tolist(),
+    }
+    root = engine.broadcast_object(mine if engine.rank == 0 else None)
+    if engine.rank == 0:
+        return
+    version, internal, gauss = root["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = root["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    if torch is not None and root["torch"] is not None:
+        torch.set_rng_state(torch.tensor(root["torch"], dtype=torch.uint8))
+
+
+def check_equal(engine: Engine, named: Mapping[str, Any]) -> None:
+    """Raises on all ranks if the weights differ after the first step: an update was not synchronised.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks talk to each other.
+        named: mapping of names to variables.
+
+    Raises:
+        NotSynchronizedError: naming the first variable that differs, and the ranks.
+    """
+    digests = [hashlib.sha1(np.ascontiguousarray(np.asarray(_raw(v))).tobytes()).hexdigest() for v in named.values()]
+    everyone = engine.gather_objects(digests)
+    for number, name in enumerate(named):
+        differing = [rank for rank, theirs in enumerate(everyone) if theirs[number] != everyone[0][number]]
+        if differing:
+            raise NotSynchronizedError(
+                f"After the first training step {name!r} differs between the ranks. Received: other values on rank(s) "
+                f"{differing} than on rank 0. Expected every update to follow a reduction over the ranks. Fix: update "
+                "weights through an optimizer that is an attribute of the model (`self.optimizer.apply(...)`), not by "
+                f"`assign`. Versions: Keras {keras.__version__}, TensorFlow {tf.__version__}; if the training step is "
+                "Keras' own, this Keras does something that kdist does not know."
+            )

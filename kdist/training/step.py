@@ -1,0 +1,281 @@
+"""One training, test or predict step of one rank, traced or run eagerly: what makes it a share of the global step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.data.shard import Shard
+from kdist.errors import NotSynchronizedError
+from kdist.strategies.all_reduce import AllReduceExtended
+from kdist.training import _keras_internals as internals
+from kdist.training.learning_rate import EffectiveRate, innermost
+from kdist.training.losses import GlobalLoss
+from kdist.training.metrics import flat_metrics, scalars_weighted
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers that a model holds, each once, in a fixed order: the compiled one and any attribute."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.setdefault(id(value), value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+
+    for layer in model._flatten_layers():
+        for value in list(vars(layer).values()):
+            visit(value)
+    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
+    return [optimizer for key, optimizer in found.items() if key not in inner]
+
+
+class Step:
+    """A rank's part of a global step.
+
+    The global loss is the sum over ranks of `weight` times the rank's loss, and so is its gradient; the weight is
+    the rank's share of the global batch's rows. A rank without data runs one real row at weight 0.
+
+    Args:
+        extended: the strategy's `AllReduceExtended`.
+        shard: `Shard`, this rank's rows and the counts. Empty `global_rows` are asked of the other ranks, and a
+            step in which no rank has rows ends the pass over the data on all of them.
+
+    Attributes:
+        data: structure of tensors, what the user's step gets.
+        rows: `int64` scalar, this rank's rows that count.
+        weight: `float64` scalar, this rank's share of the global rows.
+        active: `bool` scalar, whether this rank has rows that count.
+        applying: bool, whether an optimizer works on reduced gradients.
+    """
+
+    def __init__(self, extended: AllReduceExtended, shard: Shard) -> None:
+        self._extended = extended
+        self.rows = tf.reshape(shard.rows, ())
+        self.active = self.rows > 0
+        self.applying = False
+        self.data = shard.data
+        global_rows = shard.global_rows
+        if isinstance(global_rows, tuple):
+            (global_rows,) = extended.reduce_sum([self.rows])
+            with tf.control_dependencies([_end_of_data_unless(global_rows > 0)]):
+                # Nothing of the user's step may run before the check.
+                self.data = keras.tree.map_structure(lambda x: None if x is None else tf.identity(x), shard.data)
+        self.weight = tf.cast(self.rows, tf.float64) / tf.cast(tf.reshape(global_rows, ()), tf.float64)
+
+    def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
+        """Sums the active ranks' values.
+
+        Collective: every rank must call this, in the same order.
+        """
+        (total,) = self._extended.reduce_sum([tf.where(self.active, value, tf.zeros_like(value))])
+        return total
+
+    def mean_over_ranks(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Averages tensors over the ranks, by their shares.
+
+        Collective: every rank must call this, in the same order.
+        """
+        return self._extended.reduce_sum([self.weighted(value) for value in values])
+
+    def weighted(self, value: tf.Tensor | tf.IndexedSlices) -> Any:
+        """Multiplies a value by this rank's share; what an idle rank has counts nothing, NaN included."""
+        weight = tf.cast(self.weight, value.dtype)
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                tf.math.multiply_no_nan(value.values, weight), value.indices, dense_shape=value.dense_shape
+            )
+        return tf.math.multiply_no_nan(value, weight)
+
+    @contextlib.contextmanager
+    def running(self, model: keras.Model) -> Iterator[None]:
+        """Opens the step on a model: losses, metrics and seeds follow the ranks' shares while it is open."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._extended.in_step(self))
+            stack.enter_context(internals.replaced_losses(model, lambda loss: GlobalLoss(loss, self)))
+            stack.enter_context(scalars_weighted(flat_metrics(model), lambda: self.weight))
+            stack.enter_context(folded_seeds(internals.seed_generators(model), self._extended.engine.rank))
+            yield
+
+
+class TrainStep(Step):
+    """A step that updates weights: every optimizer gets reduced gradients.
+
+    Args:
+        extended: the strategy's `AllReduceExtended`.
+        shard: `Shard`, this rank's rows and the counts.
+        rate_of: callable that returns the `EffectiveRate` of an innermost optimizer.
+        scaled: bool, whether updates take the scaled rate: not where the user's own batch is split.
+        stop_requested: scalar `float64` variable, 1 if this rank's callbacks ask to stop.
+        stop_agreed: scalar `float64` variable, set to the number of ranks that ask.
+    """
+
+    def __init__(
+        self,
+        extended: AllReduceExtended,
+        shard: Shard,
+        *,
+        rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate],
+        scaled: bool,
+        stop_requested: tf.Variable,
+        stop_agreed: tf.Variable,
+    ) -> None:
+        super().__init__(extended, shard)
+        self._rate_of = rate_of
+        self._scaled = scaled
+        self._stop_requested = stop_requested
+        self._stop_agreed = stop_agreed
+        self._state: _AssignedState | None = None
+        self._num_reductions = 0
+
+    @contextlib.contextmanager
+    def running(self, model: keras.Model) -> Iterator[None]:
+        """Opens the step on a model; at its end every rank has the same weights, optimizer and statistics."""
+        with super().running(model), contextlib.ExitStack() as stack:
+            self._state = stack.enter_context(_AssignedState(internals.state_variables(model)))
+            for optimizer in optimizers_of(model):
+                stack.enter_context(self._reducing(optimizer))
+            yield
+            if self._num_reductions != 1 and self._state.assigned:
+                # Statistics that were written after the last gradients' message, or without any.
+                self._state.merge(self._extended.reduce_sum(self._state.contributions(self)))
+
+    @contextlib.contextmanager
+    def _reducing(self, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+        """Makes an optimizer reduce before it does anything else: clipping, finite check, update."""
+        original = optimizer.apply
+
+        def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+            grads = list(grads)
+            if self.applying or not grads:
+                return original(grads, trainable_variables)
+            rate = self._rate_of(innermost(optimizer))
+            grads = self._reduce(grads, rate)
+            self.applying = True
+            try:
+                with rate.applied() if self._scaled else contextlib.nullcontext():
+                    return original(grads, trainable_variables)
+            finally:
+                self.applying = False
+
+        optimizer.__dict__["apply"] = apply
+        try:
+            yield
+        finally:
+            del optimizer.__dict__["apply"]
+
+    def _reduce(self, grads: list[Any], rate: EffectiveRate) -> list[Any]:
+        """Sends gradients, statistics and requests in one message; returns the global gradients."""
+        state = self._state
+        if state is None:
+            raise NotSynchronizedError("A gradient was reduced outside of a running step.")
+        self._num_reductions += 1
+        given = [grad for grad in grads if grad is not None]
+        statistics = state.contributions(self)
+        request = tf.concat([[self._stop_requested], rate.request()], axis=0)
+        *reduced, requests = self._extended.reduce_sum([*map(self.weighted, given), *statistics, request])
+        state.merge(reduced[len(given) :])
+        self._stop_agreed.assign(requests[0])
+        rate.agree(requests[1:])
+        arrived = iter(reduced[: len(given)])
+        return [None if grad is None else next(arrived) for grad in grads]
+
+
+class _AssignedState:
+    """Notes which non-trainable variables a step writes, and merges them over the ranks.
+
+    Only what is written is merged: a constant, averaged in every step, would drift by rounding.
+
+    Args:
+        variables: the variables to watch.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable]) -> None:
+        self._variables = [v for v in variables if v.dtype.startswith(("float", "bfloat")) or v.aggregation == "sum"]
+        self._before = {id(v): tf.identity(v.value) for v in self._variables if v.aggregation == "sum"}
+        self.assigned: list[keras.Variable] = []
+
+    def __enter__(self) -> _AssignedState:
+        for variable in self._variables:
+            variable.__dict__["_direct_assign"] = self._noting(variable)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for variable in self._variables:
+            variable.__dict__.pop("_direct_assign", None)
+
+    def _noting(self, variable: keras.Variable) -> Callable[[Any], None]:
+        def assign(value: Any) -> None:
+            if not any(variable is known for known in self.assigned):
+                self.assigned.append(variable)
+            type(variable)._direct_assign(variable, value)
+
+        return assign
+
+    def contributions(self, step: Step) -> list[tf.Tensor]:
+        """Returns this rank's addend for each variable written so far."""
+        return [self._contribution(variable, step) for variable in self.assigned]
+
+    def _contribution(self, variable: keras.Variable, step: Step) -> tf.Tensor:
+        value = tf.convert_to_tensor(variable._value)
+        if variable.aggregation == "sum":
+            added = value - self._before[id(variable)]
+            return tf.where(step.active, added, tf.zeros_like(added))
+        if variable.aggregation == "only_first_replica":
+            return value if step._extended.engine.rank == 0 else tf.zeros_like(value)
+        return step.weighted(value)
+
+    def merge(self, totals: Sequence[tf.Tensor]) -> None:
+        """Sets each variable written so far to what the ranks' addends sum to."""
+        for variable, total in zip(self.assigned, totals, strict=True):
+            if variable.aggregation == "sum":
+                total = self._before[id(variable)] + total
+                self._before[id(variable)] = tf.identity(total)
+            type(variable)._direct_assign(variable, total)
+
+
+@contextlib.contextmanager
+def folded_seeds(generators: Sequence[keras.random.SeedGenerator], rank: int) -> Iterator[None]:
+    """Gives each rank its own random draws from equal seed states: the rank is folded into what `next` returns.
+
+    Args:
+        generators: the seed generators that are meant.
+        rank: int, this rank; rank 0 draws what one process would.
+    """
+    offset = rank * 0x9E3779B1 % (2**31 - 1)  # far apart for neighbouring ranks
+
+    def folded(generator: keras.random.SeedGenerator) -> Callable[..., tf.Tensor]:
+        def following(ordered: bool = True) -> tf.Tensor:
+            seed = type(generator).next(generator, ordered=ordered)
+            return seed + tf.constant([offset, 0], seed.dtype)
+
+        return following
+
+    for generator in generators:
+        generator.__dict__["next"] = folded(generator)
+    try:
+        yield
+    finally:
+        for generator in generators:
+            generator.__dict__.pop("next", None)
+
+
+def _end_of_data_unless(goes_on: tf.Tensor) -> tf.Tensor:
+    """Ends the pass over the data, as the end of a dataset does, unless a `bool` scalar holds."""
+
+    def stop() -> Any:
+        raise StopIteration
+
+    if tf.executing_eagerly():
+        return tf.constant(True) if goes_on else stop()
+    # A function that raises StopIteration gives OutOfRangeError, which Keras takes for the end of the data.
+    return tf.cond(goes_on, lambda: tf.constant(True), lambda: tf.ensure_shape(tf.numpy_function(stop, [], tf.bool), ()))
