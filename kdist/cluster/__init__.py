@@ -1,1 +1,102 @@
-"""WHO AM I: pure functions of an environment mapping."""
+"""WHO AM I: pure functions of an environment mapping, without imports and without side effects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from kdist.cluster.horovod import horovod
+from kdist.cluster.info import ClusterInfo
+from kdist.cluster.mpi import intel_mpi, mpich, mvapich, openmpi
+from kdist.cluster.slurm import slurm
+from kdist.cluster.tf_config import tf_config
+from kdist.cluster.tpu import tpu
+from kdist.errors import ClusterError
+
+__all__ = ["ClusterInfo", "detect"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    launcher: str
+    read: Callable[[Mapping[str, str]], ClusterInfo | str]
+    why_here: str
+
+
+# From the inside out: what was started last speaks first.
+TABLE = (
+    _Row("horovod", horovod, "first: HOROVOD_RANK is set by the process that started this one, inside anything else"),
+    _Row("openmpi", openmpi, "before Slurm: mpirun inside an allocation starts its daemons by srun"),
+    _Row("mvapich", mvapich, "before MPICH: its Hydra sets MPICH's variables too"),
+    _Row("intel_mpi", intel_mpi, "before MPICH: the same variables, and some of its own"),
+    _Row("mpich", mpich, "before Slurm: Hydra inside an allocation starts its proxies by srun"),
+    _Row("slurm", slurm, "after MPI's launchers: a step may merely hold them"),
+    _Row("tf_config", tf_config, "after launchers: written by hand or by a platform, it may describe one task only"),
+    _Row("tpu", tpu, "last: a TPU VM has its variables whatever runs there"),
+)
+
+
+def detect(env: Mapping[str, str]) -> ClusterInfo:
+    """Finds out from a launcher's variables who this process is.
+
+    The rows of one ordered table are tried; the first that matches decides, except that a `TF_CONFIG` of
+    several tasks goes before a launcher of one process. Rows that cannot both be true are refused.
+
+    Args:
+        env: mapping of variable name to value, as `os.environ`; it is only read.
+
+    Returns:
+        A `ClusterInfo` with the reason for the decision, and why the other rows did not match.
+
+    Raises:
+        ClusterError: if variables are malformed, or contradict each other.
+
+    Example:
+    >>> detect({}).launcher
+    'none'
+    """
+    found: dict[str, ClusterInfo] = {}
+    rejected: list[tuple[str, str]] = []
+    for row in TABLE:
+        answer = row.read(env)
+        if isinstance(answer, ClusterInfo):
+            found[row.launcher] = answer
+        else:
+            rejected.append((row.launcher, answer))
+    if not found:
+        return ClusterInfo(rejected=tuple(rejected))
+    chosen = _choose(found)
+    others = [other for other in found.values() if other is not chosen]
+    rejected += [(other.launcher, f"{chosen.launcher} goes first, but it matched: {other.reason}") for other in others]
+    beside = next((other for other in others if other.launcher == "tf_config"), None)
+    reason = chosen.reason if beside is None else f"{chosen.reason}; the single task of TF_CONFIG was left aside"
+    return dataclasses.replace(chosen, reason=reason, rejected=tuple(rejected))
+
+
+def _choose(found: Mapping[str, ClusterInfo]) -> ClusterInfo:
+    """Returns the row that decides, or refuses rows that cannot both be true."""
+    first, *rest = found.values()
+    for other in rest:
+        if other.launcher == "tf_config":
+            tasks = sum(map(len, other.cluster_spec.values()))
+            if tasks > 1 and first.size > 1 and not (first.launcher == "slurm" and first.size in (tasks, tasks + 1)):
+                raise _contradiction(first, other)
+            # A launcher of one process, or a step whose tasks were each given a TF_CONFIG on purpose.
+            if tasks > 1:
+                return other
+        # Slurm's variables may be those of a launcher's daemons, and a TPU does not launch.
+        elif other.launcher not in ("slurm", "tpu") and _disagree(first, other):
+            raise _contradiction(first, other)
+    return first
+
+
+def _disagree(first: ClusterInfo, other: ClusterInfo) -> bool:
+    return min(first.size, other.size) > 1 and (first.rank, first.size) != (other.rank, other.size)
+
+
+def _contradiction(first: ClusterInfo, other: ClusterInfo) -> ClusterError:
+    return ClusterError(
+        f"Two launchers contradict each other. Received {first.launcher}'s {first.reason} and {other.launcher}'s "
+        f"{other.reason}. Expected the variables of one launcher. Fix: start the script by one of them, and unset the "
+        f"variables of the other."
+    )

@@ -1,0 +1,114 @@
+"""MPI's own launchers: Open MPI 4 and 5, MVAPICH, Intel MPI, and MPICH's Hydra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kdist.cluster.info import ClusterInfo
+from kdist.cluster.slurm import in_step
+from kdist.cluster.variables import integer, place, quote
+from kdist.errors import ClusterError
+
+
+def openmpi(env: Mapping[str, str]) -> ClusterInfo | str:
+    """Reads the variables of Open MPI's `mpirun`, the same ones in version 4 (orted) and 5 (PRRTE).
+
+    Args:
+        env: mapping of variable name to value.
+
+    Returns:
+        The place, or a sentence that says why this launcher did not start the process.
+
+    Raises:
+        ClusterError: if the variables are malformed, or if `prterun` started the process without them.
+    """
+    if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
+        return place(
+            env,
+            "openmpi",
+            rank="OMPI_COMM_WORLD_RANK",
+            size="OMPI_COMM_WORLD_SIZE",
+            local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+            local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        )
+    if "PMIX_RANK" in env and not in_step(env):
+        # A bare `prterun` tells a rank but no size: each process would train alone, N times over.
+        raise ClusterError(
+            f"Received PMIX_RANK={env['PMIX_RANK']!r} without OMPI_COMM_WORLD_SIZE. Expected Open MPI's own "
+            f"variables beside PMIx'. Fix: launch by `mpirun` rather than by `prterun`."
+        )
+    return "OMPI_COMM_WORLD_SIZE is not set"
+
+
+def mvapich(env: Mapping[str, str]) -> ClusterInfo | str:
+    """Reads the variables of MVAPICH's launchers (`mpirun_rsh` and its Hydra).
+
+    Args:
+        env: mapping of variable name to value.
+
+    Returns:
+        The place, or a sentence that says why this launcher did not start the process.
+
+    Raises:
+        ClusterError: if the variables are malformed.
+    """
+    family = "MV2" if "MV2_COMM_WORLD_RANK" in env or "MV2_COMM_WORLD_SIZE" in env else "MVP"
+    names = {
+        "rank": f"{family}_COMM_WORLD_RANK",
+        "size": f"{family}_COMM_WORLD_SIZE",
+        "local_rank": f"{family}_COMM_WORLD_LOCAL_RANK",
+        "local_size": f"{family}_COMM_WORLD_LOCAL_SIZE",
+    }
+    if names["rank"] not in env and names["size"] not in env:
+        return "neither MV2_COMM_WORLD_SIZE nor MVP_COMM_WORLD_SIZE is set"
+    return place(env, "mvapich", **names)
+
+
+def intel_mpi(env: Mapping[str, str]) -> ClusterInfo | str:
+    """Reads the variables of Intel MPI's Hydra: MPICH's, beside some `I_MPI_...`.
+
+    Args:
+        env: mapping of variable name to value.
+
+    Returns:
+        The place, or a sentence that says why this launcher did not start the process.
+
+    Raises:
+        ClusterError: if the variables are malformed.
+    """
+    if not any(name.startswith("I_MPI_") for name in env):
+        return "no I_MPI_... variable is set"
+    return _hydra(env, "intel_mpi")
+
+
+def mpich(env: Mapping[str, str]) -> ClusterInfo | str:
+    """Reads the variables of MPICH's Hydra and of launchers that speak PMI as it does.
+
+    Args:
+        env: mapping of variable name to value.
+
+    Returns:
+        The place, or a sentence that says why this launcher did not start the process.
+
+    Raises:
+        ClusterError: if the variables are malformed.
+    """
+    return _hydra(env, "mpich")
+
+
+def _hydra(env: Mapping[str, str], launcher: str) -> ClusterInfo | str:
+    if "PMI_RANK" not in env and "PMI_SIZE" not in env:
+        return "PMI_RANK is not set"
+    if in_step(env) and "MPI_LOCALRANKID" not in env:
+        return "PMI_RANK was set by srun, whose own variables say more"
+    for local_rank, local_size in (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")):
+        if local_rank in env:
+            return place(env, launcher, rank="PMI_RANK", size="PMI_SIZE", local_rank=local_rank, local_size=local_size)
+    if integer(env, "PMI_SIZE", minimum=1) == 1:
+        integer(env, "PMI_RANK", minimum=0, below=("PMI_SIZE", 1))
+        return ClusterInfo(launcher=launcher, reason=quote(env, ("PMI_RANK", "PMI_SIZE")))
+    # Guessing would put all ranks of a host on its first GPU.
+    raise ClusterError(
+        f"Received {quote(env, ('PMI_RANK', 'PMI_SIZE'))} without a rank on this host. Expected MPI_LOCALRANKID and "
+        f"MPI_LOCALNRANKS beside them. Fix: launch by MPICH's or Intel MPI's `mpirun`, or set both for each rank."
+    )

@@ -1,0 +1,76 @@
+"""Slurm's `srun`: only a step is a launch, a batch script is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from kdist.cluster.info import ClusterInfo
+from kdist.cluster.variables import integer, quote
+from kdist.errors import ClusterError
+
+# Slurm numbers its own steps (batch, interactive, extern) from the top of 32 bits: nobody launched those.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+_NAMES = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+
+
+def in_step(env: Mapping[str, str]) -> bool:
+    """Returns whether `srun` started this process, or a parent of it."""
+    step = env.get("SLURM_STEP_ID", "")
+    return "SLURM_STEP_NUM_TASKS" in env and not (
+        step == "" or (step.isascii() and step.isdecimal() and int(step[:19]) >= _FIRST_RESERVED_STEP)
+    )
+
+
+def slurm(env: Mapping[str, str]) -> ClusterInfo | str:
+    """Reads the variables of a Slurm step.
+
+    `SLURM_NTASKS` and `SLURM_PROCID` are set in a batch script too, where nothing was launched yet; only
+    the step's own variables mean a launch.
+
+    Args:
+        env: mapping of variable name to value.
+
+    Returns:
+        The place, or a sentence that says why this launcher did not start the process.
+
+    Raises:
+        ClusterError: if the variables are malformed.
+    """
+    if not in_step(env):
+        if "SLURM_JOB_ID" in env:
+            return "a Slurm job, but not a step of it: nothing was started by srun"
+        return "no Slurm step: SLURM_STEP_ID and SLURM_STEP_NUM_TASKS are not set"
+    integer(env, "SLURM_STEP_ID", minimum=0)
+    size = integer(env, "SLURM_STEP_NUM_TASKS", minimum=1)
+    local_size = _local_size(env, size)
+    return ClusterInfo(
+        launcher="slurm",
+        rank=integer(env, "SLURM_PROCID", minimum=0, below=("SLURM_STEP_NUM_TASKS", size)),
+        size=size,
+        local_rank=integer(env, "SLURM_LOCALID", minimum=0, below=("the tasks on this node", local_size)),
+        local_size=local_size,
+        reason=quote(env, _NAMES),
+    )
+
+
+def _local_size(env: Mapping[str, str], size: int) -> int:
+    """Reads the tasks on this node from a list like `2(x3),1`: three nodes with two tasks, one with one."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE")
+    if text is None and env.get("SLURM_STEP_NUM_NODES") == "1":
+        return size
+    node = integer(env, "SLURM_NODEID", minimum=0) if "SLURM_NODEID" in env else 0
+    first = 0
+    for part in (text or "").split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if match is None:
+            break
+        first += int(match[2] or 1)
+        if node < first:
+            if 1 <= int(match[1]) <= size:
+                return int(match[1])
+            break
+    raise ClusterError(
+        f"Received SLURM_STEP_TASKS_PER_NODE={text!r} on node {node} of a step of {size} tasks. Expected the tasks of "
+        f"each node, as '2(x3),1'. Fix: start the script by srun, with its variables left whole."
+    )

@@ -1,0 +1,98 @@
+"""Variables as launchers set them; the first two were recorded from a rank of a real `mpirun -np 2`."""
+
+OPENMPI_5 = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_ARGV": "dump.py",
+    "OMPI_COMMAND": "python",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_FILE_LOCATION": "/tmp/ompi.4526/1/1",
+    "OMPI_MCA_cpu_type": "x86_64",
+    "OMPI_MCA_num_procs": "2",
+    "OMPI_NUM_APP_CTX": "1",
+    "OMPI_TOOL_NAME": "mpirun",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "OMPI_VERSION": "5.0.11",
+    "OMPI_WORLD_LOCAL_SIZE": "2",
+    "OMPI_WORLD_SIZE": "2",
+    "PMIX_BFROP_BUFFER_TYPE": "PMIX_BFROP_BUFFER_NON_DESC",
+    "PMIX_GDS_MODULE": "shmem2,hash",
+    "PMIX_HOSTNAME": "vm",
+    "PMIX_NAMESPACE": "prterun-vm-4526@1",
+    "PMIX_RANK": "1",
+    "PMIX_SECURITY_MODE": "native",
+    "PMIX_SERVER_TMPDIR": "/tmp/ompi.4526",
+    "PMIX_SERVER_URI41": "prterun-vm-4526@0.0;tcp4://127.0.0.1:55941",
+    "PMIX_SYSTEM_TMPDIR": "/tmp",
+    "PMIX_VERSION": "5.0.11rc1",
+    "PRTE_LAUNCHED": "1",
+    "PRTE_SHARED_FS": "FALSE",
+}
+MPICH_5 = {
+    "GFORTRAN_UNBUFFERED_PRECONNECTED": "y",
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "11",
+    "PMI_HOSTNAME": "vm",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+# What is left where a shell only prepares for a launch.
+PREPARED_SHELL = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "I_MPI_ROOT": "/opt/intel/mpi"}
+
+# Written after the launchers' documentation: these launchers are not at hand.
+INTEL_MPI = {
+    "I_MPI_ROOT": "/opt/intel/mpi",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "0",
+    "PMI_RANK": "2",
+    "PMI_SIZE": "4",
+}
+MVAPICH_2 = {
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+    "MV2_COMM_WORLD_RANK": "5",
+    "MV2_COMM_WORLD_SIZE": "8",
+    "MPI_LOCALNRANKS": "4",
+    "MPI_LOCALRANKID": "1",
+    "PMI_RANK": "5",
+    "PMI_SIZE": "8",
+}
+HOROVOD_GLOO = {
+    "HOROVOD_CONTROLLER": "gloo",
+    "HOROVOD_CPU_OPERATIONS": "gloo",
+    "HOROVOD_CROSS_RANK": "1",
+    "HOROVOD_CROSS_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "41243",
+    "HOROVOD_HOSTNAME": "node1",
+    "HOROVOD_LOCAL_RANK": "0",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_RANK": "2",
+    "HOROVOD_SIZE": "4",
+}
+SLURM_BATCH = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "5",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "3,2",
+}
+SLURM_STEP = {
+    **SLURM_BATCH,
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "4",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "3,2",
+}
+TPU_VM = {"TPU_ACCELERATOR_TYPE": "v4-8", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1", "TPU_WORKER_HOSTNAMES": "localhost"}
