@@ -11,6 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kdist.errors import EngineError
+
 if TYPE_CHECKING:
     import tensorflow as tf
 
@@ -115,16 +117,25 @@ class Engine(abc.ABC):
 
         Returns:
             A list of `size` values; tuples come back as lists.
+
+        Raises:
+            EngineError: if `json` cannot write the value.
         """
         import numpy as np
         import tensorflow as tf
 
-        text = json.dumps(value).encode()
+        try:
+            text = json.dumps(value).encode()
+        except (TypeError, ValueError) as err:
+            raise EngineError(
+                f"Values travel between ranks as JSON. Received on rank {self.rank} of {self.size}: "
+                f"{type(value).__name__}, for which json says: {err}. Expected: None, bool, int, float, str, list, "
+                "tuple or dict. Fix: convert the value first."
+            ) from err
         mine = np.frombuffer(text, np.uint8)
-        everyone, lengths = self.allgather(
-            [tf.constant(mine), tf.constant([len(mine)], tf.int64)]
-        )
-        parts = np.split(np.asarray(everyone), np.cumsum(np.asarray(lengths))[:-1])
+        with tf.init_scope():  # at once, even while a graph is being traced
+            everyone, lengths = self.allgather([tf.constant(mine), tf.constant([len(mine)], tf.int64)])
+            parts = np.split(np.asarray(everyone), np.cumsum(np.asarray(lengths))[:-1])
         return [json.loads(part.tobytes()) for part in parts]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
@@ -138,5 +149,11 @@ class Engine(abc.ABC):
 
         Returns:
             The root's value; tuples come back as lists.
+
+        Raises:
+            EngineError: if `root` is no rank, or `json` cannot write the value.
         """
+        from kdist.engines.arguments import check_root
+
+        check_root(root, self.size)
         return self.gather_objects(value if self.rank == root else None)[root]

