@@ -187,27 +187,21 @@ def unreduced(
     return tf.reduce_sum(values), count
 
 
-def array_parts(adapter: Any) -> tuple[int, int, bool | str, Any, Callable[[tf.Tensor], Any]] | None:
+def array_parts(adapter: Any) -> tuple[Any, int, int, bool | str] | None:
     """Takes Keras' adapter for arrays apart.
 
     Returns:
-        `None` for other adapters, else a tuple `(num_samples, batch_size, shuffle, inputs, gather)`: `inputs` a
-        structure of tensors, `gather(inputs, indices)` the batch at a 1D tensor of indices.
+        `None` for other adapters, else a tuple `(inputs, num_samples, batch_size, shuffle)`: `inputs` is a structure of
+        dense, sparse or ragged tensors, or `None` where the user gave nothing.
     """
     if not isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         return None
+
+    def tensor(leaf: Any) -> Any:
+        if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
+            return leaf.sparse
+        return leaf if leaf is None or isinstance(leaf, tf.RaggedTensor) else tf.convert_to_tensor(leaf)
+
     inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
-    inputs = keras.tree.lists_to_tuples(inputs)
-
-    def gather(data: Any, indices: tf.Tensor) -> Any:
-        def one(leaf: Any) -> Any:
-            if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
-                return array_slicing.slice_tensorflow_sparse_wrapper(leaf, indices)
-            if isinstance(leaf, (list, tuple, dict)):
-                return None  # descend
-            return tf.gather(leaf, indices, axis=0) if tf.is_tensor(leaf) else leaf
-
-        return keras.tree.traverse(one, data)
-
-    return adapter._num_samples, adapter._batch_size, adapter._shuffle, inputs, gather
-
+    inputs = keras.tree.map_structure(tensor, inputs, none_is_leaf=False)
+    return keras.tree.lists_to_tuples(inputs), adapter._num_samples, adapter._batch_size, adapter._shuffle

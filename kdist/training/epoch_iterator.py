@@ -11,6 +11,7 @@ import tensorflow as tf
 from kdist.data.shard import Shard
 from kdist.data.source import Source
 from kdist.training import _keras_internals as internals
+from kdist.training.sources import batch_to_build_on, knows_global_rows
 
 
 class SourceAdapter(internals.DataAdapter):
@@ -28,7 +29,7 @@ class SourceAdapter(internals.DataAdapter):
     def get_tf_dataset(self) -> tf.data.Dataset:
         """Returns a dataset of `Shard`; one pass over it is an epoch."""
         dataset = self.source.dataset()
-        if self.source.global_rows_known:
+        if knows_global_rows(self.source):
             return dataset
         # Nothing in the place of the count makes steps with and without it two traces.
         return dataset.map(lambda *fields: Shard(fields[0], fields[1], ()))
@@ -105,4 +106,4 @@ class ShardedEpochIterator(internals.TFEpochIterator):
 
     def batch_to_build_on(self) -> Any:
         """Returns a batch, or its signature where that is enough, without taking one from the epoch."""
-        return self.data_adapter.source.example_or_signature()
+        return batch_to_build_on(self.data_adapter.source)

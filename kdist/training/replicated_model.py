@@ -27,7 +27,7 @@ from kdist.training.agreement import Agreement, EffectiveRateLog, for_rank
 from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
 from kdist.training.learning_rate import EffectiveRate, innermost
 from kdist.training.metrics import add_over_ranks
-from kdist.training.sources import make_source, split_batch
+from kdist.training.sources import describe_source, draws_in_background, make_source, split_batch
 from kdist.training.step import Step, TrainStep, optimizers_of
 
 logger = logging.getLogger("kdist")
@@ -202,8 +202,8 @@ class ReplicatedModel:
             seed=random.getrandbits(31),
             steps_per_epoch=steps_per_epoch,
         )
-        state.check_agreement(self.engine, f"the data given to {self._verbs[-1]}", source.description())
-        if source.draws_in_background and self._verbs[-1] == "fit":
+        state.check_agreement(self.engine, f"the data given to {self._verbs[-1]}", describe_source(source))
+        if draws_in_background(source) and self._verbs[-1] == "fit":
             self._holds_random_state = True
         return ShardedEpochIterator(
             SourceAdapter(source, self._agree_random_state),

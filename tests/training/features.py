@@ -1,0 +1,671 @@
+"""Each feature of Keras' training once: N ranks against one process (see `fidelity.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.training.fidelity import BATCH, Batches, both, deterministic_weights, fed, fit_evaluate_predict, mlp, outcome, rows, size
+
+FEATURES: dict[str, Callable[[], None]] = {}
+
+
+def feature(function: Callable[[], None]) -> Callable[[], None]:
+    FEATURES[function.__name__] = function
+    return function
+
+
+def simple(
+    compile_: Callable[[], dict[str, Any]],
+    shape: str = "ragged",
+    model: Callable[[], keras.Model] = mlp,
+    kind: str = "arrays",
+    rtol: float = 1e-9,
+    scope: dict[str, Any] | None = None,
+    **fit: Any,
+) -> None:
+    x, y = rows(shape)
+
+    def script(batch: int) -> dict[str, Any]:
+        made = model()
+        made.compile(**{"optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "loss": "mse", **compile_()})
+        return fit_evaluate_predict(made, fed(kind, (x, y), batch), x, y, batch, **fit)
+
+    both(script, rtol=rtol, **(scope or {}))
+
+
+# Arguments of fit.
+
+
+@feature
+def validation_split() -> None:
+    simple(dict, validation_split=0.3)
+
+
+@feature
+def validation_data_arrays() -> None:
+    simple(dict, validation_data=rows("ragged", seed=9), validation_freq=2)
+
+
+@feature
+def validation_data_dataset_and_steps() -> None:
+    x, y = rows("ragged")
+    vx, vy = rows("even", seed=9)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+        validation = tf.data.Dataset.from_tensor_slices((vx, vy)).batch(batch)
+        steps = 2 * size() * BATCH // batch
+        return fit_evaluate_predict(
+            model, fed("arrays", (x, y), batch), x, y, batch, validation_data=validation, validation_steps=steps
+        )
+
+    both(script)
+
+
+@feature
+def validation_py_dataset_and_batch_size() -> None:
+    x, y = rows("ragged")
+    vx, vy = rows("ragged", seed=9)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+        return fit_evaluate_predict(
+            model, fed("py_dataset_workers", (x, y), batch), x, y, batch, validation_data=Batches((vx, vy), batch)
+        )
+
+    both(script)
+
+
+@feature
+def class_weight() -> None:
+    x, _ = rows("ragged")
+    y = (x[:, 0] > 0).astype("int64")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp(activation="softmax")
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch, class_weight={0: 0.3, 1: 2.0})
+
+    both(script)
+
+
+@feature
+def sample_weight() -> None:
+    for kind in ("arrays", "tf_data", "py_dataset"):
+        x, y = rows("ragged")
+        weight = np.linspace(0.0, 2.0, len(x))
+
+        def script(batch: int, kind: str = kind, x: Any = x, y: Any = y, weight: Any = weight) -> dict[str, Any]:
+            model = mlp()
+            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], weighted_metrics=["mse"])
+            return fit_evaluate_predict(model, fed(kind, (x, y, weight), batch), x, y, batch)
+
+        both(script)
+
+
+@feature
+def steps_per_epoch_continues() -> None:
+    """An epoch of fewer steps than the data has: the next one goes on where it stopped, and the last is ragged."""
+    x, y = rows("even")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).repeat()
+        steps = 2 * size() * BATCH // batch
+        history = model.fit(dataset, steps_per_epoch=steps, epochs=3, verbose=0)
+        return outcome(model, history)
+
+    both(script)
+
+
+@feature
+def initial_epoch() -> None:
+    simple(dict, initial_epoch=1)
+
+
+@feature
+def steps_per_execution() -> None:
+    simple(lambda: {"steps_per_execution": 2, "metrics": ["mae"]})
+
+
+@feature
+def run_eagerly() -> None:
+    simple(lambda: {"run_eagerly": True, "metrics": ["mae"]})
+
+
+@feature
+def jit_compile() -> None:
+    simple(lambda: {"jit_compile": True})
+
+
+@feature
+def split_batches() -> None:
+    """`scale_batch=False`: each batch of the user's is split, whatever kind it comes in."""
+    for kind in ("arrays", "tf_data", "py_dataset", "generator"):
+        for shape in ("ragged", "few"):
+            x, y = rows(shape)
+
+            def script(_: int, kind: str = kind, x: Any = x, y: Any = y) -> dict[str, Any]:
+                model = mlp()
+                model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+                return fit_evaluate_predict(model, fed(kind, (x, y), 6), x, y, 6)
+
+            both(script, scale_batch=False)
+
+
+# Losses.
+
+
+def sequences() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(5)
+    n = 2 * size() * BATCH + 3
+    tokens = generator.integers(1, 9, size=(n, 6))
+    for row, length in enumerate(generator.integers(1, 7, size=n)):
+        tokens[row, length:] = 0
+    return tokens, generator.normal(size=(n, 6, 1))
+
+
+def sequence_model() -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int64"),
+            keras.layers.Embedding(9, 4, mask_zero=True),
+            keras.layers.LSTM(3, return_sequences=True),
+            keras.layers.Dense(1),
+        ]
+    )
+    deterministic_weights(model)
+    return model
+
+
+@feature
+def masked_sequences() -> None:
+    """Masks, an embedding, a recurrent layer, a masked metric; ranks have different numbers of unmasked steps."""
+    x, y = sequences()
+    for reduction in ("sum_over_batch_size", "mean_with_sample_weight", "sum"):
+
+        def script(batch: int, reduction: str = reduction) -> dict[str, Any]:
+            model = sequence_model()
+            loss = keras.losses.MeanSquaredError(reduction=reduction)
+            model.compile(keras.optimizers.Adam(0.01), loss, metrics=["mae"])
+            return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+        # Keras before 3.13 adds an epsilon to the count of unmasked steps.
+        both(script, rtol=1e-9 if keras.__version__ >= "3.13" else 1e-6)
+
+
+@feature
+def sequences_of_unknown_length() -> None:
+    x, y = sequences()
+
+    def script(batch: int) -> dict[str, Any]:
+        model = keras.Sequential(
+            [keras.Input((None,), dtype="int64"), keras.layers.Embedding(9, 4), keras.layers.GRU(3, return_sequences=True)]
+        )
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return fit_evaluate_predict(model, fed("tf_data", (x, np.repeat(y, 3, axis=-1)), batch), x, np.repeat(y, 3, axis=-1), batch)
+
+    both(script)
+
+
+@feature
+def loss_reductions() -> None:
+    weight = np.linspace(0.1, 3.0, len(rows("ragged")[0]))
+    x, y = rows("ragged")
+    for reduction in ("sum", "mean_with_sample_weight", "sum_over_batch_size"):
+
+        def script(batch: int, reduction: str = reduction) -> dict[str, Any]:
+            model = mlp()
+            model.compile(keras.optimizers.SGD(0.01), keras.losses.MeanSquaredError(reduction=reduction))
+            return fit_evaluate_predict(model, fed("arrays", (x, y, weight), batch), x, y, batch)
+
+        both(script)
+
+
+@feature
+def regularizers_and_add_loss() -> None:
+    class Activity(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
+            return inputs
+
+    def model() -> keras.Model:
+        made = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(6, kernel_regularizer="l2", activation="tanh"),
+                Activity(),
+                keras.layers.Dense(2, bias_regularizer="l1"),
+            ]
+        )
+        deterministic_weights(made)
+        return made
+
+    simple(lambda: {"metrics": ["mae"]}, model=model)
+
+
+@feature
+def several_outputs() -> None:
+    """Two outputs with losses of different denominators, loss weights, weights for one output, a metric for each."""
+    x, y = rows("ragged")
+    x2 = x[:, :3] * 2
+    weight = np.linspace(0.0, 2.0, len(x))
+
+    def script(batch: int) -> dict[str, Any]:
+        a, b = keras.Input((5,), name="a"), keras.Input((3,), name="b")
+        hidden = keras.layers.Dense(4, activation="tanh")(keras.layers.Concatenate()([a, b]))
+        model = keras.Model(
+            {"a": a, "b": b},
+            {"one": keras.layers.Dense(2, name="one")(hidden), "two": keras.layers.Dense(1, name="two")(hidden)},
+        )
+        deterministic_weights(model)
+        model.compile(
+            keras.optimizers.Adam(0.01),
+            loss={"one": "mse", "two": keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight")},
+            loss_weights={"one": 0.3, "two": 2.0},
+            metrics={"one": ["mae"], "two": ["mse"]},
+        )
+        inputs, targets = {"a": x, "b": x2}, {"one": y, "two": y[:, :1]}
+        weights = {"one": np.ones(len(x)), "two": weight}
+        history = model.fit(inputs, targets, sample_weight=weights, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+        return outcome(
+            model,
+            history,
+            evaluate=model.evaluate(inputs, targets, batch_size=batch, verbose=0, return_dict=True),
+            predict=model.predict(inputs, batch_size=batch, verbose=0),
+        )
+
+    both(script)
+
+
+# Optimizers' own features.
+
+
+@feature
+def clipping() -> None:
+    for clip in ({"clipnorm": 0.01}, {"clipvalue": 0.003}, {"global_clipnorm": 0.01}):
+        simple(lambda clip=clip: {"optimizer": keras.optimizers.SGD(0.5, momentum=0.9, **clip)})
+
+
+@feature
+def gradient_accumulation() -> None:
+    simple(lambda: {"optimizer": keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, clipnorm=0.1)})
+
+
+@feature
+def moving_average_of_weights() -> None:
+    simple(lambda: {"optimizer": keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2)})
+
+
+@feature
+def schedules() -> None:
+    simple(lambda: {"optimizer": keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5))})
+
+
+@feature
+def loss_scale() -> None:
+    simple(lambda: {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=8.0, dynamic_growth_steps=2)})
+
+
+@feature
+def constraints() -> None:
+    def model() -> keras.Model:
+        made = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2, kernel_constraint=keras.constraints.MaxNorm(0.3))])
+        deterministic_weights(made)
+        return made
+
+    simple(dict, model=model)
+
+
+@feature
+def mixed_precision_scales_as_one() -> None:
+    """float16 overflows on one rank only: all ranks skip the step and halve the scale."""
+    x, y = rows("ragged")
+    x[1] = 3e4  # one row, on one rank
+
+    def script(batch: int) -> dict[str, Any]:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            model = mlp()
+            model.compile(keras.optimizers.SGD(1e-3), "mse")
+            model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+            return {"scale": float(model.optimizer.dynamic_scale), "iterations": int(model.optimizer.iterations)}
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    both(script)
+
+
+# Layers.
+
+
+@feature
+def synchronized_batch_normalization() -> None:
+    def model() -> keras.Model:
+        made = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(6),
+                keras.layers.BatchNormalization(synchronized=True, momentum=0.7),
+                keras.layers.Activation("tanh"),
+                keras.layers.Dense(2),
+            ]
+        )
+        deterministic_weights(made)
+        return made
+
+    # The variance is a difference of means: it loses digits.
+    simple(lambda: {"metrics": ["mae"]}, model=model, rtol=1e-7)
+    if size() > 2:
+        simple(lambda: {"metrics": ["mae"]}, model=model, shape="few", rtol=1e-7)
+
+
+@feature
+def batch_normalization_is_merged() -> None:
+    """Unsynchronised batch norm departs from one process; its statistics are the same on all ranks all the same."""
+    import kdist
+
+    keras.config.set_floatx("float64")
+    x, y = rows("ragged")
+    with kdist.scope(scale_lr=None):
+        model = keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
+    mean = model.layers[0].moving_mean.numpy()
+    assert np.all(np.abs(mean) > 1e-6)
+    everyone = kdist._process.open_engine(kdist.cluster_info()).gather_objects(mean.tolist())
+    assert all(theirs == everyone[0] for theirs in everyone)
+
+
+@feature
+def frozen_layers_and_recompiling() -> None:
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0)
+        model.layers[0].trainable = False
+        model.compile(keras.optimizers.Adam(0.01), "mae", metrics=["mse"])
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+    both(script)
+
+
+@feature
+def a_constant_does_not_drift() -> None:
+    """A non-trainable weight that no step writes stays what it is, bit for bit."""
+    x, y = rows("ragged")
+    third = np.full(5, 1 / 3)
+
+    class Scale(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.factor = self.add_weight(shape=(5,), trainable=False, initializer=lambda s, dtype: tf.constant(third, dtype))
+
+        def call(self, inputs: Any) -> Any:
+            return inputs * self.factor
+
+    def script(batch: int) -> dict[str, Any]:
+        model = keras.Sequential([keras.Input((5,)), Scale(), keras.layers.Dense(2)])
+        deterministic_weights(model)
+        model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=batch, epochs=3, verbose=0)
+        assert np.array_equal(model.layers[0].factor.numpy(), third)
+        return {}
+
+    both(script)
+
+
+@feature
+def a_counter_of_rows_counts_all_ranks() -> None:
+    x, y = rows("ragged")
+
+    class Counter(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.seen = self.add_weight(shape=(), dtype="int64", trainable=False, initializer="zeros", aggregation="sum")
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if training:
+                self.seen.assign_add(keras.ops.cast(keras.ops.shape(inputs)[0], "int64"))
+            return inputs
+
+    def script(batch: int) -> dict[str, Any]:
+        model = keras.Sequential([keras.Input((5,)), Counter(), keras.layers.Dense(2)])
+        deterministic_weights(model)
+        model.compile("sgd", "mse")
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+    both(script)
+
+
+# Metrics.
+
+
+@feature
+def exact_metrics() -> None:
+    x, _ = rows("ragged")
+    y = (x[:, :1] + 0.3 * x[:, 1:2] > 0).astype("int64")
+
+    def batch_mean(y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(keras.ops.abs(keras.ops.cast(y_true, y_pred.dtype) - y_pred))
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp(1, activation="sigmoid")
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            "binary_crossentropy",
+            metrics=["accuracy", keras.metrics.AUC(), keras.metrics.Precision(), keras.metrics.F1Score(threshold=0.5), batch_mean],
+        )
+        return fit_evaluate_predict(
+            model, fed("arrays", (x, y), batch), x, y, batch, validation_data=rows("ragged", 4)[0:1] + (y[::-1],)
+        )
+
+    both(script)
+
+
+# Steps of the user's own.
+
+
+class OwnStep(keras.Model):
+    """The custom `train_step` of Keras' guide: its own loss, metrics updated with one number a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+        self.mae = keras.metrics.MeanAbsoluteError(name="mae")
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = keras.ops.mean(keras.losses.mean_squared_error(y, y_pred))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        self.loss_tracker.update_state(loss)
+        self.mae.update_state(y, y_pred)
+        return {"loss": self.loss_tracker.result(), "mae": self.mae.result()}
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.loss_tracker, self.mae]
+
+
+@feature
+def custom_train_step() -> None:
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = OwnStep()
+        model.build((None, 5))
+        deterministic_weights(model)
+        model.compile(keras.optimizers.Adam(0.01))
+        return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+    both(script)
+
+
+@feature
+def custom_train_step_with_own_logs() -> None:
+    class Own(OwnStep):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights, strict=True))
+            return {"my_loss": loss}
+
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Own()
+        model.build((None, 5))
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+    both(script)
+
+
+@feature
+def two_optimizers() -> None:
+    """A GAN: two optimizers in one step, each with its own variables; one of them clips."""
+
+    class Adversarial(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+            self.critic = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+            deterministic_weights(self.generator, 1)
+            deterministic_weights(self.critic, 2)
+            self.tracker = keras.metrics.Mean(name="critic_loss")
+            self.built = True
+
+        def compile(self, generator_optimizer: Any, critic_optimizer: Any) -> None:
+            super().compile()
+            self.generator_optimizer, self.critic_optimizer = generator_optimizer, critic_optimizer
+
+        @property
+        def metrics(self) -> list[Any]:
+            return [self.tracker]
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean(self.critic(self.generator(x))) - keras.ops.mean(self.critic(y))
+            weights = self.critic.trainable_variables
+            self.critic_optimizer.apply(tape.gradient(loss, weights), weights)
+            with tf.GradientTape() as tape:
+                fooled = -keras.ops.mean(self.critic(self.generator(x)))
+            weights = self.generator.trainable_variables
+            self.generator_optimizer.apply(tape.gradient(fooled, weights), weights)
+            self.tracker.update_state(loss)
+            return {"critic_loss": self.tracker.result()}
+
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Adversarial()
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, clipnorm=0.05))
+        history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+        return outcome(
+            model,
+            history,
+            slots=[np.asarray(v) for v in [*model.generator_optimizer.variables, *model.critic_optimizer.variables]],
+        )
+
+    both(script)
+
+
+# One batch at a time: the batch that is given is split.
+
+
+@feature
+def on_batch() -> None:
+    for shape in ("ragged", "few"):
+        x, y = rows(shape)
+
+        def script(_: int, x: Any = x, y: Any = y) -> dict[str, Any]:
+            model = mlp()
+            model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+            trained = [model.train_on_batch(x, y, return_dict=True) for _ in range(3)]
+            tested = model.test_on_batch(x, y, return_dict=True)
+            return outcome(model, trained=trained, tested=tested, predicted=model.predict_on_batch(x))
+
+        both(script)
+
+
+@feature
+def unbuilt_models() -> None:
+    """A model without an input shape is built on the first batch, which is not lost."""
+    for kind in ("arrays", "tf_data", "py_dataset", "generator"):
+        x, y = rows("ragged")
+
+        def script(batch: int, kind: str = kind, x: Any = x, y: Any = y) -> dict[str, Any]:
+            model = keras.Sequential([keras.layers.Dense(3, kernel_initializer="ones", activation="tanh"), keras.layers.Dense(2, kernel_initializer="ones")])
+            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+            return fit_evaluate_predict(model, fed(kind, (x, y), batch), x, y, batch)
+
+        both(script)
+
+
+@feature
+def predictions_of_a_dataset() -> None:
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile("sgd", "mse")
+        dataset = tf.data.Dataset.from_tensor_slices(x).batch(batch)
+        return {"predict": model.predict(dataset, verbose=0), "evaluate": model.evaluate(Batches((x, y), batch), verbose=0)}
+
+    both(script)
+
+
+# Models that were made elsewhere.
+
+
+@feature
+def adopted() -> None:
+    """A model built and compiled outside of the scope, with other weights on each rank, is adopted with the root's."""
+    import kdist
+
+    keras.config.set_floatx("float64")
+    x, y = rows("ragged")
+    model, reference = mlp(), mlp()
+    for each in (model, reference):
+        each.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    for variable in model.trainable_variables:
+        variable.assign_add(np.full(variable.shape, float(kdist.rank())))
+    plain = fit_evaluate_predict(reference, fed("arrays", (x, y), size() * BATCH), x, y, size() * BATCH)
+    with kdist.scope(scale_lr=None):
+        ours = fit_evaluate_predict(model, fed("arrays", (x, y), BATCH), x, y, BATCH)
+    from tests.training.fidelity import compare
+
+    compare(plain, ours)
+
+
+@feature
+def float32_smoke() -> None:
+    x, y = (a.astype("float32") for a in rows("ragged"))
+
+    def script(batch: int) -> dict[str, Any]:
+        keras.config.set_floatx("float32")
+        model = mlp()
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+    both(script, rtol=1e-5)

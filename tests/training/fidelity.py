@@ -1,0 +1,179 @@
+"""N ranks against one process on the same global batches: the same script, run twice in every rank, must give the same.
+
+A script gets the rows of one user batch: N times as many in the plain run. What it returns is compared: weights,
+optimizer variables, history, evaluation and prediction, in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import kdist
+
+BATCH = 4
+RTOL = 1e-9
+
+
+def size() -> int:
+    return kdist.size()
+
+
+# Data.
+
+
+def num_rows(shape: str) -> int:
+    ranks = size()
+    return {"even": 3 * ranks * BATCH, "ragged": 2 * ranks * BATCH + BATCH + 1, "few": max(1, ranks - 1)}[shape]
+
+
+def rows(shape: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    n = num_rows(shape)
+    x = generator.normal(size=(n, 5))
+    y = x @ generator.normal(size=(5, 2)) + 0.1 * generator.normal(size=(n, 2))
+    return x, y
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, arrays: tuple[np.ndarray, ...], batch: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.arrays, self.batch = arrays, batch
+
+    def __len__(self) -> int:
+        return -(-len(self.arrays[0]) // self.batch)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
+        return tuple(a[index * self.batch : (index + 1) * self.batch] for a in self.arrays)
+
+
+def endless(arrays: tuple[np.ndarray, ...], batch: int) -> Iterator[tuple[np.ndarray, ...]]:
+    for start in itertools.cycle(range(0, len(arrays[0]), batch)):
+        yield tuple(a[start : start + batch] for a in arrays)
+
+
+def fed(kind: str, arrays: tuple[np.ndarray, ...], batch: int) -> dict[str, Any]:
+    """Returns the arguments of `fit` that feed arrays in order, `batch` rows a step."""
+    num_batches = -(-len(arrays[0]) // batch)
+    if kind == "arrays":
+        names = ("x", "y", "sample_weight")
+        return {**dict(zip(names, arrays, strict=False)), "batch_size": batch, "shuffle": False}
+    if kind == "tf_data":
+        return {"x": tf.data.Dataset.from_tensor_slices(arrays).batch(batch)}
+    if kind == "tf_data_unknown":
+        return {"x": tf.data.Dataset.from_tensor_slices(arrays).batch(batch).filter(lambda *_: True)}
+    if kind == "py_dataset":
+        return {"x": Batches(arrays, batch), "shuffle": False}
+    if kind == "py_dataset_workers":
+        return {"x": Batches(arrays, batch, workers=2), "shuffle": False}
+    if kind == "generator":
+        return {"x": endless(arrays, batch), "steps_per_epoch": num_batches}
+    raise ValueError(kind)
+
+
+# Models.
+
+
+def deterministic_weights(model: keras.Model, seed: int = 1) -> None:
+    generator = np.random.default_rng(seed)
+    for variable in model.trainable_variables:
+        variable.assign(generator.normal(size=variable.shape) * 0.5)
+
+
+def mlp(outputs: int = 2, **kwargs: Any) -> keras.Model:
+    model = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(outputs, **kwargs)]
+    )
+    deterministic_weights(model)
+    return model
+
+
+def outcome(model: keras.Model, history: Any = None, **more: Any) -> dict[str, Any]:
+    """Returns all that two runs must have in common."""
+    optimizer = getattr(model, "optimizer", None)
+    return {
+        "weights": [np.asarray(v) for v in model.weights],
+        "optimizer": [] if optimizer is None else [np.asarray(v) for v in optimizer.variables],
+        "history": {} if history is None else history.history,
+        **more,
+    }
+
+
+def fit_evaluate_predict(model: keras.Model, data: dict[str, Any], x: Any, y: Any, batch: int, **fit: Any) -> dict[str, Any]:
+    history = model.fit(**data, epochs=2, verbose=0, **fit)
+    return outcome(
+        model,
+        history,
+        evaluate=model.evaluate(x, y, batch_size=batch, verbose=0, return_dict=True),
+        predict=model.predict(x, batch_size=batch, verbose=0),
+    )
+
+
+# Running twice, and comparing.
+
+
+def both(script: Callable[[int], dict[str, Any]], rtol: float = RTOL, **scope: Any) -> None:
+    """Runs a script plainly with the global batch and in the scope with this rank's, and compares."""
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(3)
+    plain = script(size() * BATCH)
+    keras.utils.set_random_seed(3)
+    with kdist.scope(scale_lr=None, **scope):
+        ours = script(BATCH)
+    compare(plain, ours, rtol)
+
+
+def compare(plain: dict[str, Any], ours: dict[str, Any], rtol: float = RTOL) -> None:
+    assert plain.keys() == ours.keys()
+    for part in plain:
+        keras.tree.assert_same_structure(plain[part], ours[part])
+        pairs = zip(keras.tree.flatten(plain[part]), keras.tree.flatten(ours[part]), strict=True)
+        for number, (one, other) in enumerate(pairs):
+            one, other = np.asarray(one), np.asarray(other)
+            assert one.shape == other.shape, f"{part}[{number}]: {one.shape} and {other.shape}"
+            if one.dtype.kind not in "fc":
+                np.testing.assert_array_equal(other, one, err_msg=f"{part}[{number}]")
+                continue
+            scale = np.max(np.abs(one), initial=0.0)
+            np.testing.assert_allclose(other, one, rtol=rtol, atol=rtol * scale + 1e-300, err_msg=f"{part}[{number}]")
+
+
+# The matrix: optimizer, sizes, kind of input.
+
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.01),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.05),
+    "lion": lambda: keras.optimizers.Lion(0.01),
+    "lamb": lambda: keras.optimizers.Lamb(0.01),
+}
+SHAPES = ("even", "ragged", "few")
+KINDS = ("arrays", "tf_data", "tf_data_unknown", "py_dataset", "generator")
+
+
+def cell(optimizer: str, shape: str, kind: str) -> Callable[[], None]:
+    def case() -> None:
+        x, y = rows(shape)
+
+        def script(batch: int) -> dict[str, Any]:
+            model = mlp()
+            model.compile(OPTIMIZERS[optimizer](), "mse", metrics=["mae"])
+            return fit_evaluate_predict(model, fed(kind, (x, y), batch), x, y, batch)
+
+        both(script)
+
+    return case
+
+
+MATRIX = {
+    f"{optimizer}-{shape}-{kind}": cell(optimizer, shape, kind)
+    for optimizer, shape, kind in itertools.product(OPTIMIZERS, SHAPES, KINDS)
+}
