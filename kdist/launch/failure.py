@@ -10,14 +10,17 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn, TextIO
+from typing import NoReturn
+
+from kdist.launch.output import REPORT
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 # Seconds that the other ranks leave to rank 0, which may be about to report the same error and end the job. They
 # report it themselves after that: nothing is ever swallowed.
-_HEAD_START = 0.5
+_HEAD_START = 1.0
 _HEAD_START_ON_ALL_RANKS = 2.0
+_LAST_WORDS = 0.3  # seconds for the launcher to pass the report on, before it throws away what it has not read yet
 
 
 class FailureHook:
@@ -29,7 +32,6 @@ class FailureHook:
         abort: function of an exit code that ends all ranks and does not return.
         rank: int, this process's number.
         size: int, the number of processes.
-        terminal: text stream or `None`, where the report goes too if this rank's own stderr is held back.
         previous: the hook that was there before; it prints the traceback if it is not Python's own.
     """
 
@@ -37,7 +39,6 @@ class FailureHook:
         self.abort = abort
         self.rank = rank
         self.size = size
-        self.terminal: TextIO | None = None
         self.previous = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -49,6 +50,7 @@ class FailureHook:
             time.sleep(_HEAD_START_ON_ALL_RANKS if getattr(error, "on_all_ranks", False) else _HEAD_START)
         with contextlib.suppress(Exception):
             self._report(kind, error, trace)
+        time.sleep(_LAST_WORDS)
         self.end(code)
 
     def end(self, code: int) -> NoReturn:
@@ -68,7 +70,7 @@ class FailureHook:
     def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        head = f"[kdist] rank {self.rank} of {self.size} on host {platform.node()}"
+        head = f"{REPORT}{self.rank} of {self.size} on host {platform.node()}"
         if isinstance(error, SystemExit):
             said = "" if isinstance(error.code, int) else f": {error.code}"
             head = text = f"{head} exited with code {exit_code(error)}{said}\n"
@@ -76,9 +78,6 @@ class FailureHook:
             head = f"{head} raised {kind.__name__}:\n"
             text = head + "".join(traceback.format_exception(kind, error, trace))
         # One write each, so that the lines of two ranks do not mingle.
-        if self.terminal is not None:
-            self.terminal.write(text)
-            self.terminal.flush()
         if self.previous is sys.__excepthook__ or isinstance(error, SystemExit):
             sys.stderr.write(text)
         else:

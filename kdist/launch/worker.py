@@ -48,14 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         _parser().error("a script or -m MODULE is required")
     info = detect(os.environ)
-    terminal = redirect(info.rank, options.output)
-    if info.rank > 0 and options.output is None:
-        # One rank's notices are enough; warnings and errors of all ranks are shown.
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    hook = None
-    if info.size > 1:
-        hook = failure.install(end_job, info.rank, info.size)
-        hook.terminal = terminal
+    redirect(info.rank, options.output)
+    hook = failure.install(end_job, info.rank, info.size) if info.size > 1 else None
     try:
         _run(command, is_module)
     except BaseException as error:

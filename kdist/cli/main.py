@@ -1,0 +1,39 @@
+"""The `kdist` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kdist.cli import check, env, run
+from kdist.errors import KDistError
+
+_VERBS = (run, env, check)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the `kdist` command.
+
+    Args:
+        argv: sequence of str, the arguments; by default those of the process.
+
+    Returns:
+        The exit code: the script's own, or 2 if it could not be started.
+    """
+    parser = argparse.ArgumentParser(
+        prog="kdist", description="Train an unchanged Keras script on several processes exactly as on one."
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in _VERBS:
+        verb.add_parser(verbs)
+    options = parser.parse_args(argv)
+    try:
+        return options.verb(options)
+    except KDistError as error:
+        print(f"kdist: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

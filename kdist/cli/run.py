@@ -1,0 +1,174 @@
+"""`kdist run`: starts a script on several processes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kdist._scope import PLANNED_WORDS, WORDS
+from kdist.cluster import detect
+from kdist.errors import LaunchError
+from kdist.launch import mpirun, process, worker
+from kdist.launch.command import Command, forwarded
+from kdist.launch.hosts import Host, all_local, parse_hostfile, parse_hosts, scheduled
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_parser(verbs: _SubParsersAction[Any]) -> None:
+    """Adds the verb to the command line.
+
+    Args:
+        verbs: what `ArgumentParser.add_subparsers` returned.
+    """
+    parser = verbs.add_parser(
+        "run",
+        help="start a script on several processes",
+        description="Start a script on several processes. Rank 0's output is shown.",
+        usage="kdist run -np N [options] SCRIPT [ARGS...]\n       kdist run -np N [options] -m MODULE [ARGS...]",
+        allow_abbrev=False,
+    )
+    add_launch_arguments(parser)
+    parser.add_argument(
+        "--strategy",
+        default=None,
+        metavar="WORD",
+        help=f"how to train: {', '.join(WORDS)} (sets KDIST_STRATEGY for the ranks)",
+    )
+    parser.add_argument("--output", metavar="DIR", help="keep every rank's output in DIR/rank0.out, rank0.err, ...")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+    parser.set_defaults(verb=run)
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say how many ranks are started, and where.
+
+    Args:
+        parser: the verb's parser.
+    """
+    parser.add_argument("-np", type=int, metavar="N", help="number of ranks; by default all slots of the hosts")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts and how many ranks each may hold")
+    where.add_argument("--hostfile", metavar="FILE", help="the same, one host a line: `host slots=4` or `host:4`")
+    parser.add_argument("--launcher-args", default="", metavar='"..."', help="more arguments for mpirun")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Starts a script on several processes.
+
+    Args:
+        options: the parsed arguments.
+
+    Returns:
+        The script's exit code.
+
+    Raises:
+        LaunchError: if the job cannot be started as asked.
+    """
+    is_module, script = options.module is not None, options.module or options.script
+    if not script:
+        raise LaunchError(
+            "No script. Received: neither a script nor -m MODULE. Expected one. Fix: kdist run -np 2 train.py"
+        )
+    if not is_module and not os.path.exists(script[0]):
+        raise LaunchError(
+            f"No such script. Received: {script[0]!r} in {os.getcwd()}. Expected an existing file; options of kdist "
+            "run go before it, the script's own after it. Fix: check the name, or give -m MODULE."
+        )
+    env = {} if options.strategy is None else {"KDIST_STRATEGY": _known(options.strategy)}
+    output = None if options.output is None else os.path.abspath(options.output)
+    command = build(options, worker.program(sys.executable, script, module=is_module, output=output), env)
+    if options.dry_run:
+        print(command)
+        return 0
+    return process.run(command)
+
+
+def build(options: argparse.Namespace, program: Sequence[str], env: dict[str, str]) -> Command:
+    """Builds the command that starts a job from what `add_launch_arguments` parsed.
+
+    Args:
+        options: the parsed arguments.
+        program: sequence of str, what each rank runs.
+        env: mapping of variable name to value, what is added to the ranks' environment.
+
+    Returns:
+        A `Command`.
+
+    Raises:
+        LaunchError: if the job cannot be started as asked.
+    """
+    _check_outside(os.environ)
+    hosts = _hosts(options)
+    np = sum(host.slots for host in hosts) if options.np is None and hosts else options.np
+    if np is None:
+        raise LaunchError(
+            "No number of ranks. Received: neither -np nor hosts. Expected -np N. Fix: kdist run -np 2 train.py"
+        )
+    local = all_local(hosts, socket.gethostname()) and not scheduled(os.environ)
+    return mpirun.build(
+        mpirun.find(sys.executable, os.environ.get("PATH")),
+        program,
+        np=np,
+        hosts=hosts,
+        extra=_split(options.launcher_args),
+        env=env,
+        forward=() if local else forwarded({**os.environ, **env}),
+        root=os.geteuid() == 0,
+        # On one machine as many ranks as asked: Open MPI counts cores, not hardware threads, and refuses more.
+        oversubscribe=local,
+    )
+
+
+def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
+    if options.hosts is not None:
+        return parse_hosts(options.hosts)
+    if options.hostfile is None:
+        return ()
+    try:
+        with open(options.hostfile, encoding="utf-8") as file:
+            return parse_hostfile(file.read(), options.hostfile)
+    except (OSError, UnicodeDecodeError) as err:
+        raise LaunchError(
+            f"Cannot read the hostfile. Received: --hostfile {options.hostfile}: {err}. Expected a text file with one "
+            "host a line. Fix: check the name, or give the hosts by -H."
+        ) from err
+
+
+def _known(strategy: str) -> str:
+    if strategy in WORDS:
+        return strategy
+    later = "It is planned, but not in this version. " if strategy in PLANNED_WORDS else ""
+    raise LaunchError(
+        f"Unknown strategy. {later}Received: --strategy {strategy}. Expected one of {', '.join(WORDS)}. "
+        "Fix: choose one."
+    )
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as err:
+        raise LaunchError(
+            f"--launcher-args is not understood. Received: {text!r}: {err}. Expected arguments as in a shell. "
+            "Fix: close the quotation."
+        ) from err
+
+
+def _check_outside(env: Any) -> None:
+    """Refuses to start ranks where there are ranks already: each of them would start a whole job."""
+    info = detect(env)
+    if info.size > 1:
+        raise LaunchError(
+            f"kdist run inside of a job. Received: a process that is rank {info.rank} of {info.size} already "
+            f"({info.launcher}: {info.reason}). Expected to be started once. Fix: start the script itself by "
+            f"{info.launcher}, or unset its variables."
+        )
