@@ -1,0 +1,245 @@
+"""Order in the graph of a `tf.data` pipeline: unseeded shuffles get a seed, sloppy steps become deterministic.
+
+`tf.data` shuffles on each rank for itself when no seed was set: a sample is then seen twice, another never.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.errors import DataError
+
+_log = logging.getLogger("kdist")
+
+# Where the two seeds stand among the inputs of a dataset's node, and where its seed generator does.
+_SEED_INPUTS: dict[str, tuple[int, int | None]] = {
+    "RandomDataset": (0, None),
+    "RandomDatasetV2": (0, 2),
+    "ShuffleAndRepeatDataset": (2, None),
+    "ShuffleAndRepeatDatasetV2": (2, 5),
+    "ShuffleDataset": (2, None),
+    "ShuffleDatasetV3": (2, 4),
+}
+# Places that no step of a pipeline has, for seeds within one closed graph.
+_GRAPH, _FUNCTION = 10**6, 10**6 + 1
+_MAPS = ("MapDataset", "ParallelMapDataset", "ParallelMapDatasetV2", "MapAndBatchDataset")
+
+
+def derived_seed(seed: int, place: int) -> int:
+    """Returns a positive 31-bit seed for the shuffle at some place of a pipeline."""
+    return int(np.random.SeedSequence([seed, place]).generate_state(1)[0] >> 1) + 1
+
+
+def from_variant(variant: Any, like: tf.data.Dataset, keep: Any = None) -> tf.data.Dataset:
+    """Returns a dataset made of a variant tensor.
+
+    Args:
+        variant: scalar variant tensor that holds a dataset.
+        like: the user's dataset with the same elements, kept alive: its Python functions may be called.
+        keep: anything else to keep alive.
+    """
+    dataset = tf.data.experimental.from_variant(variant, like.element_spec)
+    dataset._kdist_made_of = (like, keep)
+    return dataset
+
+
+def is_disorderly(graph: Any, *, random_counts: bool) -> bool:
+    """Whether something in a graph orders elements differently on each rank.
+
+    Args:
+        graph: `GraphDef`.
+        random_counts: bool, whether random numbers drawn in the graph itself decide about elements, as in the
+            function of a `filter`.
+    """
+    if random_counts and _unseeded_random(graph, graph.node):
+        return True
+    return any(_defects(nodes) for nodes in _node_lists(graph)) or bool(_random_decisions(graph))
+
+
+def rewritten(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
+    """Returns a dataset in which unseeded shuffles have a seed and all steps are deterministic.
+
+    Args:
+        dataset: `tf.data.Dataset`.
+        seed: int, equal on all ranks.
+
+    Returns:
+        `dataset` itself if its graph follows one order already.
+
+    Raises:
+        DataError: if the graph cannot be read or made anew, or draws random numbers to decide which elements
+            are kept or where they go.
+    """
+    try:
+        graph = _graph(dataset)
+    except Exception as err:  # TensorFlow raises several kinds: too large, not serializable, ...
+        raise _refusal(dataset, f"a pipeline whose graph cannot be inspected ({_first_line(err)})") from err
+    if names := _random_decisions(graph):
+        raise _refusal(dataset, f"unseeded random numbers in the function of {', '.join(sorted(names))}")
+    found = [[node.op for node in _defects(nodes)] for nodes in _node_lists(graph)]
+    if not any(found):
+        return dataset
+    # Functions come in no certain order: they share a seed.
+    donors = _repair(graph.node, derived_seed(seed, _GRAPH), function=False)
+    for function in graph.library.function:
+        _repair(function.node_def, derived_seed(seed, _FUNCTION), function=True)
+    if inside := sorted({op for ops in found[1:] for op in ops if op in _SEED_INPUTS}):
+        _log.warning(
+            "%s without a seed inside a function of a tf.data pipeline: the same order is used at each call, so that "
+            "all ranks agree. Pass `seed=` there to choose it.",
+            ", ".join(inside),
+        )
+    _rename_functions(graph)
+    try:
+        return from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString()), dataset, donors)
+    except Exception as err:
+        names = {op for ops in found for op in ops}
+        raise _refusal(dataset, f"{', '.join(sorted(names))} without a seed ({_first_line(err)})") from err
+
+
+def _refusal(dataset: Any, received: str) -> DataError:
+    return DataError(
+        f"A tf.data pipeline that may yield another order on each rank. Received: {received}, in {dataset}. Expected: "
+        "one order on all ranks, so that each sample is seen once. Fix: pass a seed, as in `shuffle(..., seed=1)`, or "
+        "call `keras.utils.set_random_seed` before the dataset is made; if each rank has data of its own, pass "
+        "`auto_shard=False`."
+    )
+
+
+def _first_line(err: Exception) -> str:
+    return str(err).strip().partition("\n")[0][:200]
+
+
+def _node_lists(graph: Any) -> Iterator[Any]:
+    yield graph.node
+    for function in graph.library.function:
+        yield function.node_def
+
+
+def _defects(nodes: Iterable[Any]) -> list[Any]:
+    by_name = {node.name: node for node in nodes}
+    return [node for node in by_name.values() if _is_sloppy(node) or _is_unseeded(node, by_name)]
+
+
+def _is_sloppy(node: Any) -> bool:
+    # Reading an attribute that is not there would make one.
+    if "deterministic" in node.attr:
+        return node.attr["deterministic"].s == b"false"
+    return "sloppy" in node.attr and node.attr["sloppy"].b
+
+
+def _is_unseeded(node: Any, by_name: dict[str, Any]) -> bool:
+    if node.op not in _SEED_INPUTS:
+        return False
+    first = _SEED_INPUTS[node.op][0]
+    seeds = [by_name.get(name.partition(":")[0]) for name in node.input[first : first + 2]]
+    return all(
+        seed is not None and seed.op == "Const" and not tf.make_ndarray(seed.attr["value"].tensor).any()
+        for seed in seeds
+    )
+
+
+def _repair(nodes: Any, seed: int, *, function: bool) -> list[Any]:
+    """Repairs the nodes of a graph or function in place and returns what must be kept alive with them."""
+    donors = []
+    for count, node in enumerate(_defects(nodes)):
+        if "deterministic" in node.attr:
+            node.attr["deterministic"].s = b"true"
+        if "sloppy" in node.attr:
+            node.attr["sloppy"].b = False
+        if node.op not in _SEED_INPUTS:
+            continue
+        first, generator = _SEED_INPUTS[node.op]
+        reshuffle = "reshuffle_each_iteration" not in node.attr or node.attr["reshuffle_each_iteration"].b
+        donor = tf.data.Dataset.range(1).shuffle(1, seed + count, reshuffle)
+        given = _nodes_of_seeds(donor)
+        places = [first, first + 1] if generator is None else [first, first + 1, generator]
+        if function:
+            # A function cannot hold on to a generator: each call makes its own.
+            given[2] = tf.compat.v1.NodeDef(op="DummySeedGenerator")
+        else:
+            donors.append(donor)
+        for place, source in zip(places, given, strict=False):
+            copy = nodes.add()
+            copy.CopyFrom(source)
+            copy.name = f"{node.name}/kdist_input{place}"
+            output = "handle" if copy.op == "DummySeedGenerator" else "output"
+            node.input[place] = f"{copy.name}:{output}:0" if function else copy.name
+    return donors
+
+
+def _nodes_of_seeds(shuffled: tf.data.Dataset) -> list[Any]:
+    """Returns the nodes that give a shuffle its two seeds and its generator, which lives as long as it does.
+
+    The generator makes each iteration another order. A new one in the graph would start anew whenever
+    `tf.data` optimizes the graph, which is at each iteration.
+    """
+    nodes = {node.name: node for node in _graph(shuffled).node}
+    (shuffle,) = (node for node in nodes.values() if node.op == "ShuffleDatasetV3")
+    return [nodes[name] for name in shuffle.input[2:5]]
+
+
+def _graph(dataset: tf.data.Dataset) -> Any:
+    variant = tf.data.experimental.to_variant(dataset)
+    serialized = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=1)
+    return tf.compat.v1.GraphDef.FromString(serialized.numpy())
+
+
+def _rename_functions(graph: Any) -> None:
+    """Renames all functions: the runtime refuses another body under a name that it knows."""
+    names = {function.signature.name for function in graph.library.function}
+    for function in graph.library.function:
+        function.signature.name += "_kdist"
+    for gradient in graph.library.gradient:
+        gradient.function_name += "_kdist" if gradient.function_name in names else ""
+        gradient.gradient_func += "_kdist" if gradient.gradient_func in names else ""
+    for nodes in _node_lists(graph):
+        for node in nodes:
+            node.op += "_kdist" if node.op in names else ""
+            for function in _function_attrs(node):
+                function.name += "_kdist" if function.name in names else ""
+
+
+def _function_attrs(node: Any) -> Iterator[Any]:
+    for attr in node.attr.values():
+        if attr.WhichOneof("value") == "func":
+            yield attr.func
+        elif attr.WhichOneof("value") == "list":
+            yield from attr.list.func
+
+
+def _called(nodes: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+    for node in nodes:
+        yield node, node.op
+        yield from ((node, function.name) for function in _function_attrs(node))
+
+
+def _random_decisions(graph: Any) -> set[str]:
+    """Returns the kinds of steps whose function draws unseeded random numbers to decide about elements."""
+    library = {function.signature.name: function.node_def for function in graph.library.function}
+    kinds = set()
+    for nodes in _node_lists(graph):
+        for node, name in _called(nodes):
+            is_dataset = re.search(r"Dataset(V\d+)?$", node.op) and node.op not in _MAPS
+            if is_dataset and name in library and _unseeded_random(graph, library[name]):
+                kinds.add(node.op)
+    return kinds
+
+
+def _unseeded_random(graph: Any, nodes: Iterable[Any]) -> bool:
+    library = {function.signature.name: function.node_def for function in graph.library.function}
+    pending, seen = [nodes], set()
+    while pending:
+        for node, name in _called(pending.pop()):
+            if "seed" in node.attr and "seed2" in node.attr and node.attr["seed"].i == node.attr["seed2"].i == 0:
+                return True
+            if node.op not in _MAPS and name in library and name not in seen:
+                seen.add(name)
+                pending.append(library[name])
+    return False

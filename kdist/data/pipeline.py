@@ -1,0 +1,196 @@
+"""A user's `tf.data` pipeline, known step by step from its end, so that it can be made to follow one order.
+
+The attributes read here are not TensorFlow's public ones. Whatever is missing or unknown ends the taking
+apart: what remains before it is one closed dataset, inspected as a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.data import graph_order
+
+# Kinds of datasets that keep the order of their inputs as far as their functions are orderly.
+_ORDERLY = {
+    "CacheDataset",
+    "TextLineDatasetV2",
+    "_ConcatenateDataset",
+    "_FilterDataset",
+    "_FlatMapDataset",
+    "_GeneratorDataset",
+    "_PaddedBatchDataset",
+    "_RangeDataset",
+    "_TensorDataset",
+    "_TensorSliceDataset",
+    "_UnbatchDataset",
+    "_WindowDataset",
+    "_ZipDataset",
+}
+
+
+class Pipeline:
+    """A pipeline that yields the same order on all ranks.
+
+    Shuffles without a seed get one and parallel steps become deterministic; nothing else changes. Where the
+    user's dataset yields a new order at each iteration, so does this one. Known steps at the end are made
+    anew one by one; what lies before them is rewritten as a graph, and only where it must be.
+
+    Args:
+        dataset: the user's `tf.data.Dataset`.
+        seed: int, equal on all ranks.
+
+    Attributes:
+        steps: tuple of the user's dataset objects, each known by its last operation, in the order of the data.
+
+    Raises:
+        DataError: if something in it cannot be made to follow one order.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, seed: int):
+        steps: list[Any] = []
+        while type(dataset).__name__ in _REPLAYS and not _has_disorderly_function(dataset):
+            steps.insert(0, dataset)
+            dataset = dataset._input_dataset
+        self.steps = tuple(steps)
+        self._seed = seed
+        self._base = dataset if _is_orderly(dataset) else graph_order.rewritten(dataset, seed)
+        changed = [self._base is not dataset, *(_is_disorderly_step(step) for step in steps)]
+        self._unchanged = changed.index(True) if True in changed else len(changed)
+
+    def dataset(self, num_steps: int | None = None) -> tf.data.Dataset:
+        """Returns the pipeline as one dataset.
+
+        Args:
+            num_steps: int or `None`, how many of `steps` to apply, counted from the first; `None` for all.
+        """
+        if num_steps is None:
+            num_steps = len(self.steps)
+        if num_steps == 0:
+            return self._base
+        step = self.steps[num_steps - 1]
+        if num_steps < self._unchanged:
+            return step
+        seed = graph_order.derived_seed(self._seed, num_steps)
+        return _REPLAYS[type(step).__name__](step, self.dataset(num_steps - 1), seed)
+
+
+def carries_along(step: Any) -> bool:
+    """Whether `beside` can apply a step: one element in, one element out, of dense tensors."""
+    if type(step).__name__ in ("_PrefetchDataset", "_OptionsDataset"):
+        return True
+    if type(step).__name__ not in ("_MapDataset", "_ParallelMapDataset"):
+        return False
+    specs = tf.nest.flatten((step._input_dataset.element_spec, step.element_spec))
+    return all(isinstance(spec, tf.TensorSpec) for spec in specs)
+
+
+def beside(step: Any, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Applies a step to the first component of a dataset's elements; the others are carried along.
+
+    Args:
+        step: one of `Pipeline.steps` that `carries_along`.
+        dataset: dataset of tuples, the first component a structure that the step takes.
+
+    Returns:
+        A dataset of tuples with the first component replaced.
+    """
+    kind = type(step).__name__
+    if kind == "_PrefetchDataset":
+        return dataset.prefetch(int(step._buffer_size))
+    if kind == "_OptionsDataset":
+        return dataset.with_options(step.options())
+    # The traced function, not the user's Python function: what that closes over may have changed.
+    function = step._map_func.function
+
+    def apply(element: Any, *others: Any) -> Any:
+        outputs = tf.nest.flatten(function(*tf.nest.flatten(element)))
+        return (tf.nest.pack_sequence_as(step.element_spec, outputs), *others)
+
+    if kind == "_ParallelMapDataset":
+        return dataset.map(apply, num_parallel_calls=step._num_parallel_calls, deterministic=True)
+    return dataset.map(apply)
+
+
+def _replay_map(step: Any, dataset: Any, seed: int) -> Any:
+    del seed
+    arguments = {
+        "input_dataset": tf.data.experimental.to_variant(dataset),
+        "other_arguments": step._map_func.function.captured_inputs,
+        "f": step._map_func.function,
+        "preserve_cardinality": True,
+        **step._flat_structure,
+    }
+    if type(step).__name__ == "_ParallelMapDataset":
+        calls = step._num_parallel_calls
+        variant = tf.raw_ops.ParallelMapDatasetV2(num_parallel_calls=calls, deterministic="true", **arguments)
+    else:
+        variant = tf.raw_ops.MapDataset(**arguments)
+    return graph_order.from_variant(variant, step)
+
+
+def _replay_batch(step: Any, dataset: Any, seed: int) -> Any:
+    del seed
+    calls = getattr(step, "_num_parallel_calls", None)
+    deterministic = None if calls is None else True
+    return dataset.batch(int(step._batch_size), bool(step._drop_remainder), calls, deterministic)
+
+
+def _replay_shuffle(step: Any, dataset: Any, seed: int) -> Any:
+    if _is_disorderly_step(step):
+        return dataset.shuffle(step._buffer_size, seed, step._reshuffle_each_iteration)
+    variant = tf.raw_ops.ShuffleDatasetV3(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        buffer_size=step._buffer_size,
+        seed=step._seed,
+        seed2=step._seed2,
+        seed_generator=tf.raw_ops.DummySeedGenerator(),
+        reshuffle_each_iteration=step._reshuffle_each_iteration is not False,
+        **step._flat_structure,
+    )
+    return graph_order.from_variant(variant, step)
+
+
+_REPLAYS: dict[str, Callable[[Any, Any, int], Any]] = {
+    "_BatchDataset": _replay_batch,
+    "_MapDataset": _replay_map,
+    "_OptionsDataset": lambda step, dataset, _: dataset.with_options(step.options()),
+    "_ParallelBatchDataset": _replay_batch,
+    "_ParallelMapDataset": _replay_map,
+    "_PrefetchDataset": lambda step, dataset, _: dataset.prefetch(int(step._buffer_size)),
+    "_RepeatDataset": lambda step, dataset, _: dataset.repeat(step._count),
+    "_ShuffleDataset": _replay_shuffle,
+    "_SkipDataset": lambda step, dataset, _: dataset.skip(step._count),
+    "_TakeDataset": lambda step, dataset, _: dataset.take(step._count),
+}
+
+
+def _is_disorderly_step(dataset: Any) -> bool:
+    if type(dataset).__name__ == "_ShuffleDataset":
+        return int(dataset._seed) == int(dataset._seed2) == 0
+    return getattr(dataset, "_deterministic", "default") == "false"
+
+
+def _has_disorderly_function(dataset: Any) -> bool:
+    keeps_order = "Map" in type(dataset).__name__ and "Flat" not in type(dataset).__name__
+    return any(
+        graph_order.is_disorderly(function.function.graph.as_graph_def(), random_counts=not keeps_order)
+        for function in dataset._functions()
+    )
+
+
+def _is_orderly(dataset: Any) -> bool:
+    """Whether a dataset is known to follow one order without a look at its graph, which may be large."""
+    kinds = _ORDERLY | set(_REPLAYS)
+    return all(
+        type(each).__name__ in kinds and not _is_disorderly_step(each) and not _has_disorderly_function(each)
+        for each in _with_inputs(dataset)
+    )
+
+
+def _with_inputs(dataset: Any) -> Iterator[Any]:
+    yield dataset
+    for each in dataset._inputs():
+        yield from _with_inputs(each)

@@ -1,0 +1,205 @@
+"""Who gets which sample: pure index arithmetic, without TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kdist.errors import DataError
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one input is shared out among the ranks.
+
+    A step of the job takes a *group* of the user's consecutive batches: `num_shards` of them when the batch
+    is scaled, one otherwise. Groups restart at each epoch.
+
+    Attributes:
+        num_shards: int, the number of ranks that share the input.
+        shard_id: int, this rank's number, from 0.
+        scale_batch: bool, whether each rank takes a whole batch of the user's at a step. If `False`, each
+            batch is split row-wise among the ranks.
+        seed: int, not negative and equal on all ranks, what every order is derived from.
+        steps_per_epoch: int or `None`, the number of the user's own batches in an epoch; `None` if an epoch
+            is one pass over the data.
+    """
+
+    num_shards: int = 1
+    shard_id: int = 0
+    scale_batch: bool = True
+    seed: int = 0
+    steps_per_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shard_id < self.num_shards:
+            raise DataError(
+                f"A shard that does not exist. Received: shard_id={self.shard_id}, num_shards={self.num_shards}. "
+                "Expected: 0 <= shard_id < num_shards. Fix: pass the rank and the size of the job."
+            )
+        if self.seed < 0:
+            raise DataError(f"Received: seed={self.seed}. Expected: an integer of at least 0. Fix: pass such a seed.")
+        if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
+            raise DataError(
+                f"Received: steps_per_epoch={self.steps_per_epoch}. Expected: a positive integer, or `None` for one "
+                "pass over the data. Fix: pass the number of your own batches in an epoch."
+            )
+
+    @property
+    def group_size(self) -> int:
+        """The number of the user's batches in a full step of the job."""
+        return self.num_shards if self.scale_batch else 1
+
+    @property
+    def job_steps_per_epoch(self) -> int | None:
+        """The steps that the job makes for `steps_per_epoch` of the user's batches."""
+        return None if self.steps_per_epoch is None else -(-self.steps_per_epoch // self.group_size)
+
+    def alone(self) -> Plan:
+        """Returns the plan of a rank that has its own input: it shares it with nobody."""
+        return dataclasses.replace(self, num_shards=1, shard_id=0, steps_per_epoch=None)
+
+
+def split_rows(num_rows: int, num_shards: int, shard_id: int) -> tuple[int, int]:
+    """Returns the near-equal contiguous slice of a shard.
+
+    The slices of all shards follow each other and cover all rows; their sizes differ by at most 1.
+
+    Args:
+        num_rows: int, the number of rows to split.
+        num_shards: int, the number of slices.
+        shard_id: int, which slice, from 0.
+
+    Returns:
+        `(start, stop)`; equal when the slice is empty.
+
+    Example:
+    >>> [split_rows(7, 3, shard_id) for shard_id in range(3)]
+    [(0, 2), (2, 4), (4, 7)]
+    """
+    return num_rows * shard_id // num_shards, num_rows * (shard_id + 1) // num_shards
+
+
+def group(step: int, plan: Plan) -> tuple[int, int]:
+    """Returns the user's batches in a step of the job, as far as the data lasts.
+
+    Args:
+        step: int, the step within a pass over the data, from 0.
+        plan: `Plan`.
+
+    Returns:
+        `(first, count)`: the first batch of the group, counted from the beginning of the pass, and how many
+        follow each other.
+
+    Example:
+    >>> plan = Plan(num_shards=2, steps_per_epoch=3)
+    >>> [group(step, plan) for step in range(4)]
+    [(0, 2), (2, 1), (3, 2), (5, 1)]
+    """
+    size, batches = plan.group_size, plan.steps_per_epoch
+    if plan.job_steps_per_epoch is None or batches is None:
+        return step * size, size
+    epoch, step = divmod(step, plan.job_steps_per_epoch)
+    return epoch * batches + step * size, min(size, batches - step * size)
+
+
+def group_sizes(plan: Plan) -> Iterator[int]:
+    """Yields the number of the user's batches in each step of the job, without end."""
+    step = 0
+    while True:
+        yield group(step, plan)[1]
+        step += 1
+
+
+def num_steps(num_batches: int, plan: Plan) -> int:
+    """Returns the steps that the job makes in one pass over `num_batches` of the user's batches."""
+    if plan.steps_per_epoch is None or plan.job_steps_per_epoch is None:
+        return -(-num_batches // plan.group_size)
+    epochs, rest = divmod(num_batches, plan.steps_per_epoch)
+    return epochs * plan.job_steps_per_epoch + -(-rest // plan.group_size)
+
+
+def own_batch(step: int, num_batches: int | None, plan: Plan) -> tuple[int, bool]:
+    """Returns which of the user's batches this rank loads at a step.
+
+    Args:
+        step: int, the step within a pass over the data, from 0.
+        num_batches: int or `None`, the user's batches in a pass; `None` if they never end.
+        plan: `Plan`.
+
+    Returns:
+        `(batch, active)`. A rank that is not active has no batch of its own in this step: it takes one row,
+        at weight 0, of the step's first batch.
+    """
+    first, count = group(step, plan)
+    if num_batches is not None:
+        count = min(count, num_batches - first)
+    if not plan.scale_batch:
+        return first, True
+    active = plan.shard_id < count
+    return first + (plan.shard_id if active else 0), active
+
+
+def own_rows(num_samples: int, batch_size: int, plan: Plan) -> tuple[Indices, Indices, Indices, Indices]:
+    """Returns the rows that this rank takes at each step of one pass over arrays.
+
+    The rows of a step's group are split into near-equal contiguous slices. Where there are fewer rows than
+    ranks, a rank without any takes the step's first row, which does not count.
+
+    Args:
+        num_samples: int, the number of rows of the arrays.
+        batch_size: int, the user's batch size.
+        plan: `Plan`.
+
+    Returns:
+        `(starts, stops, rows, global_rows)`, each an `int64` array with one entry a step. Positions
+        `starts[i]:stops[i]` in the epoch's order are taken at step `i`; `rows[i]` of them count, and
+        `global_rows[i]` on all ranks together.
+
+    Raises:
+        DataError: if there is no sample, or the batch size is not positive.
+    """
+    if num_samples < 1:
+        raise DataError(
+            f"Arrays without any sample. Received: {num_samples} samples. Expected: at least one. "
+            "Fix: pass arrays whose first dimension is not 0."
+        )
+    if batch_size < 1:
+        raise DataError(f"Received: batch_size={batch_size}. Expected: a positive integer. Fix: pass such a size.")
+    steps = num_steps(-(-num_samples // batch_size), plan)
+    bounds = np.array([group(step, plan) for step in range(steps)], np.int64) * batch_size
+    first = bounds[:, 0]
+    total = np.minimum(first + bounds[:, 1], num_samples) - first
+    starts = first + total * plan.shard_id // plan.num_shards
+    stops = first + total * (plan.shard_id + 1) // plan.num_shards
+    rows = stops - starts
+    starts = np.where(rows > 0, starts, first)
+    return starts, starts + np.maximum(rows, 1), rows, total
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
+    """Returns the order of the samples in an epoch: a pure function, equal on all ranks."""
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
+def batchwise_order(num_samples: int, batch_size: int, plan: Plan, epoch: int) -> Indices:
+    """Returns the order of an epoch in which samples change places within their step only.
+
+    Args:
+        num_samples: int, the number of samples.
+        batch_size: int, the user's batch size.
+        plan: `Plan`.
+        epoch: int, the epoch's number, from 0.
+
+    Returns:
+        An `int64` array of shape `(num_samples,)`, equal on all ranks.
+    """
+    total = own_rows(num_samples, batch_size, plan)[3]
+    step_of_sample = np.repeat(np.arange(len(total)), total)
+    draws = np.random.default_rng([plan.seed, epoch]).random(num_samples)
+    return np.lexsort((draws, step_of_sample))

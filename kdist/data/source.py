@@ -1,0 +1,72 @@
+"""The interface of an input that is shared out among the ranks."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.data.sharding import Plan
+from kdist.errors import DataError
+
+
+class Source(abc.ABC):
+    """One rank's part of an input.
+
+    Every rank gets the same number of elements, one for each step of the job. A pass over `dataset()` is a
+    pass over the user's data. With `plan.steps_per_epoch` a pass may hold several epochs, or an epoch's
+    beginning; the iterator is then kept from epoch to epoch, as Keras does.
+
+    Attributes:
+        plan: `Plan`, how the input is shared out.
+        ends_by_agreement: bool, whether the ranks' data may end at different steps. If so, `dataset()` never
+            ends: a rank without data carries rows that do not count, and an epoch without `steps_per_epoch` is
+            over when no rank has a row that counts. If `False`, all ranks' datasets end at the same step.
+        draws_in_background: bool, whether Python code of the user's makes the data, in a thread of its own that
+            runs ahead of training.
+    """
+
+    plan: Plan
+    ends_by_agreement = False
+    draws_in_background = False
+
+    @property
+    def knows_global_rows(self) -> bool:
+        """Whether `Shard.global_rows` is known in every step, so that it need not be summed over the ranks."""
+        return not self.ends_by_agreement
+
+    @abc.abstractmethod
+    def dataset(self) -> tf.data.Dataset:
+        """Returns the `tf.data.Dataset` of this rank's `Shard` elements."""
+
+    @property
+    @abc.abstractmethod
+    def num_steps(self) -> int | None:
+        """The number of steps in a pass over the data, equal on all ranks; `None` if unknown or endless."""
+
+    @property
+    @abc.abstractmethod
+    def signature(self) -> Any:
+        """Structure of `tf.TensorSpec` and its kin of `Shard.data`, with an unknown batch dimension."""
+
+    def example(self) -> Any:
+        """Returns a batch of the user's, without losing it from an epoch.
+
+        Needed only to build a model when `signature` has unknown dimensions besides the batch's.
+        """
+        return next(iter(self.dataset().take(1))).data
+
+    def on_epoch_begin(self) -> None:  # noqa: B027  most inputs have nothing to do
+        """Is called before the first element of an epoch is drawn."""
+
+    def on_epoch_end(self) -> None:  # noqa: B027
+        """Is called after the last element of an epoch was drawn."""
+
+
+def no_samples(kind: str) -> DataError:
+    """Returns the error for an input of this kind that holds nothing."""
+    return DataError(
+        f"A {kind} without any sample. Received: a {kind} that yields no batch. Expected: at least one. "
+        f"Fix: check what the {kind} reads."
+    )
