@@ -24,11 +24,13 @@ class ReplicaStep(Protocol):
         weight: scalar float tensor, this rank's share of the global batch: the shares of all ranks sum to 1.
         active: scalar `bool` tensor, whether this rank has rows that count.
         applying: bool, whether an optimizer is at work on gradients that are already reduced.
+        loss_is_weighted: bool, whether the backward pass starts from the loss times the weight.
     """
 
     weight: tf.Tensor
     active: tf.Tensor
     applying: bool
+    loss_is_weighted: bool
 
 
 class AllReduceStrategy(Strategy):
@@ -269,7 +271,9 @@ class _AllReduceReplicaContext(ReplicaContext):
             ys = extended._replica_ctx_all_reduce(reduce_op, [mask(x) for x in xs], options)
 
             def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
-                # The step's gradient is the sum over ranks of weight times gradient. This rank's part of what
+                if step.loss_is_weighted:
+                    return [mask(dy) for dy in extended._replica_ctx_all_reduce(reduce_op, dys)]
+                # The step's gradient will be the sum over ranks of weight times gradient. This rank's part of what
                 # the other ranks' losses owe to its x must therefore come out as weight times what is returned.
                 weights = [tf.cast(step.weight, dy.dtype) for dy in dys]
                 totals = extended._replica_ctx_all_reduce(

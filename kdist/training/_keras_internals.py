@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,14 +61,13 @@ def watch_models(made: Callable[[Any], None], used: Callable[[Any, str], None]) 
         made(self)
 
     def verb(name: str) -> Callable[..., Any]:
+        @functools.wraps(originals[name])
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if name in self.__dict__:  # called by the model's own wrapper, or by a user's `super().fit(...)`
                 return originals[name](self, *args, **kwargs)
             used(self, name)
             return getattr(self, name)(*args, **kwargs)
 
-        method.__doc__ = originals[name].__doc__
-        method.__name__ = name
         return method
 
     Trainer.__init__ = init

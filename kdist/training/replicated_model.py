@@ -114,7 +114,7 @@ class ReplicatedModel:
     def _verb(self, name: str, *args: Any, **kwargs: Any) -> Any:
         original = self._original(name)
         bound = inspect.signature(original).bind(*args, **kwargs)
-        given = bound.arguments
+        given = _named_arguments(bound)
         if isinstance(given.get("callbacks"), keras.callbacks.CallbackList) and self._verbs:
             with self._running(name):  # validation within fit: everything is set up
                 return original(*args, **kwargs)
@@ -248,6 +248,9 @@ class ReplicatedModel:
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if isinstance(iterator, ShardedEpochIterator):
             data_batch, iterator = iterator.batch_to_build_on(), None
+        for optimizer in optimizers_of(self.model):
+            # Made outside of the scope, it would not let its slots be made here.
+            internals.set_optimizer_strategy(optimizer, self.strategy)
         self._original("_maybe_symbolic_build")(iterator=iterator, data_batch=data_batch)
         name = self._verbs[-1] if self._verbs else ""
         if name.endswith("_on_batch") and (name, id(getattr(self.model, "optimizer", None))) not in self._on_batch_ready:
@@ -264,8 +267,6 @@ class ReplicatedModel:
         model = self.model
         optimizers = optimizers_of(model)
         state.check_agreement(self.engine, f"the model given to {verb}", state.describe_model(model))
-        for optimizer in optimizers:
-            internals.set_optimizer_strategy(optimizer, self.strategy)
         variables = {id(v): v for v in [*model.variables, *(v for o in optimizers for v in o.variables)]}
         for generator in internals.seed_generators(model):
             variables.setdefault(id(generator.state), generator.state)
@@ -369,6 +370,17 @@ def _comparable(arguments: dict[str, Any]) -> dict[str, str]:
         if name not in ("verbose", "callbacks")
         and (isinstance(value, plain) or (isinstance(value, (list, dict)) and name in ("class_weight", "validation_freq")))
     }
+
+
+def _named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Returns the dictionary in which a call's keyword arguments can be read and changed.
+
+    A user's own `fit(self, *args, **kwargs)` keeps them in its `kwargs`.
+    """
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD and "callbacks" not in bound.signature.parameters:
+            return bound.arguments.setdefault(name, {})
+    return bound.arguments
 
 
 def _like(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,6 +56,8 @@ class Step:
         weight: `float64` scalar, this rank's share of the global rows.
         active: `bool` scalar, whether this rank has rows that count.
         applying: bool, whether an optimizer works on reduced gradients.
+        loss_is_weighted: bool, whether the backward pass starts from the loss times the weight, so that gradients are
+            this rank's addends as they come.
     """
 
     def __init__(self, extended: AllReduceExtended, shard: Shard) -> None:
@@ -63,6 +65,7 @@ class Step:
         self.rows = tf.reshape(shard.rows, ())
         self.active = self.rows > 0
         self.applying = False
+        self.loss_is_weighted = False
         self.data = shard.data
         global_rows = shard.global_rows
         if isinstance(global_rows, tuple):
@@ -152,7 +155,12 @@ class TrainStep(Step):
     @contextlib.contextmanager
     def _reducing(self, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         """Makes an optimizer reduce before it does anything else: clipping, finite check, update."""
-        original = optimizer.apply
+        original, scale_loss = optimizer.apply, optimizer.scale_loss
+
+        def scale_weighted_loss(loss: tf.Tensor) -> tf.Tensor:
+            # The place for the weight, where the step asks: one product, and float16 gradients of their usual size.
+            self.loss_is_weighted = True
+            return scale_loss(loss * tf.cast(self.weight, loss.dtype))
 
         def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
             grads = list(grads)
@@ -167,11 +175,11 @@ class TrainStep(Step):
             finally:
                 self.applying = False
 
-        optimizer.__dict__["apply"] = apply
+        optimizer.__dict__.update(apply=apply, scale_loss=scale_weighted_loss)
         try:
             yield
         finally:
-            del optimizer.__dict__["apply"]
+            del optimizer.__dict__["apply"], optimizer.__dict__["scale_loss"]
 
     def _reduce(self, grads: list[Any], rate: EffectiveRate) -> list[Any]:
         """Sends gradients, statistics and requests in one message; returns the global gradients."""
@@ -182,7 +190,9 @@ class TrainStep(Step):
         given = [grad for grad in grads if grad is not None]
         statistics = state.contributions(self)
         request = tf.concat([[self._stop_requested], rate.request()], axis=0)
-        *reduced, requests = self._extended.reduce_sum([*map(self.weighted, given), *statistics, request])
+        addends = given if self.loss_is_weighted else [self.weighted(grad) for grad in given]
+        self.loss_is_weighted = False
+        *reduced, requests = self._extended.reduce_sum([*addends, *statistics, request])
         state.merge(reduced[len(given) :])
         self._stop_agreed.assign(requests[0])
         rate.agree(requests[1:])
