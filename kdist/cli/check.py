@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kdist.cli.run import add_launch_arguments, build
+from kdist.cli.run import add_launch_arguments, build, check_exists
 from kdist.launch import process, worker
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
         LaunchError: if the job cannot be started as asked.
     """
     script = options.script or ["kdist.cli.smoke"]
+    if options.script:
+        check_exists(script[0])
     command = build(options, worker.program(sys.executable, script, module=not options.script), {})
     print(f"kdist check: {command}", flush=True)
     code = process.run(command)

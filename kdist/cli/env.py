@@ -127,5 +127,7 @@ def _decision(info: ClusterInfo, env: Mapping[str, str]) -> Iterator[tuple[str, 
             "Keras' own code path in this process: "
             + ("independent of the other ranks" if info.size > 1 else "there is one process"),
         )
+    elif info.launcher in ("horovod", "tf_config"):
+        yield "training", f"none: a job of {info.launcher} is not served by this version, start it by `kdist run`"
     else:
         yield "training", f"all-reduce over MPI among {info.size} rank(s)"

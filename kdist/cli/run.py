@@ -78,18 +78,33 @@ def run(options: argparse.Namespace) -> int:
         raise LaunchError(
             "No script. Received: neither a script nor -m MODULE. Expected one. Fix: kdist run -np 2 train.py"
         )
-    if not is_module and not os.path.exists(script[0]):
-        raise LaunchError(
-            f"No such script. Received: {script[0]!r} in {os.getcwd()}. Expected an existing file; options of kdist "
-            "run go before it, the script's own after it. Fix: check the name, or give -m MODULE."
-        )
+    if not is_module:
+        check_exists(script[0])
     env = {} if options.strategy is None else {"KDIST_STRATEGY": _known(options.strategy)}
     output = None if options.output is None else os.path.abspath(options.output)
     command = build(options, worker.program(sys.executable, script, module=is_module, output=output), env)
     if options.dry_run:
         print(command)
         return 0
+    if output is not None:
+        _make_directory(output)
     return process.run(command)
+
+
+def check_exists(script: str) -> None:
+    """Refuses a script that does not exist, once instead of on each rank.
+
+    Args:
+        script: str, its name.
+
+    Raises:
+        LaunchError: if it does not exist.
+    """
+    if not os.path.exists(script):
+        raise LaunchError(
+            f"No such script. Received: {script!r} in {os.getcwd()}. Expected an existing file; options of kdist go "
+            "before it, the script's own after it. Fix: check the name; `kdist run -m` takes a module."
+        )
 
 
 def build(options: argparse.Namespace, program: Sequence[str], env: dict[str, str]) -> Command:
@@ -140,6 +155,16 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
         raise LaunchError(
             f"Cannot read the hostfile. Received: --hostfile {options.hostfile}: {err}. Expected a text file with one "
             "host a line. Fix: check the name, or give the hosts by -H."
+        ) from err
+
+
+def _make_directory(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as err:
+        raise LaunchError(
+            f"Cannot keep the output. Received: --output {path}: {err}. Expected a directory that can be written to. "
+            "Fix: give another one."
         ) from err
 
 

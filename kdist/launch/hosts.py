@@ -91,8 +91,8 @@ def scheduled(env: Mapping[str, str]) -> bool:
 
 
 def _line(line: str, source: str) -> Host:
-    entry, _, rest = line.partition(" ") if " " in line else line.partition("\t")
-    rest = _MAX_SLOTS.sub("", rest)
+    entry, *rests = line.split(maxsplit=1)
+    rest = _MAX_SLOTS.sub("", "".join(rests))
     slots = _SLOTS.search(rest)
     if _SLOTS.sub("", rest, count=1).strip():
         raise _bad(entry, source)

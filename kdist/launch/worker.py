@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
+import importlib.machinery
 import os
 import runpy
 import socket
 import stat
 import sys
+import types
+import zipfile
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
@@ -54,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run(command, is_module)
     except BaseException as error:
         code, trace = failure.exit_code(error), _own_frames_removed(error.__traceback__)
+        error.__traceback__ = trace
         if isinstance(error, SystemExit) and (hook is None or code == 0):
             raise
         if not isinstance(error, (SystemExit, KeyboardInterrupt)):
@@ -102,9 +107,18 @@ def _run(command: Sequence[str], is_module: bool) -> None:
     if is_module:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         return
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(command[0]))
-    runpy.run_path(command[0], run_name="__main__")
+    script = os.path.abspath(command[0])
+    if os.path.isdir(script) or zipfile.is_zipfile(script) or script.endswith(".pyc"):
+        runpy.run_path(command[0], run_name="__main__")
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    # Not `runpy.run_path`: there `__file__` may be relative, and `__main__` is another module after the script's end.
+    main_module = types.ModuleType("__main__")
+    loader = importlib.machinery.SourceFileLoader("__main__", script)
+    vars(main_module).update(__file__=script, __loader__=loader, __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = main_module
+    exec(compile(loader.get_data(script), script, "exec", dont_inherit=True), vars(main_module))
 
 
 def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:

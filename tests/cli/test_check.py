@@ -1,0 +1,26 @@
+"""`kdist check`: a smoke test that passes on a sound machine and fails on an unsound one."""
+
+import sys
+
+import pytest
+
+from tests.helpers import spmd
+
+pytest.importorskip("tensorflow")
+
+COMMAND = [sys.executable, "-m", "kdist.cli.main", "check", "-np", "2"]
+
+
+@pytest.mark.timeout(180)
+def test_it_passes_here():
+    done = spmd.execute(COMMAND, timeout=150)
+    assert done.returncode == 0, done.output
+    for word in ["rank 0", "rank 1", "CPU:0", "GB/s", "µs", "within 1e-05", "kdist check: passed"]:
+        assert word in done.output, done.output
+
+
+def test_a_script_of_ones_own_that_fails(tmp_path):
+    (tmp_path / "mine.py").write_text("import sys; sys.exit(5)")
+    done = spmd.execute([*COMMAND, str(tmp_path / "mine.py")], timeout=60)
+    assert done.returncode == 5
+    assert "kdist check: failed with exit code 5" in done.output

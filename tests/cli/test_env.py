@@ -1,0 +1,33 @@
+"""`kdist env`: everything that a bug report needs, in one place."""
+
+import sys
+
+import pytest
+
+from tests.helpers import spmd
+
+pytest.importorskip("tensorflow")
+
+COMMAND = [sys.executable, "-m", "kdist.cli.main", "env"]
+
+
+def test_what_a_bug_report_needs():
+    from tests.cluster import environments
+
+    done = spmd.execute(COMMAND, env={**environments.OPENMPI_5, "KDIST_STRATEGY": "mpi"}, timeout=120)
+    assert done.returncode == 0, done.output
+    lines = {line.split()[0]: line for line in done.output.splitlines() if line.startswith("  ")}
+    for name in ("python", "tensorflow", "keras", "numpy", "mpi4py", "mpirun", "cores", "CPU", "because", "training"):
+        assert name in lines, done.output
+    assert "1 of 2" in lines["rank"]
+    assert "OMPI_COMM_WORLD_SIZE=2" in lines["because"]
+    assert "KDIST_STRATEGY" in lines["strategy"]
+    assert "all-reduce over MPI" in lines["training"]
+    assert "not slurm" in done.output
+
+
+def test_variables_that_are_refused_are_shown():
+    done = spmd.execute(COMMAND, env={"TF_CONFIG": "{"}, timeout=120)
+    assert done.returncode == 2
+    assert "TF_CONFIG='{'" in done.output
+    assert "Traceback" not in done.output

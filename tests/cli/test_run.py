@@ -1,0 +1,120 @@
+"""`kdist run` under the real mpirun: codes, output, and the end of a job whose rank fails."""
+
+import sys
+
+import pytest
+
+from tests.helpers import spmd
+
+KDIST = [sys.executable, "-m", "kdist.cli.main"]
+SCRIPT = """
+import os, sys, time
+from kdist.cluster import detect
+info = detect(os.environ)
+print(f"out {info.rank} of {info.size} {sys.argv[1:]} {os.environ.get('KDIST_STRATEGY')}")
+print(f"err {info.rank}", file=sys.stderr)
+how = sys.argv[1]
+if "mpi" in how:
+    from mpi4py import MPI
+    assert MPI.COMM_WORLD.size == info.size
+if info.rank == 1 or "all" in how:
+    if "raise" in how: raise ValueError("boom")
+    if "exit" in how: sys.exit(7)
+    if "crash" in how: os.abort()
+if "wait" in how:
+    if "mpi" in how: MPI.COMM_WORLD.Barrier()
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def run(*arguments, ranks=2, timeout=60, env=None):
+    done = spmd.execute([*KDIST, "run", "-np", str(ranks), *arguments], timeout=timeout, env=env)
+    assert not done.timed_out, done.output
+    return done
+
+
+def test_rank_0_is_shown_and_the_rest_is_not(script):
+    done = run("--strategy", "mpi", script, "mpi", "--epochs", "5", ranks=3)
+    assert done.returncode == 0, done.output
+    assert "out 0 of 3 ['mpi', '--epochs', '5'] mpi" in done.output
+    assert "err 0" in done.output
+    assert "out 1" not in done.output
+    assert "err 1" not in done.output
+
+
+def test_output_keeps_every_rank(script, tmp_path):
+    done = run("--output", str(tmp_path / "logs" / "today"), script, "mpi")
+    assert done.returncode == 0, done.output
+    kept = {path.name: path.read_text() for path in (tmp_path / "logs" / "today").iterdir()}
+    assert sorted(kept) == ["rank0.err", "rank0.out", "rank1.err", "rank1.out"]
+    for rank in range(2):
+        assert f"out {rank} of 2" in kept[f"rank{rank}.out"]
+        assert kept[f"rank{rank}.err"].splitlines() == [f"err {rank}"]
+    assert "out 0 of 2" in done.output
+    assert "err 0" in done.output
+    assert "out 1" not in done.output
+
+
+@pytest.mark.parametrize("how", ["raise wait", "mpi raise wait"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_rank_that_raises_ends_the_job_and_says_so_once(script, tmp_path, how, keep):
+    done = run(*(["--output", str(tmp_path / "logs")] if keep else []), script, how)
+    assert done.returncode == 1
+    assert done.output.count("[kdist] rank 1 of 2 on host") == 1
+    assert done.output.count("ValueError: boom") == 1
+    # Its own frames only: the script is what failed, not what ran it.
+    assert "script.py" in done.output
+    assert "worker.py" not in done.output
+    # What the failing rank had written to stderr is shown too.
+    assert "err 1" in done.output
+    if keep:
+        assert "ValueError: boom" in (tmp_path / "logs" / "rank1.err").read_text()
+
+
+def test_an_error_on_all_ranks_is_reported_once(script):
+    done = run(script, "all raise")
+    assert done.returncode == 1
+    assert done.output.count("ValueError: boom") == 1
+
+
+@pytest.mark.parametrize("how", ["exit wait", "mpi exit wait", "all exit"])
+def test_an_exit_code_is_passed_on(script, how):
+    done = run(script, how)
+    assert done.returncode == 7
+    assert "exited with code 7" in done.output
+
+
+def test_a_rank_that_crashes_is_seen(script):
+    done = run(script, "crash wait")
+    assert done.returncode not in (0, None)
+    assert "Fatal Python error: Aborted" in done.output
+    assert "err 1" in done.output
+
+
+def test_a_module(tmp_path):
+    (tmp_path / "a_module.py").write_text("import sys; print(sys.argv[1:], __name__)")
+    done = run("-m", "a_module", "-np", "9", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.output
+    assert "['-np', '9'] __main__" in done.output
+
+
+def test_hosts_and_launcher_args(script, tmp_path):
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    done = spmd.execute([*KDIST, "run", "--hostfile", str(tmp_path / "hosts"), script, "ok"], timeout=60)
+    assert "out 0 of 2" in done.output
+    done = run("-H", "localhost:1", "--dry-run", "--launcher-args", "-x 'A B'", script, "ok", "it's")
+    assert done.returncode == 0
+    assert "-x 'A B'" in done.output
+    assert "out 0" not in done.output
+    # What is printed can be pasted into a shell.
+    printed = run("--dry-run", script, "ok", "it's; exit 3").output
+    pasted = spmd.execute(["bash", "-c", printed], timeout=60)
+    assert pasted.returncode == 0, pasted.output
+    assert "it's; exit 3" in pasted.output

@@ -1,0 +1,114 @@
+"""The hook: installed once, reports once, ends the job with the right code."""
+
+import sys
+
+import pytest
+
+from kdist.errors import MismatchError
+from kdist.launch import failure
+from tests.helpers import spmd
+
+
+@pytest.fixture
+def excepthook():
+    before = sys.excepthook
+    sys.excepthook = sys.__excepthook__
+    yield
+    sys.excepthook = before
+
+
+def test_installed_once_and_the_last_abort_counts(excepthook):
+    first = failure.install(lambda code: None, 0, 2)
+    abort = lambda code: None  # noqa: E731
+    assert failure.install(abort, 1, 3) is first
+    assert sys.excepthook is first
+    assert (first.abort, first.rank, first.size) == (abort, 1, 3)
+    assert first.previous is sys.__excepthook__
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError(), 1),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(), 0),
+        (SystemExit(7), 7),
+        (SystemExit(-1), 255),
+        (SystemExit("words"), 1),
+    ],
+)
+def test_exit_codes_are_a_shells(error, code):
+    assert failure.exit_code(error) == code
+
+
+def script(tmp_path, abort, rank, raised):
+    path = tmp_path / "script.py"
+    path.write_text(f"""
+import os, sys, time
+from kdist.errors import MismatchError
+from kdist.launch import failure
+def abort(code):
+    print("abort", code, "after", round(time.monotonic() - start, 1) >= 1.0, flush=True)
+    {abort}
+failure.install(abort, {rank}, 4)
+failure.install(abort, {rank}, 4)
+start = time.monotonic()
+{raised}
+""")
+    return spmd.execute([sys.executable, str(path)], timeout=60)
+
+
+def test_the_first_rank_reports_at_once_and_once(tmp_path):
+    done = script(tmp_path, "os._exit(code)", 0, "raise ValueError('boom')")
+    assert done.returncode == 1
+    assert done.output.count("[kdist] rank 0 of 4 on host") == 1
+    assert done.output.count("ValueError: boom") == 1
+    assert "abort 1 after False" in done.output
+
+
+def test_the_others_leave_it_time_but_do_report(tmp_path):
+    assert MismatchError.on_all_ranks
+    done = script(tmp_path, "os._exit(code)", 2, "raise MismatchError('models')")
+    assert done.returncode == 1
+    assert done.output.count("[kdist] rank 2 of 4 on host") == 1
+    assert "abort 1 after True" in done.output
+    assert done.seconds > 2
+
+
+def test_an_interrupt_is_quiet(tmp_path):
+    done = script(tmp_path, "os._exit(code)", 0, "raise KeyboardInterrupt")
+    assert done.returncode == 130
+    assert done.output == "abort 130 after False\n"
+
+
+def test_an_abort_that_fails_still_ends_the_process(tmp_path):
+    done = script(tmp_path, "raise OSError('no MPI')", 0, "raise ValueError('boom')")
+    assert done.returncode == 1
+    assert "ValueError: boom" in done.output
+
+
+def test_a_users_own_hook_is_called_in_its_place(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import os, sys\nfrom kdist.launch import failure\n"
+        "sys.excepthook = lambda kind, error, trace: print('mine:', error)\n"
+        "failure.install(os._exit, 0, 2)\nraise ValueError('boom')\n"
+    )
+    done = spmd.execute([sys.executable, str(path)], timeout=60)
+    assert "mine: boom" in done.output
+    assert "Traceback" not in done.output
+    assert "[kdist] rank 0 of 2" in done.output
+
+
+def test_under_plain_mpirun_a_rank_that_raises_ends_the_job(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import time\nfrom mpi4py import MPI\nfrom kdist.launch import failure\nworld = MPI.COMM_WORLD\n"
+        "failure.install(world.Abort, world.rank, world.size)\n"
+        "if world.rank == 1: raise ValueError('boom')\nworld.Barrier()\n"
+    )
+    done = spmd.launch([sys.executable, str(path)], 2, timeout=60)
+    assert not done.timed_out
+    assert done.returncode not in (0, None)
+    assert done.output.count("[kdist] rank 1 of 2") == 1
+    assert done.output.count("ValueError: boom") == 1

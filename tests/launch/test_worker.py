@@ -1,0 +1,74 @@
+"""A script under the worker sees what it would see under Python itself."""
+
+import json
+import sys
+
+import pytest
+
+from tests.helpers import spmd
+
+LOOK = """
+import json, sys
+main = sys.modules["__main__"]
+def annotated(x: int): "Postponed annotations must not leak in from the worker."
+print(json.dumps([sys.argv, sys.path[0], __name__, __file__, __package__, main.__dict__ is globals(),
+                  __spec__ and __spec__.name, sorted(set(globals()) - {"neighbour", "__annotations__"}),
+                  str((lambda f: f.__annotations__)(annotated))]))
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "scripts" / "package").mkdir(parents=True)
+    (tmp_path / "scripts" / "neighbour.py").write_text("")
+    (tmp_path / "scripts" / "look.py").write_text("import neighbour\n" + LOOK)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "look.py").write_text(LOOK)
+    return tmp_path
+
+
+def both(project, *arguments):
+    """Runs Python with the arguments, and the worker with the same."""
+    python = spmd.execute([sys.executable, *arguments], cwd=project, timeout=60)
+    worker = spmd.execute([sys.executable, "-m", "kdist.launch.worker", *arguments], cwd=project, timeout=60)
+    return python, worker
+
+
+@pytest.mark.parametrize(
+    "arguments", [["scripts/look.py", "--epochs", "5", "-m"], ["-m", "package.look", "--output", "-h"]]
+)
+def test_the_same_world(project, arguments):
+    python, worker = both(project, *arguments)
+    assert json.loads(worker.output) == json.loads(python.output)
+    assert (worker.returncode, python.returncode) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise ValueError('boom')",
+        "import sys; sys.exit(7)",
+        "import sys; sys.exit('words')",
+        "import sys; sys.exit()",
+        "def f(: pass",
+        "import kdist_has_no_such_module",
+    ],
+)
+def test_the_same_end(project, line):
+    (project / "end.py").write_text(line)
+    python, worker = both(project, "end.py")
+    assert worker.returncode == python.returncode
+    assert worker.output.replace(str(project) + "/", "") == python.output.replace(str(project) + "/", "")
+
+
+def test_an_interrupt_is_quiet(project):
+    (project / "end.py").write_text("raise KeyboardInterrupt")
+    _, worker = both(project, "end.py")
+    assert (worker.returncode, worker.output) == (130, "")
+
+
+def test_missing_arguments(project):
+    _, worker = both(project)
+    assert worker.returncode == 2
+    assert "a script or -m MODULE" in worker.output
