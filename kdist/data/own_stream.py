@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdist.data import variants
 from kdist.data.shard import Shard, blank_row, int64, slice_rows, split_batch
 from kdist.data.sharding import Plan
 from kdist.data.source import Source
@@ -54,19 +55,19 @@ class OwnStream(Source):
 
     def dataset(self) -> tf.data.Dataset:
         """Returns the endless dataset of this rank's `Shard` elements."""
-        own = self._source.dataset().map(lambda data, rows, _: (data, rows))
+        own = self._source.dataset().map(lambda shard: (shard.data, shard.rows))
         if self._pieces > 1:
             own = own.flat_map(self._cut)
-        blank = blank_row(self.signature)
+        signature, blank = self.signature, blank_row(self.signature)
         idle = tf.data.Dataset.from_tensors((blank, tf.constant(0, tf.int64))).repeat()
         own = self._pad_epochs(own, idle).concatenate(idle)
 
         def last_row_when_idle(last: Any, element: Any) -> Any:
             data, rows = element
-            data = tf.cond(rows > 0, lambda: data, lambda: last)
-            return slice_rows(data, 0, 1), Shard(data, rows, tf.constant(-1, tf.int64))
+            data = variants.unwrap(signature, tf.cond(rows > 0, lambda: variants.wrap(data), lambda: last))
+            return variants.wrap(slice_rows(data, 0, 1)), Shard(data, rows, tf.constant(-1, tf.int64))
 
-        return own.scan(blank, last_row_when_idle).prefetch(tf.data.AUTOTUNE)
+        return own.scan(variants.wrap(blank), last_row_when_idle).prefetch(tf.data.AUTOTUNE)
 
     def _cut(self, data: Any, rows: Any) -> tf.data.Dataset:
         del rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.data import graph_order, pipeline, sharding
+from kdist.data import graph_order, pipeline, sharding, variants
 from kdist.data.own_stream import OwnStream
 from kdist.data.pipeline import Pipeline
 from kdist.data.shard import Shard, batch_signature, count_rows, int64, row_leaves, slice_rows, split_batch
@@ -93,12 +93,14 @@ class StreamSource(Source):
         return self._dataset
 
     def _build(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        plan = self.plan
+        plan, spec = self.plan, dataset.element_spec
         if plan.num_shards == 1:
-            return dataset.map(_whole).prefetch(tf.data.AUTOTUNE)
+            return dataset.map(lambda *batch: _whole(_element(spec, batch))).prefetch(tf.data.AUTOTUNE)
         ordered = Pipeline(dataset, plan.seed)
         if not plan.scale_batch:
-            shards = ordered.dataset().map(lambda *batch: split_batch(_element(batch), plan.num_shards, plan.shard_id))
+            shards = ordered.dataset().map(
+                lambda *batch: split_batch(_element(spec, batch), plan.num_shards, plan.shard_id)
+            )
         else:
             shards = self._own_of_each_group(ordered)
         options = tf.data.Options()
@@ -154,29 +156,21 @@ def pick(
         A dataset of what `finish` returns.
     """
     spec = dataset.element_spec
-    parts = [part for part in tf.nest.flatten(spec, expand_composites=True) if isinstance(part, tf.TensorSpec)]
 
     def wrap(*batch: Any) -> Any:
-        element = _element(batch)
-        tensors = [part for part in tf.nest.flatten(element, expand_composites=True) if part is not None]
-        rows = count_rows(element) if by_rows else tf.constant(1, tf.int64)
-        return tf.raw_ops.OptionalFromValue(components=tensors), rows
+        element = _element(spec, batch)
+        return variants.wrap(element), count_rows(element) if by_rows else tf.constant(1, tf.int64)
 
-    def choose(variants: Any, rows: Any) -> Any:
+    def choose(elements: Any, rows: Any) -> Any:
         active = tf.reduce_any(rows[plan.shard_id : plan.shard_id + 1] > 0)
         # The first that holds something, where this rank has none.
         place = tf.where(active, int64(plan.shard_id), tf.argmax(tf.cast(rows > 0, tf.int32)))
-        tensors = tf.raw_ops.OptionalGetValue(
-            optional=variants[place],
-            output_types=[part.dtype for part in parts],
-            output_shapes=[part.shape for part in parts],
-        )
-        return finish(_unflatten(spec, tensors), active, tf.reduce_sum(rows))
+        return finish(variants.unwrap(spec, elements[place]), active, tf.reduce_sum(rows))
 
     wrapped = dataset.map(wrap)
     epoch = plan.steps_per_epoch
     if epoch is not None and epoch % plan.num_shards:
-        blank = tf.data.Dataset.from_tensors(0).map(lambda _: (tf.raw_ops.OptionalNone(), tf.constant(0, tf.int64)))
+        blank = tf.data.Dataset.from_tensors(0).map(lambda _: (variants.blank(), tf.constant(0, tf.int64)))
         padded = -(-epoch // plan.num_shards) * plan.num_shards
         turns = tf.data.Dataset.range(padded).map(lambda turn: int64(turn >= epoch)).repeat()
         wrapped = tf.data.Dataset.choose_from_datasets([wrapped, blank.repeat()], turns, stop_on_empty_dataset=True)
@@ -187,21 +181,14 @@ def _triple(element: Any, active: Any, total: Any) -> Any:
     return element, active, total
 
 
-def _whole(*batch: Any) -> Shard:
-    rows = count_rows(_element(batch))
-    return Shard(_element(batch), rows, rows)
+def _whole(batch: Any) -> Shard:
+    rows = count_rows(batch)
+    return Shard(batch, rows, rows)
 
 
-def _element(batch: tuple[Any, ...]) -> Any:
-    # tf.data spreads a tuple over a function's arguments.
-    return batch[0] if len(batch) == 1 else batch
-
-
-def _unflatten(spec: Any, tensors: Any) -> Any:
-    given = iter(tensors)
-    flat = tf.nest.flatten(spec, expand_composites=True)
-    leaves = [next(given) if isinstance(part, tf.TensorSpec) else None for part in flat]
-    return tf.nest.pack_sequence_as(spec, leaves, expand_composites=True)
+def _element(spec: Any, arguments: tuple[Any, ...]) -> Any:
+    # tf.data spreads a plain tuple over a function's arguments.
+    return arguments if type(spec) is tuple else arguments[0]
 
 
 def _static_rows(spec: Any) -> int | None:

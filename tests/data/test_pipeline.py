@@ -1,0 +1,184 @@
+"""Unseeded shuffles and sloppy steps follow one order on all ranks, or are refused by name."""
+
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdist.data import pipeline
+from kdist.data.pipeline import Pipeline
+from kdist.errors import DataError
+
+Dataset = tf.data.Dataset
+
+
+def epochs(dataset, count=2):
+    """Draws epochs as one flat list of numbers each."""
+
+    def leaves(element):
+        return tf.nest.flatten(element, expand_composites=True)
+
+    return [[np.asarray(leaf).tolist() for element in dataset for leaf in leaves(element)] for _ in range(count)]
+
+
+def slow(number):
+    """Takes longer for some numbers, so that a sloppy parallel map changes their order."""
+
+    def wait(number):
+        time.sleep(0.02 * (2 - number % 3))
+        return number
+
+    result = tf.numpy_function(wait, [number], tf.int64)
+    result.set_shape([])
+    return result
+
+
+def lookup(dataset):
+    keys = tf.lookup.KeyValueTensorInitializer(tf.range(8), tf.range(8) * 10)
+    table = tf.lookup.StaticHashTable(keys, -1)
+    return dataset.map(lambda x: table.lookup(tf.cast(x, tf.int32)))
+
+
+def inner(number):
+    return Dataset.range(4).map(lambda x: x + 10 * number)
+
+
+# Pipelines that yield a new order in each epoch.
+RESHUFFLED = {
+    "alone": lambda: Dataset.range(8).shuffle(8),
+    "before batch": lambda: Dataset.range(8).shuffle(8).batch(3).prefetch(1),
+    "after batch": lambda: Dataset.range(8).batch(2).shuffle(8).map(lambda x: x + 1),
+    "before parallel batch": lambda: Dataset.range(8).shuffle(8).batch(2, num_parallel_calls=2),
+    "repeated": lambda: Dataset.range(6).shuffle(6).repeat(2),
+    "skip and take": lambda: Dataset.range(9).shuffle(9).skip(0).take(9),
+    "two, one seeded": lambda: Dataset.range(8).shuffle(8, seed=3).shuffle(8).map(lambda x: x),
+    "with a lookup table": lambda: lookup(Dataset.range(8).shuffle(8)),
+    "zipped": lambda: Dataset.zip(Dataset.range(8).shuffle(8), Dataset.range(8)),
+    "outside of a flat_map": lambda: Dataset.range(5).shuffle(5).flat_map(inner),
+    "a generator": lambda: Dataset.from_generator(
+        lambda: iter(range(8)), output_signature=tf.TensorSpec([], tf.int64)
+    ).shuffle(8),
+    "of pairs": lambda: Dataset.from_tensor_slices({"a": np.arange(8), "b": np.arange(8)}).shuffle(8).batch(2),
+    "ragged": lambda: Dataset.range(8).shuffle(8).map(lambda x: tf.RaggedTensor.from_row_lengths([x], [1])),
+}
+# Pipelines whose order may be the same in each epoch.
+ORDERED = {
+    "reshuffle_each_iteration=False": lambda: Dataset.range(8).shuffle(8, reshuffle_each_iteration=False).repeat(2),
+    "inside of a flat_map": lambda: Dataset.range(3).flat_map(lambda i: inner(i).shuffle(4)),
+    "inside of a sloppy interleave": lambda: Dataset.range(3).interleave(
+        lambda i: inner(i).shuffle(4), num_parallel_calls=2, deterministic=False
+    ),
+    "sloppy map": lambda: Dataset.range(9).map(slow, num_parallel_calls=9, deterministic=False),
+    "sloppy interleave": lambda: Dataset.range(6).interleave(
+        lambda i: Dataset.from_tensors(i).map(slow), cycle_length=6, num_parallel_calls=6, deterministic=False
+    ),
+    "random": lambda: Dataset.random().take(4),
+    "sample_from_datasets": lambda: Dataset.sample_from_datasets([Dataset.range(4), Dataset.range(10, 14)], [0.5, 0.5]),
+    "cached shuffle": lambda: Dataset.range(8).shuffle(8).cache(),
+}
+
+
+@pytest.mark.parametrize("name", RESHUFFLED)
+def test_unseeded_shuffles_follow_one_order_and_change_it(name):
+    make = RESHUFFLED[name]
+    one, other = (epochs(Pipeline(make(), seed=7).dataset()) for _ in range(2))
+    assert one == other
+    assert one[0] != one[1]
+    plain = epochs(make(), count=1)
+    flat = [np.concatenate([np.ravel(part) for part in epoch]) for epoch in (one[0], one[1], plain[0])]
+    assert sorted(flat[0]) == sorted(flat[1]) == sorted(flat[2])
+    assert epochs(Pipeline(make(), seed=8).dataset()) != one
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_sloppy_steps_follow_one_order(name):
+    one, other = (epochs(Pipeline(ORDERED[name](), seed=7).dataset()) for _ in range(2))
+    assert one == other
+
+
+def test_the_shuffles_really_differ_without_a_pipeline():
+    assert epochs(Dataset.range(20).shuffle(20)) != epochs(Dataset.range(20).shuffle(20))
+
+
+def test_shuffled_file_names_follow_one_order(tmp_path):
+    for file in range(6):
+        tmp_path.joinpath(f"{file}.txt").write_text(f"{file}\n")
+
+    def make():
+        return Dataset.list_files(str(tmp_path / "*.txt")).interleave(tf.data.TextLineDataset)
+
+    one, other = (epochs(Pipeline(make(), seed=7).dataset()) for _ in range(2))
+    assert one == other
+    assert one[0] != one[1]
+
+
+def test_an_orderly_pipeline_stays_the_users_own():
+    dataset = Dataset.range(8).shuffle(8, seed=1).map(lambda x: x).batch(2)
+    assert Pipeline(dataset, seed=7).dataset() is dataset
+    grouped = Dataset.range(8).group_by_window(lambda x: x % 2, lambda _, part: part.batch(2), window_size=2)
+    assert Pipeline(grouped, seed=7).dataset() is grouped
+
+
+def test_a_global_seed_is_a_seed():
+    tf.random.set_seed(3)
+    try:
+        dataset = Dataset.range(8).shuffle(8)
+        assert Pipeline(dataset, seed=7).dataset() is dataset
+    finally:
+        tf.random.set_seed(None)
+
+
+def test_sloppy_options_of_the_user_are_overruled():
+    options = tf.data.Options()
+    options.deterministic = False
+    dataset = Pipeline(Dataset.range(9).map(slow, num_parallel_calls=9).with_options(options), seed=7).dataset()
+    options = tf.data.Options()
+    options.deterministic = True
+    assert epochs(dataset.with_options(options)) == [list(range(9))] * 2
+
+
+def test_a_shuffle_in_a_function_is_told(caplog):
+    Pipeline(Dataset.range(3).flat_map(lambda i: inner(i).shuffle(4)), seed=7)
+    assert "ShuffleDatasetV3 without a seed inside a function" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Dataset.range(8).filter(lambda x: tf.random.uniform([]) < 0.5),
+        lambda: Dataset.range(8).batch(2).flat_map(lambda x: Dataset.from_tensor_slices(tf.random.shuffle(x))),
+        lambda: Dataset.range(8).take_while(lambda x: tf.random.uniform([]) < 0.9).batch(2),
+    ],
+    ids=["filter", "flat_map", "take_while"],
+)
+def test_random_decisions_are_refused_by_name(make):
+    with pytest.raises(DataError, match=r"random numbers in the function of \w+Dataset.*Fix: pass a seed"):
+        Pipeline(make(), seed=7)
+
+
+def test_random_augmentation_is_left_alone():
+    dataset = Dataset.range(8).map(lambda x: tf.random.uniform([]))
+    assert Pipeline(dataset, seed=7).dataset() is dataset
+
+
+def test_steps_beside_other_components():
+    dataset = (
+        Dataset.range(4).map(lambda x: {"a": x, "b": (x + 1, x + 2)}).map(lambda e: (e["a"], e["b"][1])).prefetch(2)
+    )
+    steps = Pipeline(dataset, seed=7).steps
+    assert all(pipeline.carries_along(step) for step in steps)
+    paired = Dataset.range(4).map(lambda x: (x, x * 100, True))
+    for step in steps:
+        paired = pipeline.beside(step, paired)
+    assert [[int(v) for v in tf.nest.flatten(e)] for e in paired] == [[x, x + 2, x * 100, 1] for x in range(4)]
+
+
+def test_a_map_keeps_what_it_closed_over():
+    dataset = Dataset.range(3)
+    for offset in (10, 20):
+        dataset = dataset.map(lambda x: x + offset)  # noqa: B023  the trap that is tested
+    paired = Dataset.range(3).map(lambda x: (x, 0))
+    for step in Pipeline(dataset, seed=7).steps:
+        paired = pipeline.beside(step, paired)
+    assert [int(x) for x, _ in paired] == [30, 31, 32]

@@ -1,0 +1,214 @@
+"""tf.data: all ranks together see the user's stream, in groups of batches."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdist.data.own_stream import OwnStream
+from kdist.data.tf_data import tf_data_source
+from kdist.errors import DataError
+from tests.data.ranks import groups, idle_rows, in_batches, one_pass, plans
+
+Dataset = tf.data.Dataset
+
+
+def sources(make, ranks, **options):
+    return [tf_data_source(make(), plan, **options) for plan in ranks]
+
+
+def hide_cardinality(dataset):
+    return dataset.filter(lambda *_: True)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(24, 2), (23, 2), (3, 2)])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_step_takes_a_group_of_batches(num_shards, num_samples, batch_size, known):
+    def make():
+        dataset = Dataset.range(num_samples).batch(batch_size)
+        return dataset if known else hide_cardinality(dataset)
+
+    ranks = sources(make, plans(num_shards))
+    batches = in_batches(num_samples, batch_size)
+    assert one_pass(ranks) == groups(batches, num_shards)
+    assert ranks[0].num_steps == (-(-len(batches) // num_shards) if known else None)
+    assert ranks[0].knows_global_rows
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 5])
+@pytest.mark.parametrize("steps_per_epoch", [1, 3, 4, 20])
+@pytest.mark.parametrize("drop", [True, False])
+def test_groups_restart_at_each_epoch(num_shards, steps_per_epoch, drop):
+    ranks = sources(
+        lambda: Dataset.range(23).batch(2, drop_remainder=drop), plans(num_shards, steps_per_epoch=steps_per_epoch)
+    )
+    batches = in_batches(23, 2)
+    assert one_pass(ranks) == groups(batches[:-1] if drop else batches, num_shards, steps_per_epoch)
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 5])
+def test_batches_are_split_when_the_batch_is_not_scaled(num_shards):
+    ranks = sources(lambda: Dataset.range(23).batch(4), plans(num_shards, scale_batch=False, steps_per_epoch=2))
+    assert one_pass(ranks) == in_batches(23, 4)
+
+
+def test_a_rank_without_a_batch_carries_the_first_row_of_the_group():
+    assert idle_rows(sources(lambda: Dataset.range(8).batch(2), plans(3))) == {(1, 1): [6], (1, 2): [6]}
+    unscaled = sources(lambda: Dataset.range(3).batch(2), plans(2, scale_batch=False))
+    assert idle_rows(unscaled) == {(1, 0): [2]}
+
+
+def test_an_endless_dataset_goes_on_from_epoch_to_epoch():
+    ranks = sources(lambda: Dataset.range(6).batch(2).repeat(), plans(2, steps_per_epoch=5))
+    assert ranks[0].num_steps is None
+    batches = list(itertools.islice(itertools.cycle(in_batches(6, 2)), 10))
+    assert one_pass(ranks, limit=6) == groups(batches, 2, 5)
+
+
+def test_structures_are_kept():
+    def make():
+        rows = np.arange(6)
+        ragged = tf.ragged.constant([[row] * row for row in rows], dtype=tf.int64)
+        sparse = tf.sparse.from_dense(np.eye(6))
+        x = {"dense": rows[:, None], "ragged": ragged, "sparse": sparse}
+        return Dataset.from_tensor_slices((x, rows)).batch(2).map(lambda x, y: (x, (y, None)))
+
+    first, second = sources(make, plans(2))
+    assert one_pass([first, second]) == [[0, 1, 2, 3], [4, 5]]
+    x, (y, nothing) = next(iter(second.dataset())).data
+    assert x["dense"].numpy().tolist() == [[2], [3]]
+    assert x["ragged"].to_list() == [[2, 2], [3, 3, 3]]
+    assert (tf.sparse.to_dense(x["sparse"]).numpy() == np.eye(6)[2:4]).all()
+    assert nothing is None
+    assert y.numpy().tolist() == [2, 3]
+    idle = list(second.dataset())[1].data[0]
+    assert idle["ragged"].to_list() == [[4] * 4]
+    assert (tf.sparse.to_dense(idle["sparse"]).numpy() == np.eye(6)[4:5]).all()
+    assert first.signature[0]["dense"] == tf.TensorSpec([None, 1], tf.int64)
+    split = sources(make, plans(2, scale_batch=False))[1]
+    assert next(iter(split.dataset())).data[0]["ragged"].to_list() == [[1]]
+
+
+class Calls:
+    """Counts how often a `map` runs."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, batch):
+        def work(batch):
+            self.seen.append(int(batch[0]))
+            return batch
+
+        result = tf.numpy_function(work, [batch], tf.int64)
+        result.set_shape(batch.shape)
+        return result
+
+
+@pytest.mark.parametrize("parallel", [None, 2])
+def test_an_expensive_map_runs_for_own_batches_only(parallel):
+    calls = [Calls(), Calls()]
+
+    def make(work):
+        return Dataset.range(20).batch(2).map(work, num_parallel_calls=parallel).map(lambda x: x + 0).prefetch(1)
+
+    ranks = [tf_data_source(make(work), plan) for work, plan in zip(calls, plans(2), strict=True)]
+    assert not ranks[0].knows_global_rows
+    assert one_pass(ranks) == groups(in_batches(20, 2), 2)
+    assert sorted(calls[0].seen) == [0, 4, 8, 12, 16]
+    assert sorted(calls[1].seen) == [2, 6, 10, 14, 18]
+
+
+def test_the_rows_of_a_mapped_batch_are_known_if_they_are_static():
+    ranks = sources(lambda: Dataset.range(20).batch(2, drop_remainder=True).map(lambda x: x), plans(3))
+    assert ranks[0].knows_global_rows
+    assert one_pass(ranks) == groups(in_batches(20, 2), 3)
+
+
+def test_a_map_that_makes_batches_of_numbers():
+    ranks = sources(lambda: Dataset.range(5).map(lambda i: tf.repeat(i, i + 1)), plans(2))
+    assert one_pass(ranks) == [[0, 1, 1], [2, 2, 2, 3, 3, 3, 3], [4] * 5]
+
+
+@pytest.mark.parametrize("scale_batch", [True, False])
+def test_an_unseeded_shuffle_follows_one_order(scale_batch):
+    def make():
+        return Dataset.range(20).shuffle(20).batch(3).map(lambda x: x).prefetch(1)
+
+    ranks = sources(make, plans(3, scale_batch=scale_batch))
+    first, second = sum(one_pass(ranks), []), sum(one_pass(ranks), [])
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+
+
+def with_policy(dataset, policy):
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return dataset.with_options(options)
+
+
+@pytest.mark.parametrize("policy", ["AUTO", "DATA"])
+def test_policies_that_share_out_batches(policy):
+    policy = tf.data.experimental.AutoShardPolicy[policy]
+    ranks = sources(lambda: with_policy(Dataset.range(9).batch(2), policy), plans(2))
+    assert one_pass(ranks) == groups(in_batches(9, 2), 2)
+
+
+@pytest.mark.parametrize("off", [True, False])
+def test_a_stream_that_is_the_ranks_own_is_left_alone(off):
+    def make(plan):
+        dataset = Dataset.range(plan.shard_id * 10, plan.shard_id * 10 + 3 + 2 * plan.shard_id).batch(2)
+        return with_policy(dataset, tf.data.experimental.AutoShardPolicy.OFF) if off else dataset
+
+    ranks = [tf_data_source(make(plan), plan, auto_shard=off) for plan in plans(2)]
+    assert all(isinstance(source, OwnStream) for source in ranks)
+    assert one_pass(ranks, limit=5) == [[0, 1, 10, 11], [2, 12, 13], [14], [], []]
+
+
+def files_of_numbers(folder, num_files):
+    for file in range(num_files):
+        folder.joinpath(f"{file}.txt").write_text("".join(f"{file * 10 + row}\n" for row in range(3)))
+    return lambda: with_policy(
+        Dataset.list_files(str(folder / "*.txt"))
+        .interleave(tf.data.TextLineDataset)
+        .map(lambda line: tf.strings.to_number(line, tf.int64))
+        .batch(2),
+        tf.data.experimental.AutoShardPolicy.FILE,
+    )
+
+
+@pytest.mark.parametrize("scale_batch", [True, False])
+def test_files_are_shared_out(tmp_path, scale_batch):
+    ranks = sources(files_of_numbers(tmp_path, 4), plans(2, scale_batch=scale_batch))
+    steps = one_pass(ranks, limit=8)
+    assert sorted(sum(steps, [])) == [file * 10 + row for file in range(4) for row in range(3)]
+    assert all(len(step) <= (4 if scale_batch else 2) for step in steps)
+    assert steps[-1] == []
+
+
+def test_hints_are_followed():
+    hint = tf.data.experimental.SHARD_HINT
+    ranks = sources(
+        lambda: with_policy(Dataset.range(6).shard(hint, hint).batch(2), tf.data.experimental.AutoShardPolicy.HINT),
+        plans(2),
+    )
+    assert one_pass(ranks, limit=3) == [[0, 2, 1, 3], [4, 5], []]
+
+
+def test_a_tuple_of_one_stays_a_tuple():
+    for scale_batch in (True, False):
+        source = sources(lambda: Dataset.range(4).batch(2).map(lambda x: (x,)), plans(2, scale_batch=scale_batch))[1]
+        assert isinstance(next(iter(source.dataset())).data, tuple)
+
+
+def test_an_example_is_not_lost():
+    ranks = sources(lambda: Dataset.range(4).batch(2), plans(2))
+    assert ranks[1].example().numpy().tolist() == [0, 1]
+    assert one_pass(ranks) == [[0, 1, 2, 3]]
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(DataError, match="without any sample"):
+        tf_data_source(Dataset.range(0).batch(2), plans(2)[0])
