@@ -74,7 +74,6 @@ def chief_first(per_host: bool = True) -> Iterator[None]:
             rank 0 does.
 
     Example:
-
     ```python
     with kdist.chief_first():
         (x, y), _ = keras.datasets.mnist.load_data()

@@ -35,7 +35,6 @@ class AllReduce:
         engine: str, how the ranks talk to each other: `"auto"` (what the launcher implies) or `"mpi"`.
 
     Example:
-
     ```python
     with kdist.scope(kdist.AllReduce(engine="mpi")):
         ...
@@ -84,7 +83,6 @@ def scope(
         StrategyError: if the strategy or a setting is unknown.
 
     Example:
-
     ```python
     with kdist.scope():
         model = keras.Sequential([keras.layers.Dense(10)])
@@ -132,7 +130,13 @@ def _number_or_word(text: str) -> str | float | None:
 
 def _with_environment(given: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """Fills what the code leaves open from the launch's `KDIST_*` variables; refuses a contradiction."""
-    defaults = {"strategy": "auto", "scale_batch": True, "scale_lr": "auto", "warmup_epochs": "auto", "auto_shard": True}
+    defaults = {
+        "strategy": "auto",
+        "scale_batch": True,
+        "scale_lr": "auto",
+        "warmup_epochs": "auto",
+        "auto_shard": True,
+    }
     chosen = dict(given)
     for name, default in defaults.items():
         variable = f"KDIST_{name.upper()}"
@@ -254,7 +258,11 @@ def _all_reduce(info: ClusterInfo, engine_name: str, chosen: Mapping[str, Any]) 
     agree_random_state(engine)
     if engine.rank == 0:
         logger.info(
-            "%d ranks train together over %s (strategy=%r): %s", engine.size, engine.name, chosen["strategy"], info.reason
+            "%d ranks train together over %s (strategy=%r): %s",
+            engine.size,
+            engine.name,
+            chosen["strategy"],
+            info.reason,
         )
     else:
         keras.config.disable_interactive_logging()  # the chief speaks
@@ -278,7 +286,9 @@ def _show_log(info: ClusterInfo) -> None:
     if logger.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("[kdist] %(message)s" if info.is_chief else f"[kdist rank {info.rank}] %(message)s"))
+    handler.setFormatter(
+        logging.Formatter("[kdist] %(message)s" if info.is_chief else f"[kdist rank {info.rank}] %(message)s")
+    )
     handler.setLevel(logging.INFO if info.is_chief else logging.WARNING)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -65,7 +65,6 @@ def learning_rate_rule(
         ValueError: if `scale_lr` is none of these.
 
     References:
-
     - Goyal et al., [Accurate, Large Minibatch SGD](https://arxiv.org/abs/1706.02677), 2017
     - Malladi et al., [On the SDEs and Scaling Rules for Adaptive Gradient Algorithms](
       https://arxiv.org/abs/2205.10287), 2022
@@ -113,7 +112,11 @@ def num_warmup_steps(warmup_epochs: str | float, num_epochs: int, steps_per_epoc
     """
     if warmup_epochs == "auto":
         return min(5.0, num_epochs / 10) * steps_per_epoch
-    if isinstance(warmup_epochs, bool) or not isinstance(warmup_epochs, (int, float)) or not 0 <= warmup_epochs < math.inf:
+    if (
+        isinstance(warmup_epochs, bool)
+        or not isinstance(warmup_epochs, (int, float))
+        or not 0 <= warmup_epochs < math.inf
+    ):
         raise ValueError(
             f'`warmup_epochs` must be "auto" or a number that is not negative. Received: warmup_epochs={warmup_epochs!r}.'
         )
@@ -134,7 +137,6 @@ def warmup_multiplier(step: float, factor: float, warmup_steps: float) -> float:
         The multiplier.
 
     Example:
-
     >>> warmup_multiplier(5, factor=4.0, warmup_steps=10)
     2.5
     """

@@ -42,7 +42,6 @@ class AllReduceStrategy(Strategy):
             dataset of this rank's rows of each. `None` returns the dataset as it is.
 
     Example:
-
     ```python
     strategy = AllReduceStrategy(SingleEngine())
     with strategy.scope():
@@ -137,7 +136,9 @@ class AllReduceExtended(StrategyExtendedV1):
         result = fn(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)
 
-    def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: tuple, kwargs: dict, group: bool) -> Any:
+    def _update_non_slot(
+        self, colocate_with: Any, fn: Callable[..., Any], args: tuple, kwargs: dict, group: bool
+    ) -> Any:
         result = fn(*args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)
 

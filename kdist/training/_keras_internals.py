@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -21,6 +22,8 @@ from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import array_data_adapter, array_slicing, data_adapter, data_adapter_utils
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 DataAdapter = data_adapter.DataAdapter
@@ -154,9 +157,7 @@ def replaced_losses(model: keras.Model, wrap: Callable[[Any], Any]) -> Iterator[
         compile_loss._flat_losses = entries
 
 
-def unreduced(
-    loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any
-) -> tuple[tf.Tensor, tf.Tensor]:
+def unreduced(loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Splits a loss with a mean-like reduction into what is summed and what it is divided by.
 
     Args:
@@ -205,3 +206,46 @@ def array_parts(adapter: Any) -> tuple[Any, int, int, bool | str] | None:
     inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
     inputs = keras.tree.map_structure(tensor, inputs, none_is_leaf=False)
     return keras.tree.lists_to_tuples(inputs), adapter._num_samples, adapter._batch_size, adapter._shuffle
+
+
+class PyDatasetParts(NamedTuple):
+    """What Keras' adapter holds of a `PyDataset`."""
+
+    dataset: keras.utils.PyDataset
+    shuffle: bool
+    standardize: Callable[[Any], Any]
+
+
+def py_dataset_parts(adapter: Any) -> PyDatasetParts | None:
+    """Takes Keras' adapter for a `PyDataset` apart; `None` for other adapters."""
+    if not isinstance(adapter, PyDatasetAdapter):
+        return None
+    return PyDatasetParts(adapter.py_dataset, bool(adapter.shuffle), adapter._standardize_batch)
+
+
+class IterableParts(NamedTuple):
+    """What Keras' adapters hold of a generator or a loader: how to iterate, and what is known of the batches."""
+
+    batches: Callable[[], Iterable[Any]]
+    known: dict[str, Any]
+
+
+def iterable_parts(adapter: Any) -> IterableParts | None:
+    """Takes Keras' adapter for a generator or a torch `DataLoader` apart; `None` for other adapters."""
+    if isinstance(adapter, GeneratorDataAdapter):
+        first, batches, count = adapter._first_batches, adapter.generator, None
+    elif isinstance(adapter, TorchDataLoaderAdapter):
+        first, batches, count = (
+            list(itertools.islice(adapter.get_numpy_iterator(), 2)),
+            adapter.get_numpy_iterator,
+            adapter.num_batches,
+        )
+    else:
+        return None
+    signature = data_adapter_utils.get_tensor_spec(first) if first else None
+    return IterableParts(batches, {"signature": signature, "first": first[0] if first else None, "num_batches": count})
+
+
+def tf_dataset(adapter: Any) -> tf.data.Dataset | None:
+    """Returns the `tf.data.Dataset` in Keras' adapter, class weights applied; `None` for other adapters."""
+    return adapter.get_tf_dataset() if isinstance(adapter, TFDatasetAdapter) else None

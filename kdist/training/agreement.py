@@ -131,7 +131,9 @@ class Agreement(keras.callbacks.Callback):
         if not settings.auto_shard:
             logger.info("data: each of %d ranks brings its own (auto_shard=False)", size)
         elif settings.scale_batch:
-            logger.info("batch: %d replicas, each with a batch of its own: the global batch is %d times as large", size, size)
+            logger.info(
+                "batch: %d replicas, each with a batch of its own: the global batch is %d times as large", size, size
+            )
         else:
             logger.info("batch: each is split over %d replicas (scale_batch=False)", size)
         for rate in owner.rates():
@@ -148,4 +150,3 @@ class Agreement(keras.callbacks.Callback):
                     name, rule.factor, rule.name, rule.why,
                     f"{float(rate._warmup_steps):.0f}" if rate.warmup_is_known else "a tenth of the epochs'",
                 )  # fmt: skip
-

@@ -11,7 +11,7 @@ import tensorflow as tf
 from kdist.data.shard import Shard
 from kdist.data.source import Source
 from kdist.training import _keras_internals as internals
-from kdist.training.sources import batch_to_build_on, knows_global_rows
+from kdist.training.sources import batch_to_build_on
 
 
 class SourceAdapter(internals.DataAdapter):
@@ -29,7 +29,7 @@ class SourceAdapter(internals.DataAdapter):
     def get_tf_dataset(self) -> tf.data.Dataset:
         """Returns a dataset of `Shard`; one pass over it is an epoch."""
         dataset = self.source.dataset()
-        if knows_global_rows(self.source):
+        if self.source.knows_global_rows:
             return dataset
         # Nothing in the place of the count makes steps with and without it two traces.
         return dataset.map(lambda *fields: Shard(fields[0], fields[1], ()))

@@ -27,7 +27,7 @@ from kdist.training.agreement import Agreement, EffectiveRateLog, for_rank
 from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
 from kdist.training.learning_rate import EffectiveRate, innermost
 from kdist.training.metrics import add_over_ranks
-from kdist.training.sources import describe_source, draws_in_background, make_source, split_batch
+from kdist.training.sources import describe_source, holds_random_state, make_source, split_batch
 from kdist.training.step import Step, TrainStep, optimizers_of
 
 logger = logging.getLogger("kdist")
@@ -203,12 +203,12 @@ class ReplicatedModel:
             steps_per_epoch=steps_per_epoch,
         )
         state.check_agreement(self.engine, f"the data given to {self._verbs[-1]}", describe_source(source))
-        if draws_in_background(source) and self._verbs[-1] == "fit":
+        if holds_random_state(source) and self._verbs[-1] == "fit":
             self._holds_random_state = True
         return ShardedEpochIterator(
             SourceAdapter(source, self._agree_random_state),
             strategy=distribute_strategy,
-            steps_per_epoch=None if steps_per_epoch is None else source.num_steps,
+            steps_per_epoch=source.plan.job_steps_per_epoch,
             steps_per_execution=steps_per_execution,
             begin_pass=self._begin_pass,
             end_pass=self._end_pass,
@@ -253,7 +253,10 @@ class ReplicatedModel:
             internals.set_optimizer_strategy(optimizer, self.strategy)
         self._original("_maybe_symbolic_build")(iterator=iterator, data_batch=data_batch)
         name = self._verbs[-1] if self._verbs else ""
-        if name.endswith("_on_batch") and (name, id(getattr(self.model, "optimizer", None))) not in self._on_batch_ready:
+        if (
+            name.endswith("_on_batch")
+            and (name, id(getattr(self.model, "optimizer", None))) not in self._on_batch_ready
+        ):
             self.enter(name)
 
     def enter(self, verb: str) -> None:
@@ -368,7 +371,10 @@ def _comparable(arguments: dict[str, Any]) -> dict[str, str]:
         name: repr(value)
         for name, value in arguments.items()
         if name not in ("verbose", "callbacks")
-        and (isinstance(value, plain) or (isinstance(value, (list, dict)) and name in ("class_weight", "validation_freq")))
+        and (
+            isinstance(value, plain)
+            or (isinstance(value, (list, dict)) and name in ("class_weight", "validation_freq"))
+        )
     }
 
 

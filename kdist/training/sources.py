@@ -8,10 +8,14 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.data.arrays import ArraySource
+from kdist.data.generator import GeneratorSource
+from kdist.data.own_stream import OwnStream
+from kdist.data.py_dataset import PyDatasetSource, ShardedPyDataset
 from kdist.data.shard import Shard
 from kdist.data.shard import split_batch as split_rows_of_batch
 from kdist.data.sharding import Plan
 from kdist.data.source import Source
+from kdist.data.tf_data import tf_data_source
 from kdist.engines.engine import Engine
 from kdist.errors import DataError
 from kdist.training import _keras_internals as internals
@@ -39,17 +43,33 @@ def make_source(
     Raises:
         DataError: if the input cannot be shared out.
     """
-    plan = Plan(
+    job = Plan(
         num_shards=engine.size,
         shard_id=engine.rank,
         scale_batch=scale_batch,
         seed=seed,
         steps_per_epoch=steps_per_epoch,
     )
-    arrays = internals.array_parts(adapter)
-    if arrays is not None:
+    dataset = internals.tf_dataset(adapter)
+    if dataset is not None:
+        return tf_data_source(dataset, job, auto_shard=auto_shard)
+    if auto_shard:
+        return _source(adapter, job)
+    return OwnStream(_source(adapter, job.alone()), job)
+
+
+def _source(adapter: Any, plan: Plan) -> Source:
+    """Makes the source of what comes through Python."""
+    if arrays := internals.array_parts(adapter):
         *parts, shuffle = arrays
         return ArraySource(*parts, plan, shuffle=shuffle)
+    if py_dataset := internals.py_dataset_parts(adapter):
+        sharded = ShardedPyDataset(
+            py_dataset.dataset, plan, shuffle=py_dataset.shuffle, standardize=py_dataset.standardize
+        )
+        return PyDatasetSource(sharded, internals.PyDatasetAdapter(sharded))
+    if iterable := internals.iterable_parts(adapter):
+        return GeneratorSource(iterable.batches, plan, **iterable.known)
     raise DataError(
         f"Input of this kind cannot be shared out among the ranks. Received: {type(adapter).__name__}. Expected arrays, a "
         "tf.data.Dataset, a PyDataset, a generator or a torch DataLoader. Fix: convert it to one of these."
@@ -65,7 +85,12 @@ def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset
     """Returns what splits each batch of a dataset for a custom training loop."""
 
     def split(dataset: tf.data.Dataset) -> tf.data.Dataset:
-        return dataset.map(lambda *batch: split_batch(batch if len(batch) > 1 else batch[0], engine).data)
+        plan = Plan(num_shards=engine.size, shard_id=engine.rank, scale_batch=False)
+        own = tf_data_source(dataset, plan).dataset().map(lambda *shard: shard[0])
+        # Shared out already, should it be given to `fit`.
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        return own.with_options(options)
 
     return split
 
@@ -75,14 +100,13 @@ def describe_source(source: Source) -> dict[str, Any]:
     return {"kind": type(source).__name__, "signature": repr(source.signature), "number of steps": source.num_steps}
 
 
-def draws_in_background(source: Source) -> bool:
-    """Returns whether the user's code that makes the data runs ahead of training, in a thread of its own."""
-    return False
+def holds_random_state(source: Source) -> bool:
+    """Returns whether Python's and NumPy's random states must be left alone while a source is in use.
 
-
-def knows_global_rows(source: Source) -> bool:
-    """Returns whether a rank knows the rows of all ranks in a step without asking them."""
-    return not source.ends_by_agreement
+    A generator draws its order from them in a thread of its own, ahead of training: every rank draws the same as long as
+    nobody else does.
+    """
+    return isinstance(source, GeneratorSource)
 
 
 def batch_to_build_on(source: Source) -> Any:

@@ -288,4 +288,6 @@ def _end_of_data_unless(goes_on: tf.Tensor) -> tf.Tensor:
     if tf.executing_eagerly():
         return tf.constant(True) if goes_on else stop()
     # A function that raises StopIteration gives OutOfRangeError, which Keras takes for the end of the data.
-    return tf.cond(goes_on, lambda: tf.constant(True), lambda: tf.ensure_shape(tf.numpy_function(stop, [], tf.bool), ()))
+    return tf.cond(
+        goes_on, lambda: tf.constant(True), lambda: tf.ensure_shape(tf.numpy_function(stop, [], tf.bool), ())
+    )

@@ -9,7 +9,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.training.fidelity import BATCH, Batches, both, deterministic_weights, fed, fit_evaluate_predict, mlp, outcome, rows, size
+from tests.training.fidelity import (
+    BATCH,
+    Batches,
+    both,
+    deterministic_weights,
+    fed,
+    fit_evaluate_predict,
+    mlp,
+    outcome,
+    rows,
+    size,
+)
 
 FEATURES: dict[str, Callable[[], None]] = {}
 
@@ -208,11 +219,17 @@ def sequences_of_unknown_length() -> None:
 
     def script(batch: int) -> dict[str, Any]:
         model = keras.Sequential(
-            [keras.Input((None,), dtype="int64"), keras.layers.Embedding(9, 4), keras.layers.GRU(3, return_sequences=True)]
+            [
+                keras.Input((None,), dtype="int64"),
+                keras.layers.Embedding(9, 4),
+                keras.layers.GRU(3, return_sequences=True),
+            ]
         )
         deterministic_weights(model)
         model.compile(keras.optimizers.SGD(0.1), "mse")
-        return fit_evaluate_predict(model, fed("tf_data", (x, np.repeat(y, 3, axis=-1)), batch), x, np.repeat(y, 3, axis=-1), batch)
+        return fit_evaluate_predict(
+            model, fed("tf_data", (x, np.repeat(y, 3, axis=-1)), batch), x, np.repeat(y, 3, axis=-1), batch
+        )
 
     both(script)
 
@@ -276,7 +293,9 @@ def several_outputs() -> None:
         )
         inputs, targets = {"a": x, "b": x2}, {"one": y, "two": y[:, :1]}
         weights = {"one": np.ones(len(x)), "two": weight}
-        history = model.fit(inputs, targets, sample_weight=weights, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+        history = model.fit(
+            inputs, targets, sample_weight=weights, batch_size=batch, epochs=2, shuffle=False, verbose=0
+        )
         return outcome(
             model,
             history,
@@ -313,13 +332,21 @@ def schedules() -> None:
 
 @feature
 def loss_scale() -> None:
-    simple(lambda: {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=8.0, dynamic_growth_steps=2)})
+    simple(
+        lambda: {
+            "optimizer": keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.Adam(0.01), initial_scale=8.0, dynamic_growth_steps=2
+            )
+        }
+    )
 
 
 @feature
 def constraints() -> None:
     def model() -> keras.Model:
-        made = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2, kernel_constraint=keras.constraints.MaxNorm(0.3))])
+        made = keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(2, kernel_constraint=keras.constraints.MaxNorm(0.3))]
+        )
         deterministic_weights(made)
         return made
 
@@ -379,7 +406,9 @@ def batch_normalization_is_merged() -> None:
     keras.config.set_floatx("float64")
     x, y = rows("ragged")
     with kdist.scope(scale_lr=None):
-        model = keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(2)])
+        model = keras.Sequential(
+            [keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(2)]
+        )
         model.compile("sgd", "mse")
         model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
     mean = model.layers[0].moving_mean.numpy()
@@ -411,7 +440,9 @@ def a_constant_does_not_drift() -> None:
 
     class Scale(keras.layers.Layer):
         def build(self, shape: Any) -> None:
-            self.factor = self.add_weight(shape=(5,), trainable=False, initializer=lambda s, dtype: tf.constant(third, dtype))
+            self.factor = self.add_weight(
+                shape=(5,), trainable=False, initializer=lambda s, dtype: tf.constant(third, dtype)
+            )
 
         def call(self, inputs: Any) -> Any:
             return inputs * self.factor
@@ -433,7 +464,9 @@ def a_counter_of_rows_counts_all_ranks() -> None:
 
     class Counter(keras.layers.Layer):
         def build(self, shape: Any) -> None:
-            self.seen = self.add_weight(shape=(), dtype="int64", trainable=False, initializer="zeros", aggregation="sum")
+            self.seen = self.add_weight(
+                shape=(), dtype="int64", trainable=False, initializer="zeros", aggregation="sum"
+            )
 
         def call(self, inputs: Any, training: bool = False) -> Any:
             if training:
@@ -465,7 +498,13 @@ def exact_metrics() -> None:
         model.compile(
             keras.optimizers.SGD(0.1),
             "binary_crossentropy",
-            metrics=["accuracy", keras.metrics.AUC(), keras.metrics.Precision(), keras.metrics.F1Score(threshold=0.5), batch_mean],
+            metrics=[
+                "accuracy",
+                keras.metrics.AUC(),
+                keras.metrics.Precision(),
+                keras.metrics.F1Score(threshold=0.5),
+                batch_mean,
+            ],
         )
         return fit_evaluate_predict(
             model, fed("arrays", (x, y), batch), x, y, batch, validation_data=rows("ragged", 4)[0:1] + (y[::-1],)
@@ -526,7 +565,9 @@ def custom_train_step_with_own_logs() -> None:
             x, y = data
             with tf.GradientTape() as tape:
                 loss = self.compute_loss(x, y, self(x, training=True))
-            self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights, strict=True))
+            self.optimizer.apply_gradients(
+                zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights, strict=True)
+            )
             return {"my_loss": loss}
 
     x, y = rows("ragged")
@@ -549,7 +590,9 @@ def two_optimizers() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.generator = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
-            self.critic = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+            self.critic = keras.Sequential(
+                [keras.Input((2,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)]
+            )
             deterministic_weights(self.generator, 1)
             deterministic_weights(self.critic, 2)
             self.tracker = keras.metrics.Mean(name="critic_loss")
@@ -614,7 +657,12 @@ def unbuilt_models() -> None:
         x, y = rows("ragged")
 
         def script(batch: int, kind: str = kind, x: Any = x, y: Any = y) -> dict[str, Any]:
-            model = keras.Sequential([keras.layers.Dense(3, kernel_initializer="ones", activation="tanh"), keras.layers.Dense(2, kernel_initializer="ones")])
+            model = keras.Sequential(
+                [
+                    keras.layers.Dense(3, kernel_initializer="ones", activation="tanh"),
+                    keras.layers.Dense(2, kernel_initializer="ones"),
+                ]
+            )
             model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
             return fit_evaluate_predict(model, fed(kind, (x, y), batch), x, y, batch)
 
@@ -629,7 +677,10 @@ def predictions_of_a_dataset() -> None:
         model = mlp()
         model.compile("sgd", "mse")
         dataset = tf.data.Dataset.from_tensor_slices(x).batch(batch)
-        return {"predict": model.predict(dataset, verbose=0), "evaluate": model.evaluate(Batches((x, y), batch), verbose=0)}
+        return {
+            "predict": model.predict(dataset, verbose=0),
+            "evaluate": model.evaluate(Batches((x, y), batch), verbose=0),
+        }
 
     both(script)
 

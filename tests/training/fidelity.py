@@ -104,7 +104,9 @@ def outcome(model: keras.Model, history: Any = None, **more: Any) -> dict[str, A
     }
 
 
-def fit_evaluate_predict(model: keras.Model, data: dict[str, Any], x: Any, y: Any, batch: int, **fit: Any) -> dict[str, Any]:
+def fit_evaluate_predict(
+    model: keras.Model, data: dict[str, Any], x: Any, y: Any, batch: int, **fit: Any
+) -> dict[str, Any]:
     history = model.fit(**data, epochs=2, verbose=0, **fit)
     return outcome(
         model,
