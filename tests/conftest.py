@@ -1,0 +1,47 @@
+"""A test leaves the process as it found it: its environment variables and its threads."""
+
+import os
+import threading
+import time
+
+import pytest
+
+# What pytest sets, and what TensorFlow and Keras set when they are first imported.
+MAY_CHANGE = {
+    *("PYTEST_CURRENT_TEST", "TF2_BEHAVIOR", "TPU_ML_PLATFORM", "TPU_ML_PLATFORM_VERSION", "HDF5_PLUGIN_PATH"),
+    *("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "ENABLE_RUNTIME_UPTIME_TELEMETRY"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_environment():
+    """Fails a test that leaves an environment variable set, changed or removed."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    leaked = {
+        name: (before.get(name), after.get(name))
+        for name in before.keys() | after.keys()
+        if before.get(name) != after.get(name) and name not in MAY_CHANGE
+    }
+    for name, (value, _) in leaked.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    assert not leaked, f"the test changed the environment; (before, after) were: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_threads():
+    """Fails a test that leaves a thread which would keep the process from ending."""
+    before = set(threading.enumerate())
+    yield
+    limit = time.monotonic() + 2  # one that is about to end may do so
+    while (leaked := _staying(before)) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert not leaked, f"the test left threads that are not daemons: {leaked}"
+
+
+def _staying(before):
+    return [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]

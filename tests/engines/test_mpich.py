@@ -1,0 +1,59 @@
+"""MPIEngine under MPICH, which needs an environment of its own: both MPIs install `bin/mpirun`.
+
+`KDIST_TEST_MPICH_PYTHON` names the interpreter of a virtual environment made by::
+
+    python -m venv ENV && ENV/bin/pip install keras tensorflow mpi4py mpich pytest hypothesis
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import spmd
+
+CONFORMANCE = "tests.engines.conformance"
+OWN = "tests.engines.mpi_cases"
+PYTHON = os.environ.get("KDIST_TEST_MPICH_PYTHON", "")
+
+pytestmark = pytest.mark.skipif(not PYTHON, reason="KDIST_TEST_MPICH_PYTHON names no environment with MPICH")
+
+
+def test_this_is_mpich():
+    mpirun = Path(PYTHON).parent / "mpirun"
+    assert "HYDRA" in subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.fixture(scope="module")
+def conforming(request):
+    return spmd.run(CONFORMANCE, 2, given=f"{OWN}:engine", only=spmd.selected(request), python=PYTHON)
+
+
+@pytest.mark.parametrize("case", spmd.names(CONFORMANCE))
+def test_conformance(conforming, case):
+    conforming.check(case)
+
+
+@pytest.fixture(scope="module")
+def own(request):
+    return spmd.run(OWN, 3, given=f"{OWN}:engine", only=spmd.selected(request, "own_case"), python=PYTHON)
+
+
+@pytest.mark.parametrize("own_case", spmd.names(OWN))
+def test_own(own, own_case):
+    own.check(own_case)
+
+
+def test_a_rank_that_ends_early_waits_for_the_others_nearly_idle():
+    result = spmd.run(f"{OWN}:ends_early_and_waits_nearly_idle", 2, timeout=60, python=PYTHON)
+    result.check()
+    _, burnt = result.values("ends_early_and_waits_nearly_idle")
+    assert burnt < 0.5, "of 2 seconds of waiting"
+
+
+def test_abort_ends_all_ranks_with_the_code():
+    ended = spmd.launch([PYTHON, "-c", f"from {OWN} import aborts; aborts()"], 2, timeout=60, python=PYTHON)
+    assert not ended.timed_out
+    assert ended.returncode == 5
+    assert "last words" in ended.output

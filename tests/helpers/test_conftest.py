@@ -1,0 +1,27 @@
+"""The fixtures that every test has must be able to fail."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import spmd
+
+LEAKS = {
+    "sets a variable": ("import os; os.environ['LEFT_BEHIND'] = '1'", "LEFT_BEHIND"),
+    "changes a variable": ("import os; os.environ['HOME'] = '/nowhere'", "HOME"),
+    "removes a variable": ("import os; del os.environ['HOME']", "HOME"),
+    "leaves a thread": ("import threading, time; threading.Thread(target=time.sleep, args=(4,)).start()", "Thread-1"),
+    "leaves nothing": ("import threading; threading.Thread(target=print, daemon=True).start()", None),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_what_a_test_leaves_behind_fails_it(leak: str, tmp_path: Path) -> None:
+    line, named = LEAKS[leak]
+    test = tmp_path / "test_leak.py"
+    test.write_text(f"def test_leaks():\n    {line}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(test)]
+    finished = spmd.execute(command, timeout=60)
+    assert (finished.returncode != 0) == (named is not None), finished.output
+    assert named is None or named in finished.output
