@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from kdist.data import graph_order, pipeline, sharding, variants
+from kdist.data import choice, graph_order, sharding
 from kdist.data.own_stream import OwnStream
 from kdist.data.pipeline import Pipeline
-from kdist.data.shard import Shard, batch_signature, count_rows, int64, row_leaves, slice_rows, split_batch
+from kdist.data.shard import Shard, batch_signature, count_rows, split_batch
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, no_samples
 from kdist.errors import DataError
@@ -47,8 +46,7 @@ def tf_data_source(dataset: tf.data.Dataset, plan: Plan, *, auto_shard: bool = T
 class StreamSource(Source):
     """This rank's batches of a stream that every rank reads.
 
-    The choice is made before the user's last one-to-one steps (`map`, `prefetch`), so that they run for this
-    rank's batches only.
+    The choice is made as early as the pipeline allows, so that an expensive `map` runs for this rank's samples only.
 
     Args:
         dataset: the user's `tf.data.Dataset` of batches.
@@ -95,105 +93,23 @@ class StreamSource(Source):
     def _build(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         plan, spec = self.plan, dataset.element_spec
         if plan.num_shards == 1:
-            return dataset.map(lambda *batch: _whole(_element(spec, batch))).prefetch(tf.data.AUTOTUNE)
+            return dataset.map(lambda *batch: _whole(choice.spread(spec, batch))).prefetch(tf.data.AUTOTUNE)
         ordered = Pipeline(dataset, plan.seed)
         if not plan.scale_batch:
             shards = ordered.dataset().map(
-                lambda *batch: split_batch(_element(spec, batch), plan.num_shards, plan.shard_id)
+                lambda *batch: split_batch(choice.spread(spec, batch), plan.num_shards, plan.shard_id)
             )
         else:
-            shards = self._own_of_each_group(ordered)
+            shards, self._knows_global_rows = choice.own_of_each_group(ordered, plan)
         options = tf.data.Options()
         options.deterministic = True
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         return shards.with_options(options).prefetch(tf.data.AUTOTUNE)
 
-    def _own_of_each_group(self, ordered: Pipeline) -> tf.data.Dataset:
-        first = len(ordered.steps)
-        while first > 0 and pipeline.carries_along(ordered.steps[first - 1]):
-            first -= 1
-        carried = ordered.steps[first:]
-        if not any("Map" in type(step).__name__ for step in carried):
-            first, carried = len(ordered.steps), ()
-        size = _static_rows(self._user_dataset.element_spec)
-        countable = size is None and not carried
-        self._knows_global_rows = size is not None or countable
-
-        def finish(data: Any, active: Any, total: Any) -> Shard:
-            rows = count_rows(data)
-            data = slice_rows(data, 0, tf.where(active, rows, 1))
-            if size is not None:
-                total = total * size
-            elif not countable:
-                # A map may change the number of rows, and the others' maps run on other ranks.
-                total = tf.constant(-1, tf.int64)
-            return Shard(data, tf.where(active, rows, 0), total)
-
-        if not carried:
-            return pick(ordered.dataset(), self.plan, finish, by_rows=countable)
-        shards = pick(ordered.dataset(first), self.plan, _triple, by_rows=False)
-        for step in carried:
-            shards = pipeline.beside(step, shards)
-        return shards.map(finish)
-
-
-def pick(
-    dataset: tf.data.Dataset, plan: Plan, finish: Callable[[Any, Any, Any], Any], *, by_rows: bool
-) -> tf.data.Dataset:
-    """Takes one element of each group of `plan.num_shards`.
-
-    Elements travel through `batch` as variants, by reference: nothing is copied, shapes may differ.
-
-    Args:
-        dataset: `tf.data.Dataset` of any elements.
-        plan: `Plan`. Groups restart after each `steps_per_epoch` elements.
-        finish: callable that takes `(element, active, total)`: this rank's element of the group, or the group's
-            first where `active` is `False`; and the group's rows (its elements, if not `by_rows`), an `int64`
-            scalar.
-        by_rows: bool, whether elements are batches whose rows are to be counted.
-
-    Returns:
-        A dataset of what `finish` returns.
-    """
-    spec = dataset.element_spec
-
-    def wrap(*batch: Any) -> Any:
-        element = _element(spec, batch)
-        return variants.wrap(element), count_rows(element) if by_rows else tf.constant(1, tf.int64)
-
-    def choose(elements: Any, rows: Any) -> Any:
-        active = tf.reduce_any(rows[plan.shard_id : plan.shard_id + 1] > 0)
-        # The first that holds something, where this rank has none.
-        place = tf.where(active, int64(plan.shard_id), tf.argmax(tf.cast(rows > 0, tf.int32)))
-        return finish(variants.unwrap(spec, elements[place]), active, tf.reduce_sum(rows))
-
-    wrapped = dataset.map(wrap)
-    epoch = plan.steps_per_epoch
-    if epoch is not None and epoch % plan.num_shards:
-        blank = tf.data.Dataset.from_tensors(0).map(lambda _: (variants.blank(), tf.constant(0, tf.int64)))
-        padded = -(-epoch // plan.num_shards) * plan.num_shards
-        turns = tf.data.Dataset.range(padded).map(lambda turn: int64(turn >= epoch)).repeat()
-        wrapped = tf.data.Dataset.choose_from_datasets([wrapped, blank.repeat()], turns, stop_on_empty_dataset=True)
-    return wrapped.batch(plan.num_shards).map(choose)
-
-
-def _triple(element: Any, active: Any, total: Any) -> Any:
-    return element, active, total
-
 
 def _whole(batch: Any) -> Shard:
     rows = count_rows(batch)
     return Shard(batch, rows, rows)
-
-
-def _element(spec: Any, arguments: tuple[Any, ...]) -> Any:
-    # tf.data spreads a plain tuple over a function's arguments.
-    return arguments if type(spec) is tuple else arguments[0]
-
-
-def _static_rows(spec: Any) -> int | None:
-    leaves = row_leaves(spec)
-    return leaves[0].shape[0] if leaves and leaves[0].shape.rank else None
 
 
 def _shard_at_the_source(dataset: tf.data.Dataset, policy: Any, plan: Plan) -> tf.data.Dataset:

@@ -32,7 +32,7 @@ class SourceAdapter(internals.DataAdapter):
         if self.source.knows_global_rows:
             return dataset
         # Nothing in the place of the count makes steps with and without it two traces.
-        return dataset.map(lambda *fields: Shard(fields[0], fields[1], ()))
+        return dataset.map(lambda shard: Shard(shard.data, shard.rows, ()))
 
     @property
     def num_batches(self) -> int | None:

@@ -86,7 +86,7 @@ def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset
 
     def split(dataset: tf.data.Dataset) -> tf.data.Dataset:
         plan = Plan(num_shards=engine.size, shard_id=engine.rank, scale_batch=False)
-        own = tf_data_source(dataset, plan).dataset().map(lambda *shard: shard[0])
+        own = tf_data_source(dataset, plan).dataset().map(lambda shard: shard.data)
         # Shared out already, should it be given to `fit`.
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF

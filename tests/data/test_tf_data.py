@@ -121,6 +121,44 @@ def test_an_expensive_map_runs_for_own_batches_only(parallel):
     assert sorted(calls[1].seen) == [2, 6, 10, 14, 18]
 
 
+@pytest.mark.parametrize("num_shards", [2, 3])
+@pytest.mark.parametrize("steps_per_epoch", [None, 6])
+@pytest.mark.parametrize("drop", [True, False])
+def test_an_expensive_map_of_samples_runs_for_own_samples_only(num_shards, steps_per_epoch, drop):
+    calls = [Calls() for _ in range(num_shards)]
+
+    def make(work):
+        dataset = Dataset.range(23).map(lambda x: x[None]).map(work, num_parallel_calls=2)
+        return dataset.batch(2, drop_remainder=drop).prefetch(1)
+
+    ranks = plans(num_shards, steps_per_epoch=steps_per_epoch)
+    made = [tf_data_source(make(work), plan) for work, plan in zip(calls, ranks, strict=True)]
+    batches = in_batches(23, 2)[: -1 if drop else None]
+    assert one_pass(made) == groups(batches, num_shards, steps_per_epoch)
+    assert made[0].knows_global_rows
+    mapped = [[row for batch in batches[rank::num_shards] for row in batch] for rank in range(num_shards)]
+    if len(batches) % num_shards:
+        mapped[-1].append(batches[-(len(batches) % num_shards)][0])
+    assert [sorted(work.seen) for work in calls[:1] + calls[-1:]] == [mapped[0], sorted(mapped[-1])]
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+@pytest.mark.parametrize("steps_per_epoch", [None, 4, 5])
+@pytest.mark.parametrize("drop", [True, False])
+def test_maps_of_samples_and_of_batches(num_shards, steps_per_epoch, drop):
+    def make():
+        dataset = Dataset.range(23).shuffle(23, seed=1).map(lambda x: {"a": x, "b": (x, x * 2)})
+        dataset = dataset.map(lambda e: (e["a"], e["b"][1])).batch(2, drop_remainder=drop, num_parallel_calls=2)
+        return dataset.map(lambda x, y: {"x": x, "y": y - x})
+
+    plain = [batch["x"].numpy().tolist() for batch in make()]
+    made = sources(make, plans(num_shards, steps_per_epoch=steps_per_epoch))
+    assert one_pass(made) == groups(plain, num_shards, steps_per_epoch)
+    assert made[0].knows_global_rows == drop
+    shard = next(iter(made[0].dataset()))
+    assert (shard.data["x"] == shard.data["y"]).numpy().all()
+
+
 def test_the_rows_of_a_mapped_batch_are_known_if_they_are_static():
     ranks = sources(lambda: Dataset.range(20).batch(2, drop_remainder=True).map(lambda x: x), plans(3))
     assert ranks[0].knows_global_rows
