@@ -122,7 +122,7 @@ def open_engine(info: ClusterInfo, name: str = "auto") -> Engine:
         if _opened.engine is None:
             _opened.engine = _make_engine(info, name)
         engine = _opened.engine
-    if name not in ("auto", engine.name):
+    if engine.size > 1 and name not in ("auto", engine.name):
         raise ScopeError(
             f"This process already talks through {engine.name!r}. Received: {name!r} later in the same process. Expected "
             "one engine a process. Fix: start another process for another engine."

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kdist._process import cluster_info, open_engine
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import ScopeError, StrategyError
+from kdist.strategies.choice import WORDS, Choice, choose
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
     from kdist.strategies.all_reduce import AllReduceStrategy
 
 logger = logging.getLogger("kdist")
-
-WORDS = ("auto", "single", "mpi")
-"""The strategies that one word names."""
-
-PLANNED_WORDS = ("horovod", "collective", "mirrored", "parameter_server", "tpu")
-"""Words that this version does not know yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,11 +102,11 @@ def scope(
                 yield wanted
             return
         info = cluster_info()
-        if wanted == "single" or (info.size == 1 and wanted != "mpi"):
+        choice = choose(wanted.engine if isinstance(wanted, AllReduce) else wanted, info)
+        if choice.strategy == "single":
             yield _default_strategy(info)
             return
-        engine_name = wanted.engine if isinstance(wanted, AllReduce) else wanted
-        with _all_reduce(info, engine_name, chosen) as replicated:
+        with _all_reduce(info, choice, chosen) as replicated:
             yield replicated
 
 
@@ -164,12 +159,6 @@ def _with_environment(given: Mapping[str, Any], env: Mapping[str, str]) -> dict[
 
 def _check_settings(chosen: Mapping[str, Any]) -> None:
     strategy = chosen["strategy"]
-    if isinstance(strategy, str) and strategy not in WORDS:
-        later = " It is planned, but not in this version." if strategy in PLANNED_WORDS else ""
-        raise StrategyError(
-            f"Unknown strategy.{later} Received: strategy={strategy!r}. Expected one of {', '.join(map(repr, WORDS))}, a "
-            "kdist.AllReduce or a tf.distribute.Strategy. Fix: choose one of these."
-        )
     if isinstance(strategy, AllReduce) and strategy.engine not in ("auto", "mpi"):
         raise StrategyError(
             f"Unknown engine. Received: AllReduce(engine={strategy.engine!r}). Expected 'auto' or 'mpi'. Fix: choose one."
@@ -236,7 +225,7 @@ def _default_strategy(info: ClusterInfo) -> tf.distribute.Strategy:
 
 
 @contextlib.contextmanager
-def _all_reduce(info: ClusterInfo, engine_name: str, chosen: Mapping[str, Any]) -> Iterator[AllReduceStrategy]:
+def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) -> Iterator[AllReduceStrategy]:
     """Opens the scope of several ranks."""
     import keras
 
@@ -248,7 +237,7 @@ def _all_reduce(info: ClusterInfo, engine_name: str, chosen: Mapping[str, Any]) 
     from kdist.training.state import agree_random_state, check_agreement
 
     _show_log(info)
-    engine = open_engine(info, engine_name)
+    engine = open_engine(info, choice.strategy)
     take_devices(engine.local_rank, engine.local_size, os.environ)
     if engine.size == 1:
         yield _default_strategy(info)
@@ -257,13 +246,7 @@ def _all_reduce(info: ClusterInfo, engine_name: str, chosen: Mapping[str, Any]) 
     check_agreement(engine, "kdist.scope", {key: repr(value) for key, value in dataclasses.asdict(settings).items()})
     agree_random_state(engine)
     if engine.rank == 0:
-        logger.info(
-            "%d ranks train together over %s (strategy=%r): %s",
-            engine.size,
-            engine.name,
-            chosen["strategy"],
-            info.reason,
-        )
+        logger.info("%d ranks train together over %s: %s", engine.size, engine.name, choice.why)
     else:
         keras.config.disable_interactive_logging()  # the chief speaks
     strategy = AllReduceStrategy(engine, split_dataset(engine))

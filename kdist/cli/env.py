@@ -14,6 +14,7 @@ from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import KDistError
 from kdist.launch import mpirun
+from kdist.strategies.choice import choose
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -121,13 +122,12 @@ def _decision(info: ClusterInfo, env: Mapping[str, str]) -> Iterator[tuple[str, 
     word = env.get("KDIST_STRATEGY", "auto")
     why = "KDIST_STRATEGY says so" if "KDIST_STRATEGY" in env else "the default"
     yield "strategy", f"{word} ({why}; a script may choose otherwise)"
-    if word == "single" or (info.size == 1 and word != "mpi"):
-        yield (
-            "training",
-            "Keras' own code path in this process: "
-            + ("independent of the other ranks" if info.size > 1 else "there is one process"),
-        )
-    elif info.launcher in ("horovod", "tf_config"):
-        yield "training", f"none: a job of {info.launcher} is not served by this version, start it by `kdist run`"
+    try:
+        choice = choose(word, info)
+    except KDistError as error:
+        yield "training", f"refused: {error}"
+        return
+    if choice.strategy == "single":
+        yield "training", f"Keras' own code path in this process: {choice.why}"
     else:
-        yield "training", f"all-reduce over MPI among {info.size} rank(s)"
+        yield "training", f"{info.size} ranks together, all-reduce over {choice.strategy}: {choice.why}"
