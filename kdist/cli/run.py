@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kdist._scope import PLANNED_WORDS, WORDS
 from kdist.cluster import detect
 from kdist.errors import LaunchError
 from kdist.launch import mpirun, process, worker
 from kdist.launch.command import Command, forwarded
 from kdist.launch.hosts import Host, all_local, parse_hostfile, parse_hosts, scheduled
+from kdist.strategies.choice import PLANNED_WORDS, WORDS
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

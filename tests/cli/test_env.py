@@ -22,7 +22,7 @@ def test_what_a_bug_report_needs():
     assert "1 of 2" in lines["rank"]
     assert "OMPI_COMM_WORLD_SIZE=2" in lines["because"]
     assert "KDIST_STRATEGY" in lines["strategy"]
-    assert "all-reduce over MPI" in lines["training"]
+    assert "2 ranks together, all-reduce over mpi" in lines["training"]
     assert "not slurm" in done.output
 
 
