@@ -51,7 +51,7 @@ class Pipeline:
 
     def __init__(self, dataset: tf.data.Dataset, seed: int):
         steps: list[Any] = []
-        while type(dataset).__name__ in _REPLAYS and not _has_disorderly_function(dataset):
+        while _is_known(dataset) and not _has_disorderly_function(dataset):
             steps.insert(0, dataset)
             dataset = dataset._input_dataset
         self.steps = tuple(steps)
@@ -167,6 +167,26 @@ _REPLAYS: dict[str, Callable[[Any, Any, int], Any]] = {
 }
 
 
+# What is read of each kind; a TensorFlow that names it otherwise makes the kind unknown.
+_ATTRIBUTES = {
+    "_BatchDataset": ("_batch_size", "_drop_remainder"),
+    "_MapDataset": ("_map_func", "_flat_structure"),
+    "_OptionsDataset": (),
+    "_ParallelBatchDataset": ("_batch_size", "_drop_remainder", "_num_parallel_calls", "_deterministic"),
+    "_ParallelMapDataset": ("_map_func", "_flat_structure", "_num_parallel_calls", "_deterministic"),
+    "_PrefetchDataset": ("_buffer_size",),
+    "_RepeatDataset": ("_count",),
+    "_ShuffleDataset": ("_buffer_size", "_seed", "_seed2", "_reshuffle_each_iteration", "_flat_structure"),
+    "_SkipDataset": ("_count",),
+    "_TakeDataset": ("_count",),
+}
+
+
+def _is_known(dataset: Any) -> bool:
+    names = _ATTRIBUTES.get(type(dataset).__name__)
+    return names is not None and all(hasattr(dataset, name) for name in ("_input_dataset", *names))
+
+
 def _is_disorderly_step(dataset: Any) -> bool:
     if type(dataset).__name__ == "_ShuffleDataset":
         return int(dataset._seed) == int(dataset._seed2) == 0
@@ -183,9 +203,10 @@ def _has_disorderly_function(dataset: Any) -> bool:
 
 def _is_orderly(dataset: Any) -> bool:
     """Whether a dataset is known to follow one order without a look at its graph, which may be large."""
-    kinds = _ORDERLY | set(_REPLAYS)
     return all(
-        type(each).__name__ in kinds and not _is_disorderly_step(each) and not _has_disorderly_function(each)
+        (type(each).__name__ in _ORDERLY or _is_known(each))
+        and not _is_disorderly_step(each)
+        and not _has_disorderly_function(each)
         for each in _with_inputs(dataset)
     )
 

@@ -120,6 +120,13 @@ def test_an_orderly_pipeline_stays_the_users_own():
     assert Pipeline(grouped, seed=7).dataset() is grouped
 
 
+def test_a_kind_that_is_not_known_is_inspected_as_a_graph(monkeypatch):
+    monkeypatch.setattr(pipeline, "_ATTRIBUTES", {})
+    one, other = (Pipeline(Dataset.range(8).shuffle(8).batch(3), seed=7) for _ in range(2))
+    assert one.steps == ()
+    assert epochs(one.dataset()) == epochs(other.dataset())
+
+
 def test_a_global_seed_is_a_seed():
     tf.random.set_seed(3)
     try:
