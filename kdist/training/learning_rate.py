@@ -70,7 +70,7 @@ class EffectiveRate:
     # The rate of all ranks.
 
     def request(self) -> tf.Tensor:
-        """Returns `[asks, rate if it asks]`, a `float64` tensor: does this rank's user ask for another rate?"""
+        """Returns `[asks, rate if it asks]`, a `float64` tensor: whether this rank's user asks for another rate."""
         stored = tf.cast(self._stored(), tf.float64)
         asks = tf.cast(stored != self._agreed, tf.float64)
         return tf.stack([asks, asks * stored])
