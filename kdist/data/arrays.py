@@ -74,7 +74,7 @@ class ArraySource(Source):
         """Returns the dataset of this rank's `Shard` elements."""
         sizes = self._stops - self._starts
         ends = np.cumsum(sizes)
-        steps = np.stack([ends - sizes, ends, self._rows, self._global_rows], axis=1)
+        steps = (ends - sizes, ends, self._rows, self._global_rows)
         # A static batch size spares compilers a dynamic shape; only ragged steps prevent it.
         size = int(sizes[0]) if (sizes == sizes[0]).all() else None
 
@@ -88,9 +88,10 @@ class ArraySource(Source):
             return tf.data.Dataset.zip(tf.data.Dataset.from_tensor_slices(steps), every_step)
 
         def draw(step: Any, indices: Any) -> Shard:
-            own = indices[step[0] : step[1]]
+            start, stop, rows, global_rows = step
+            own = indices[start:stop]
             own.set_shape([size])
-            return Shard(self._gather(own), step[2], step[3])
+            return Shard(self._gather(own), rows, global_rows)
 
         dataset = tf.data.Dataset.range(1).map(indices_of_a_pass).prefetch(1).flat_map(pair_with_steps)
         dataset = dataset.map(draw, num_parallel_calls=tf.data.AUTOTUNE)
