@@ -22,6 +22,7 @@ SQRT_RULE_OPTIMIZERS = frozenset(
         "Muon",
         "Nadam",
         "RMSprop",
+        "ScheduleFreeAdamW",
     }
 )
 """Optimizers that divide by the gradient's own scale: the square-root rule is theirs (Malladi et al., 2022)."""
