@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+BEFORE_CASES = "(before the cases)"  # reported in a case's place when importing or making what is given fails
+
 GRACE = 3.0  # seconds in which the others may report the failed case too
 
 
@@ -35,7 +37,7 @@ def main(directory: Path) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     faulthandler.dump_traceback_later(request["stacks_after"])
-    name = request["cases"][0] if request["cases"] else ""
+    name = BEFORE_CASES
     value: Any = None
     with open(directory / f"{rank}.jsonl", "w", buffering=1) as reports:
         try:

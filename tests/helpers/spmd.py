@@ -47,7 +47,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.rank_main import cases_of
+from tests.helpers.rank_main import BEFORE_CASES, cases_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,19 +132,21 @@ class Result:
         returncode: int, 0 if every launch ended well.
         outputs: tuple of str, stdout and stderr of each rank.
         launcher_output: str, what the launcher itself said.
-        reports: mapping of case name to one report a rank, `None` where a rank did not finish the case.
-            A report is a dictionary with `error` (a traceback or `None`) and `value`.
+        cases: tuple of str, the names of the cases that were to run.
+        reports: mapping of case name to one report a rank, `None` where a rank did not finish the case; without the
+            cases that were not reached. A report is a dictionary with `error` (a traceback or `None`) and `value`.
     """
 
     returncode: int
     outputs: tuple[str, ...]
     launcher_output: str
+    cases: tuple[str, ...]
     reports: Mapping[str, tuple[dict[str, Any] | None, ...]]
 
     def check(self, case: str | None = None) -> None:
         """Asserts that a case passed on all ranks; without a name, all cases and a clean end."""
         __tracebackhide__ = True  # pytest then points at the test
-        wrong = [self._complaint(name) for name in ([case] if case else self.reports) if not self.passed(name)]
+        wrong = [self._complaint(name) for name in ([case] if case else self.cases) if not self.passed(name)]
         if not case and not wrong and self.returncode:
             wrong = [f"all cases passed, but the job ended with exit code {self.returncode}\n{self._said()}"]
         if wrong:
@@ -152,7 +154,7 @@ class Result:
 
     def passed(self, case: str) -> bool:
         """Whether a case passed on all ranks."""
-        return all(report is not None and report["error"] is None for report in self.reports[case])
+        return case in self.reports and all(report and report["error"] is None for report in self.reports[case])
 
     def values(self, case: str) -> list[Any]:
         """Returns what a case returned, in rank order, having asserted that it passed."""
@@ -161,6 +163,9 @@ class Result:
         return [report["value"] for report in self.reports[case] if report]
 
     def _complaint(self, case: str) -> str:
+        if case not in self.reports:
+            failed = [name for name in self.reports if not self.passed(name)]
+            return f"{case} was not run: see what failed before it, {', '.join(failed)}"
         reports = self.reports[case]
         errors = [(rank, report["error"]) for rank, report in enumerate(reports) if report and report["error"]]
         missing = [rank for rank, report in enumerate(reports) if report is None]
@@ -220,13 +225,15 @@ def run(
         launcher: str, a key of `LAUNCHERS`, or `"mpirun"`.
         python: str, the interpreter; the launcher beside it is used.
         env: mapping, environment variables on top of this process's own and of `RANK_ENVIRONMENT`.
-        timeout: float, seconds a launch may take.
+        timeout: float, seconds that a launch may take; once so many have passed, no further one is begun.
 
     Returns:
         A `Result`. Nothing is raised for cases that failed: see `Result.check`.
     """
-    todo = list(only if only is not None else names(target))
-    reports: dict[str, tuple[dict[str, Any] | None, ...]] = dict.fromkeys(todo, (None,) * ranks)
+    cases = tuple(only if only is not None else names(target))
+    todo = list(cases)
+    reports: dict[str, tuple[dict[str, Any] | None, ...]] = {}
+    started = time.monotonic()
     outputs, launcher_output, returncode = [""] * ranks, "", 0
     for _ in range(MAX_LAUNCHES):
         with tempfile.TemporaryDirectory(prefix="spmd-") as directory:
@@ -246,14 +253,17 @@ def run(
                 outputs[rank] += _text(Path(directory, f"{rank}.out"))
         launcher_output += finished.output + ("\n(killed at the time limit)\n" if finished.timed_out else "")
         returncode = returncode or finished.returncode
+        if any(BEFORE_CASES in by_case for by_case in found):  # the next launch would get no further
+            reports.update(dict.fromkeys(todo, tuple(by_case.get(BEFORE_CASES) for by_case in found)))
+            break
         while todo:
             name = todo.pop(0)
             reports[name] = tuple(by_case.get(name) for by_case in found)
             if any(report is None or report["error"] for report in reports[name]):
                 break
-        if not todo or not any(found):  # when no rank came as far as a report, the next launch would not either
+        if not todo or time.monotonic() - started > timeout:
             break
-    return Result(returncode, tuple(outputs), launcher_output, reports)
+    return Result(returncode, tuple(outputs), launcher_output, cases, reports)
 
 
 def _reports(path: Path) -> dict[str, dict[str, Any]]:

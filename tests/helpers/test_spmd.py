@@ -42,6 +42,7 @@ def hangs() -> None:
     time.sleep(60)
 
 
+HANGING = {"hanging": hangs, "after": case_returns_its_rank}
 MAPPING = {"first": case_returns_its_rank, "second": case_is_told}
 
 
@@ -51,7 +52,7 @@ def result() -> spmd.Result:
 
 
 def test_every_case_is_reported(result: spmd.Result) -> None:
-    assert list(result.reports) == spmd.names(HERE)
+    assert list(result.reports) == list(result.cases) == spmd.names(HERE)
     assert result.values("case_returns_its_rank") == [0, 1]
     assert result.values("case_is_told") == ["something"] * 2
     assert "said by 1" in result.outputs[1]
@@ -88,6 +89,17 @@ def test_a_hang_ends_at_the_limit_with_each_ranks_stack() -> None:
     assert all("in hangs" in output for output in result.outputs)
 
 
+def test_cases_that_were_not_reached_say_so() -> None:
+    target = f"{HERE}:HANGING"
+    result = spmd.run(target, 1, timeout=2)
+    with pytest.raises(AssertionError, match="not finished by ranks \\[0\\] of 1"):
+        result.check("hanging")
+    with pytest.raises(AssertionError, match="after was not run.* hanging$"):
+        result.check("after")
+    with pytest.raises(AssertionError):
+        result.check()
+
+
 def test_nothing_survives_the_limit(tmp_path: Path) -> None:
     pidfile = tmp_path / "pid"
     script = f"setsid sleep 60 & echo $! > {pidfile}; trap '' TERM; while :; do sleep 1; done"
@@ -103,3 +115,4 @@ def test_a_target_that_cannot_be_imported_is_a_failure_not_a_hang() -> None:
     result = spmd.run(f"{HERE}:MAPPING", 2, given="tests.no_such_module:engine", timeout=30)
     with pytest.raises(AssertionError, match="No module named 'tests.no_such_module'"):
         result.check("first")
+    assert all(output.count("Traceback") == 1 for output in result.outputs), "launched once"
