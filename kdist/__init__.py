@@ -11,15 +11,15 @@ with kdist.scope():
 
 The words, and how they join:
 
-- **rank**, **size**: a process's number, and how many there are, as in MPI. **local_rank**, **local_size**: the same among
-  the processes of one host. **root**: the rank whose value is taken.
+- **rank**, **size**: a process's number, and how many there are, as in MPI. **local_rank**, **local_size**: the same
+  among the processes of one host. **root**: the rank whose value is taken.
 - **replica**: one copy of the model, as in `tf.distribute`. Here each rank holds one: `num_replicas_in_sync` is `size`,
   and a replica's id is its rank.
 - **chief**: rank 0, the process that speaks and writes files. **worker**: a process that trains. **ps**: one that holds
   variables.
 - **batch_size**: the rows of the user's batch. **global_batch_size**: the rows of one step over all replicas.
-  **per_replica_batch_size**: the rows that one replica sees of them. **num_data_shards** is `size`, **data_shard_id** the
-  rank.
+  **per_replica_batch_size**: the rows that one replica sees of them. **num_data_shards** is `size`, **data_shard_id**
+  the rank.
 """
 
 import importlib
@@ -58,7 +58,7 @@ __all__ = [
     "size",
 ]
 
-# Public names and where they live. They are looked up when first used: importing kdist loads neither TensorFlow nor MPI.
+# Public names and where they live. They are looked up when first used: `import kdist` loads neither TensorFlow nor MPI.
 _HOMES = {
     "AllReduce": "kdist._scope",
     "ClusterInfo": "kdist.cluster.info",

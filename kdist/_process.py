@@ -124,8 +124,8 @@ def open_engine(info: ClusterInfo, name: str = "auto") -> Engine:
         engine = _opened.engine
     if engine.size > 1 and name not in ("auto", engine.name):
         raise ScopeError(
-            f"This process already talks through {engine.name!r}. Received: {name!r} later in the same process. Expected "
-            "one engine a process. Fix: start another process for another engine."
+            f"This process already talks through {engine.name!r}. Received: {name!r} later in the same process. "
+            "Expected one engine a process. Fix: start another process for another engine."
         )
     return engine
 
@@ -140,9 +140,10 @@ def _make_engine(info: ClusterInfo, name: str) -> Engine:
     engine = MPIEngine()
     if engine.size != info.size:
         raise ClusterError(
-            f"The launcher and MPI disagree about the size of the job. Received: {info.size} process(es) from {info.launcher} "
-            f"({info.reason}), but mpi4py's MPI sees {engine.size}. Expected the same number. Fix: use the launcher of "
-            "the MPI that mpi4py was built with; `kdist env` shows both. With `kdist run` they are the same."
+            f"The launcher and MPI disagree about the size of the job. Received: {info.size} process(es) from "
+            f"{info.launcher} ({info.reason}), but mpi4py's MPI sees {engine.size}. Expected the same number. Fix: "
+            "use the launcher of the MPI that mpi4py was built with; `kdist env` shows both. With `kdist run` they "
+            "are the same."
         )
     if engine.size > 1:
         from kdist.launch import failure

@@ -1,4 +1,7 @@
-"""The front door: cluster -> strategy -> scope. (Not `scope.py`: a module of that name would hide `kdist.scope`.)"""
+"""The front door: cluster -> strategy -> scope.
+
+Not `scope.py`: a module of that name would hide `kdist.scope`.
+"""
 
 from __future__ import annotations
 
@@ -142,16 +145,17 @@ def _with_environment(given: Mapping[str, Any], env: Mapping[str, str]) -> dict[
         if isinstance(default, bool):
             if text.lower() not in _BOOLEANS:
                 raise StrategyError(
-                    f"{variable} is not understood. Received: {variable}={text!r}. Expected 0, 1, true or false. Fix: set one "
-                    "of these, or unset it."
+                    f"{variable} is not understood. Received: {variable}={text!r}. Expected 0, 1, true or false. "
+                    "Fix: set one of these, or unset it."
                 )
             value = _BOOLEANS[text.lower()]
         elif name != "strategy":
             value = _number_or_word(text)
         if given[name] not in (default, value):
             raise ScopeError(
-                f"The launch contradicts the code. Received: {variable}={text!r} and kdist.scope({name}={given[name]!r}). "
-                f"Expected at most one of them, or the same in both. Fix: unset {variable}, or leave {name} out of the code."
+                f"The launch contradicts the code. Received: {variable}={text!r} and "
+                f"kdist.scope({name}={given[name]!r}). Expected at most one of them, or the same in both. "
+                f"Fix: unset {variable}, or leave {name} out of the code."
             )
         chosen[name] = value
     return chosen
@@ -161,12 +165,14 @@ def _check_settings(chosen: Mapping[str, Any]) -> None:
     strategy = chosen["strategy"]
     if isinstance(strategy, AllReduce) and strategy.engine not in ("auto", "mpi"):
         raise StrategyError(
-            f"Unknown engine. Received: AllReduce(engine={strategy.engine!r}). Expected 'auto' or 'mpi'. Fix: choose one."
+            f"Unknown engine. Received: AllReduce(engine={strategy.engine!r}). Expected 'auto' or 'mpi'. "
+            "Fix: choose one."
         )
     if not isinstance(strategy, (str, AllReduce)) and not hasattr(strategy, "extended"):
         raise StrategyError(
-            f"`strategy` is of no known kind. Received: strategy={strategy!r} of type {type(strategy).__name__}. Expected one "
-            f"of {', '.join(map(repr, WORDS))}, a kdist.AllReduce or a tf.distribute.Strategy. Fix: choose one of these."
+            f"`strategy` is of no known kind. Received: strategy={strategy!r} of type {type(strategy).__name__}. "
+            f"Expected one of {', '.join(map(repr, WORDS))}, a kdist.AllReduce or a tf.distribute.Strategy. "
+            "Fix: choose one of these."
         )
     from kdist.scaling import learning_rate_rule, num_warmup_steps
 
@@ -184,8 +190,8 @@ def _check_backend(env: Mapping[str, str]) -> None:
     if backend != "tensorflow":
         raise ScopeError(
             f"kdist trains on Keras' TensorFlow backend. Received: the backend {backend!r} "
-            f"(KERAS_BACKEND={env.get('KERAS_BACKEND', 'unset')}). Expected 'tensorflow'. Fix: KERAS_BACKEND=tensorflow, or "
-            "keras.distribution for JAX."
+            f"(KERAS_BACKEND={env.get('KERAS_BACKEND', 'unset')}). Expected 'tensorflow'. "
+            "Fix: KERAS_BACKEND=tensorflow, or keras.distribution for JAX."
         )
 
 
@@ -203,8 +209,8 @@ _door = _Door()
 def _only_one_open() -> Iterator[None]:
     if _door.is_open:
         raise ScopeError(
-            "A kdist scope is open already. Received: kdist.scope() inside of kdist.scope(). Expected one at a time; they "
-            "may follow each other. Fix: leave the first one before, or take the inner one out."
+            "A kdist scope is open already. Received: kdist.scope() inside of kdist.scope(). Expected one at a time; "
+            "they may follow each other. Fix: leave the first one before, or take the inner one out."
         )
     _door.is_open = True
     try:
@@ -254,9 +260,9 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
     def adopt(model: keras.Model, verb: str) -> None:
         if internals.is_overridden(model, verb):
             raise ScopeError(
-                f"A model made outside of kdist.scope() is used in it. Received: {type(model).__name__}.{verb}, which the "
-                "class overrides, so that the model cannot be adopted. Expected the model to be made inside. Fix: move the "
-                "line that makes it into the scope."
+                f"A model made outside of kdist.scope() is used in it. Received: {type(model).__name__}.{verb}, which "
+                "the class overrides, so that the model cannot be adopted. Expected the model to be made inside. "
+                "Fix: move the line that makes it into the scope."
             )
         replicate(model, strategy, settings)
 

@@ -3,7 +3,7 @@
 The tree::
 
     KDistError
-    ├── ClusterError             (ValueError)    who am I: the launcher's variables contradict each other or are malformed
+    ├── ClusterError             (ValueError)    who am I: the launcher's variables are malformed or contradictory
     ├── LaunchError              (ValueError)    how are processes made: bad hosts, sizes, launcher not found
     ├── ScopeError               (RuntimeError)  a scope that cannot be entered: nested, contradicting, too late
     ├── StrategyError            (ValueError)    an unknown or impossible strategy

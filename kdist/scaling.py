@@ -48,10 +48,10 @@ class LearningRateRule:
 def learning_rate_rule(
     scale_lr: str | float | None, optimizer: str, num_replicas: int, *, scale_batch: bool
 ) -> LearningRateRule:
-    """Chooses the multiplier of the learning rate.
+    r"""Chooses the multiplier of the learning rate.
 
     With a global batch that is $k$ times as large, the linear rule multiplies the learning rate by $k$, the
-    square-root rule by $\\sqrt{k}$.
+    square-root rule by $\sqrt{k}$.
 
     Args:
         scale_lr: `"auto"` (by optimizer), `"linear"`, `"sqrt"`, a positive number, or `None`.
@@ -119,15 +119,16 @@ def num_warmup_steps(warmup_epochs: str | float, num_epochs: int, steps_per_epoc
         or not 0 <= warmup_epochs < math.inf
     ):
         raise ValueError(
-            f'`warmup_epochs` must be "auto" or a number that is not negative. Received: warmup_epochs={warmup_epochs!r}.'
+            '`warmup_epochs` must be "auto" or a number that is not negative. '
+            f"Received: warmup_epochs={warmup_epochs!r}."
         )
     return float(warmup_epochs) * steps_per_epoch
 
 
 def warmup_multiplier(step: float, factor: float, warmup_steps: float) -> float:
-    """Returns the multiplier of the learning rate at a step.
+    r"""Returns the multiplier of the learning rate at a step.
 
-    $m(t) = 1 + (k - 1) \\min(1, t / w)$, where $k$ is `factor`, $t$ is `step` and $w$ is `warmup_steps`.
+    $m(t) = 1 + (k - 1) \min(1, t / w)$, where $k$ is `factor`, $t$ is `step` and $w$ is `warmup_steps`.
 
     Args:
         step: float, steps made since the origin.

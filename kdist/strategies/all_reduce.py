@@ -262,7 +262,6 @@ class _AllReduceReplicaContext(ReplicaContext):
         if step.applying:
             return value  # an optimizer asks for gradients that are reduced already
 
-        @tf.custom_gradient
         def reduce(*xs: tf.Tensor) -> tuple[tuple[tf.Tensor, ...], Callable[..., Any]]:
             active = step.active
 
@@ -288,4 +287,4 @@ class _AllReduceReplicaContext(ReplicaContext):
 
         if isinstance(reduce_op, str):
             reduce_op = tf.distribute.ReduceOp(reduce_op.upper())
-        return tf.nest.pack_sequence_as(value, reduce(*tf.nest.flatten(value)))
+        return tf.nest.pack_sequence_as(value, tf.custom_gradient(reduce)(*tf.nest.flatten(value)))

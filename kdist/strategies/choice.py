@@ -44,7 +44,6 @@ def choose(word: str, info: ClusterInfo) -> Choice:
         StrategyError: if the word is unknown, or this version does not serve the job.
 
     Example:
-
     >>> choose("auto", ClusterInfo()).strategy
     'single'
     """

@@ -44,9 +44,9 @@ def _take_gpu(local_rank: int, local_size: int) -> None:
             tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
         raise ScopeError(
-            f"TensorFlow has initialised its devices before kdist.scope() could choose a GPU for local rank {local_rank}. "
-            f"Received: {error} Expected nothing on a device before the scope is entered. Fix: move the lines that make "
-            "tensors, layers or models into `with kdist.scope():`, or enter it before them."
+            "TensorFlow has initialised its devices before kdist.scope() could choose a GPU for local rank "
+            f"{local_rank}. Received: {error} Expected nothing on a device before the scope is entered. Fix: move the "
+            "lines that make tensors, layers or models into `with kdist.scope():`, or enter it before them."
         ) from error
     if local_size > len(physical) > 1:
         logger.warning("%d ranks share %d GPUs of this host", local_size, len(physical))
@@ -71,8 +71,8 @@ def _take_threads(local_size: int, env: Mapping[str, str]) -> None:
     affinity, num_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     if affinity == 1 and num_cpus // local_size > 1:
         logger.warning(
-            "this rank is bound to one core of %d, shared by all of TensorFlow's threads. Fix: `mpirun --bind-to none`, or "
-            "`kdist run`, which does so.",
+            "this rank is bound to one core of %d, shared by all of TensorFlow's threads. Fix: "
+            "`mpirun --bind-to none`, or `kdist run`, which does so.",
             num_cpus,
         )
     threads = threads_per_rank(affinity, num_cpus, local_size)

@@ -55,7 +55,8 @@ def watch_models(made: Callable[[Any], None], used: Callable[[Any, str], None]) 
 
     Args:
         made: callable, gets each model whose construction begins.
-        used: callable, gets a model made elsewhere, and the verb's name, before one of the verbs (`fit`, ...) runs on it.
+        used: callable, gets a model made elsewhere, and the verb's name, before one of the verbs (`fit`, ...) runs on
+            it.
     """
     originals = {name: getattr(Trainer, name) for name in ("__init__", *VERBS)}
 
@@ -126,7 +127,7 @@ def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
 
 
 def state_variables(model: keras.Model) -> list[keras.Variable]:
-    """Returns the variables that a training step may write by itself: weights of trainable layers that are not trained."""
+    """Returns the variables that a training step may write by itself: untrained weights of trainable layers."""
     return [
         variable
         for layer in model._flatten_layers()

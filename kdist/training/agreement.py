@@ -1,4 +1,4 @@
-"""Callbacks around the user's: state at the beginning, one decision of all ranks at every step, the rate in the logs."""
+"""Callbacks around the user's: one state at the beginning, one decision at every step, the rate in the logs."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def make_source(
 def _source(adapter: Any, plan: Plan) -> Source:
     """Makes the source of what comes through Python."""
     if arrays := internals.array_parts(adapter):
-        *parts, shuffle = arrays
-        return ArraySource(*parts, plan, shuffle=shuffle)
+        inputs, num_samples, batch_size, shuffle = arrays
+        return ArraySource(inputs, num_samples, batch_size, plan, shuffle=shuffle)
     if py_dataset := internals.py_dataset_parts(adapter):
         sharded = ShardedPyDataset(
             py_dataset.dataset, plan, shuffle=py_dataset.shuffle, standardize=py_dataset.standardize
@@ -71,8 +71,8 @@ def _source(adapter: Any, plan: Plan) -> Source:
     if iterable := internals.iterable_parts(adapter):
         return GeneratorSource(iterable.batches, plan, **iterable.known)
     raise DataError(
-        f"Input of this kind cannot be shared out among the ranks. Received: {type(adapter).__name__}. Expected arrays, a "
-        "tf.data.Dataset, a PyDataset, a generator or a torch DataLoader. Fix: convert it to one of these."
+        f"Input of this kind cannot be shared out among the ranks. Received: {type(adapter).__name__}. Expected "
+        "arrays, a tf.data.Dataset, a PyDataset, a generator or a torch DataLoader. Fix: convert it to one of these."
     )
 
 
@@ -103,8 +103,8 @@ def describe_source(source: Source) -> dict[str, Any]:
 def holds_random_state(source: Source) -> bool:
     """Returns whether Python's and NumPy's random states must be left alone while a source is in use.
 
-    A generator draws its order from them in a thread of its own, ahead of training: every rank draws the same as long as
-    nobody else does.
+    A generator draws its order from them in a thread of its own, ahead of training: every rank draws the same as long
+    as nobody else does.
     """
     return isinstance(source, GeneratorSource)
 
