@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.data.shard import Shard
-from kdist.data.source import Source
+from kdist.data.source import Source, no_samples
 from kdist.training import _keras_internals as internals
 from kdist.training.sources import batch_to_build_on
 
@@ -87,6 +87,7 @@ class ShardedEpochIterator(internals.TFEpochIterator):
         self._begin_pass = begin_pass
         self._end_pass = end_pass
         self._is_chief = is_chief
+        self._is_first_pass = True
 
     def __iter__(self) -> ShardedEpochIterator:
         """Begins a pass."""
@@ -95,9 +96,20 @@ class ShardedEpochIterator(internals.TFEpochIterator):
 
     @contextlib.contextmanager
     def catch_stop_iteration(self) -> Iterator[None]:
-        """Ends the pass when the loop inside is through, stops, or runs out of data; not when it raises."""
+        """Ends the pass when the loop inside is through, stops, or runs out of data; not when it raises.
+
+        Raises:
+            DataError: on all ranks, if the very first step found no data.
+        """
         with super().catch_stop_iteration():
-            yield
+            try:
+                yield
+            except (StopIteration, tf.errors.OutOfRangeError):
+                # An execution of several steps may have made some of them before the data ended.
+                if self._is_first_pass and self._steps_seen == self.steps_per_execution == 1:
+                    raise no_samples("dataset") from None
+                raise
+        self._is_first_pass = False
         self._end_pass()
 
     def _interrupted_warning(self) -> None:

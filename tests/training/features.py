@@ -261,7 +261,7 @@ def regularizers_and_add_loss() -> None:
                 keras.Input((5,)),
                 keras.layers.Dense(6, kernel_regularizer="l2", activation="tanh"),
                 Activity(),
-                keras.layers.Dense(2, bias_regularizer="l1"),
+                keras.layers.Dense(2, bias_regularizer="l2"),
             ]
         )
         deterministic_weights(made)
