@@ -1,0 +1,112 @@
+"""What a scope of several ranks leaves behind, and what it refuses: cases for `test_scope.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
+
+import kdist
+from kdist.errors import MismatchError, ScopeError
+
+VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+def made() -> keras.Model:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def trained(model: keras.Model) -> keras.Model:
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    return model
+
+
+def everything() -> dict[str, Any]:
+    """Returns all of Keras' that a scope wraps while it is open."""
+    wrapped = {name: getattr(keras.Model, name) for name in ("__init__", "train_step", "test_step", *VERBS)}
+    wrapped["TFEpochIterator"] = tensorflow_trainer.TFEpochIterator
+    wrapped["Mean"], wrapped["Sum"] = keras.metrics.Mean.update_state, keras.metrics.Sum.update_state
+    wrapped["apply"] = keras.optimizers.Optimizer.apply
+    return wrapped
+
+
+def case_what_is_wrapped_is_put_back():
+    before = everything()
+    with kdist.scope() as strategy:
+        assert strategy.num_replicas_in_sync == kdist.size()
+        inside = trained(made())
+        assert everything() != before
+    assert everything() == before
+    assert "_kdist" in inside.__dict__
+    assert tf.distribute.get_strategy() is not strategy
+
+
+def case_a_model_made_after_the_scope_is_keras_own():
+    with kdist.scope():
+        inside = trained(made())
+    after = trained(made())
+    assert not {"_kdist", *VERBS, "train_step", "test_step", "predict_step"} & after.__dict__.keys()
+    assert after.distribute_strategy is not inside.distribute_strategy
+    for name in VERBS:
+        assert getattr(after, name).__func__ is getattr(keras.Model, name)
+    trained(inside)  # it stays distributed
+
+
+def case_what_is_wrapped_is_put_back_when_an_error_leaves_the_scope():
+    before = everything()
+
+    def script():
+        with kdist.scope():
+            model = made()
+            model.compile("sgd", lambda y_true, y_pred: 1 / 0)
+            trained(model)
+
+    with pytest.raises(ZeroDivisionError):
+        script()
+    assert everything() == before
+
+
+def case_a_nested_scope_is_refused():
+    with kdist.scope():
+        with pytest.raises(ScopeError, match="open already"):
+            with kdist.scope():
+                pass
+        trained(made())
+
+
+def case_scopes_may_follow_each_other_with_other_settings():
+    with kdist.scope(scale_batch=False):
+        first = trained(made())
+    with kdist.scope(scale_lr=None):
+        second = trained(made())
+    assert first.__dict__["_kdist"].settings.scale_batch is False
+    assert second.__dict__["_kdist"].settings.scale_batch is True
+
+
+def case_single_is_independent_training():
+    before = everything()
+    with kdist.scope("single") as strategy:
+        assert strategy.num_replicas_in_sync == 1
+        model = made()
+        assert "_kdist" not in model.__dict__
+        if kdist.rank() == 0:  # nobody waits for the others
+            trained(model)
+    assert everything() == before
+
+
+def case_ranks_that_ask_for_different_scopes_are_refused():
+    with pytest.raises(MismatchError, match="scale_lr"):
+        with kdist.scope(scale_lr=1.0 + kdist.rank()):
+            pass
+
+
+def case_the_engine_object_is_the_word():
+    with kdist.scope(kdist.AllReduce(engine="mpi")) as strategy:
+        assert strategy.engine.name == "mpi"
+        assert strategy.engine.size == kdist.size()

@@ -1,0 +1,177 @@
+"""The front door: what it refuses, what it leaves alone in one process, and what is left when it is closed."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
+
+import kdist
+from kdist.errors import ScopeError, StrategyError
+from tests import scope_cases
+from tests.helpers import spmd
+
+VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+STEPS = ("train_step", "test_step", "predict_step", "make_train_function", "compile", "_maybe_symbolic_build")
+
+
+def refused(error, **settings):
+    """Returns the message with which a scope is refused."""
+    with pytest.raises(error) as caught:
+        with kdist.scope(**settings):
+            raise AssertionError("the scope was opened")
+    message = str(caught.value)
+    for word in ("Received: ", "Expected ", "Fix: "):
+        assert word in message
+    return message
+
+
+# What it refuses.
+
+
+@pytest.mark.parametrize("word", ["majic", "Mirrored", "", "horovod"])
+def test_an_unknown_strategy_lists_the_known_ones(word):
+    message = refused(StrategyError, strategy=word)
+    assert f"strategy={word!r}" in message
+    for known in ("'auto'", "'single'", "'mpi'", "kdist.AllReduce", "tf.distribute.Strategy"):
+        assert known in message
+    assert ("planned" in message) == (word == "horovod")
+
+
+def test_something_that_is_no_strategy_is_refused():
+    assert "of type int" in refused(StrategyError, strategy=4)
+    assert "AllReduce(engine='smoke')" in refused(StrategyError, strategy=kdist.AllReduce(engine="smoke"))
+
+
+@pytest.mark.parametrize("settings", [{"scale_lr": "cubic"}, {"scale_lr": -1}, {"warmup_epochs": -1}])
+def test_a_setting_that_cannot_be_is_refused_before_anything_is_opened(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(StrategyError, match=f"`{name}` must be .*Received: {name}={value!r}"):
+        kdist.scope(**settings).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "settings"),
+    [
+        ("KDIST_STRATEGY", "single", {"strategy": "mpi"}),
+        ("KDIST_STRATEGY", "single", {"strategy": kdist.AllReduce()}),
+        ("KDIST_SCALE_BATCH", "1", {"scale_batch": False}),
+        ("KDIST_SCALE_LR", "sqrt", {"scale_lr": "linear"}),
+        ("KDIST_SCALE_LR", "none", {"scale_lr": 2.0}),
+        ("KDIST_WARMUP_EPOCHS", "3", {"warmup_epochs": 2}),
+        ("KDIST_AUTO_SHARD", "true", {"auto_shard": False}),
+    ],
+)
+def test_a_launch_that_contradicts_the_code_is_refused_and_both_are_named(variable, text, settings, monkeypatch):
+    monkeypatch.setenv(variable, text)
+    ((name, value),) = settings.items()
+    message = refused(ScopeError, **settings)
+    assert f"{variable}={text!r}" in message
+    assert f"kdist.scope({name}={value!r})" in message
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "settings"),
+    [
+        ("KDIST_STRATEGY", "single", {}),
+        ("KDIST_STRATEGY", "single", {"strategy": "single"}),
+        ("KDIST_SCALE_LR", "none", {"scale_lr": None}),
+        ("KDIST_SCALE_LR", "2", {"scale_lr": 2}),
+        ("KDIST_SCALE_BATCH", "False", {"scale_batch": False}),
+    ],
+)
+def test_a_launch_may_say_what_the_code_says_or_leaves_open(variable, text, settings, monkeypatch):
+    monkeypatch.setenv(variable, text)
+    with kdist.scope(**settings):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"), [("KDIST_SCALE_BATCH", "maybe"), ("KDIST_STRATEGY", "majic"), ("KDIST_SCALE_LR", "cubic")]
+)
+def test_a_launch_that_makes_no_sense_is_refused(variable, text, monkeypatch):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(StrategyError, match=text):
+        kdist.scope().__enter__()
+
+
+def test_a_nested_scope_is_refused_and_the_outer_one_goes_on():
+    with kdist.scope():
+        assert "open already" in refused(ScopeError)
+        assert "open already" in refused(ScopeError)
+    with kdist.scope():
+        pass
+
+
+def test_a_scope_that_is_left_by_an_error_is_closed():
+    with pytest.raises(ZeroDivisionError):
+        with kdist.scope():
+            raise ZeroDivisionError
+    with kdist.scope():
+        pass
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
+def test_a_backend_other_than_tensorflow_is_refused(backend):
+    code = "import keras, kdist\nwith kdist.scope(): print('opened')"
+    done = spmd.execute([sys.executable, "-c", code], env={"KERAS_BACKEND": backend}, timeout=120)
+    message = f"ScopeError: kdist trains on Keras' TensorFlow backend. Received: the backend '{backend}'"
+    if backend == "tensorflow":
+        assert done.output.strip().endswith("opened")
+    else:
+        assert done.returncode == 1, done.output
+        assert "opened" not in done.output
+        assert message in done.output
+
+
+# What it leaves alone in one process.
+
+
+def trained():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "single"}, {"scale_batch": False, "scale_lr": None}])
+def test_in_one_process_everything_is_keras_own(settings):
+    keras_own = {name: getattr(keras.Model, name) for name in (*VERBS, *STEPS, "__init__")}
+    iterator = tensorflow_trainer.TFEpochIterator
+    plain = trained()
+    with kdist.scope(**settings) as strategy:
+        assert strategy is tf.distribute.get_strategy()
+        assert not tf.distribute.has_strategy()
+        model = trained()
+        assert {name: getattr(keras.Model, name) for name in keras_own} == keras_own
+        assert tensorflow_trainer.TFEpochIterator is iterator
+    assert model.__dict__.keys() == plain.__dict__.keys()
+    assert model.optimizer.__dict__.keys() == plain.optimizer.__dict__.keys()
+    for name in (*VERBS, *STEPS):
+        assert getattr(model, name).__func__ is getattr(plain, name).__func__
+    assert model.train_function.__code__ is plain.train_function.__code__
+    assert model.distribute_strategy is plain.distribute_strategy
+
+
+def test_a_strategy_of_ones_own_is_entered_as_it_is():
+    own = tf.distribute.OneDeviceStrategy("/cpu:0")
+    with kdist.scope(own) as strategy:
+        assert strategy is own
+        assert tf.distribute.get_strategy() is own
+        assert keras.Sequential([keras.layers.Dense(1)]).distribute_strategy is own
+    assert tf.distribute.get_strategy() is not own
+
+
+# Two ranks.
+
+
+@pytest.fixture(scope="module")
+def launched(request):
+    return spmd.run(scope_cases.__name__, 2, only=spmd.selected(request))
+
+
+@pytest.mark.parametrize("case", spmd.names(scope_cases.__name__))
+def test_on_two_ranks(launched, case):
+    launched.check(case)
