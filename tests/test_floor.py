@@ -1,0 +1,57 @@
+"""The oldest TensorFlow and Keras that setup.cfg allows, in an environment of their own: a covering part of the suites.
+
+`KDIST_TEST_FLOOR_PYTHON` names its interpreter; `bash tests/run` makes the environment.
+"""
+
+import itertools
+import os
+import subprocess
+
+import pytest
+
+from tests.helpers import spmd
+from tests.training import fidelity
+
+MATRIX = "tests.training.fidelity:MATRIX"
+FEATURES = "tests.training.features:FEATURES"
+CONFORMANCE = "tests.engines.conformance"
+PYTHON = os.environ.get("KDIST_TEST_FLOOR_PYTHON", "")
+
+pytestmark = pytest.mark.skipif(not PYTHON, reason="KDIST_TEST_FLOOR_PYTHON names no environment")
+
+# Each optimizer, each kind of sizes and each kind of input at least once.
+CELLS = [
+    f"{optimizer}-{shape}-{kind}"
+    for optimizer, shape, kind in zip(
+        fidelity.OPTIMIZERS, itertools.cycle(fidelity.SHAPES), itertools.cycle(fidelity.KINDS), strict=False
+    )
+]
+
+
+def test_this_is_the_floor():
+    """The versions are the lowest that setup.cfg allows."""
+    code = "import keras, tensorflow; print(tensorflow.__version__, keras.__version__)"
+    said = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    tensorflow, keras = said.split()
+    assert tensorflow.startswith("2.20.")
+    assert keras.startswith("3.12.")
+
+
+@pytest.fixture(scope="module")
+def matrix(request):
+    return spmd.run(MATRIX, 2, only=spmd.selected(request, "cell"), python=PYTHON, timeout=300)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_fidelity(matrix, cell):
+    matrix.check(cell)
+
+
+@pytest.fixture(scope="module")
+def features(request):
+    return spmd.run(FEATURES, 2, only=spmd.selected(request, "feature"), python=PYTHON, timeout=400)
+
+
+@pytest.mark.parametrize("feature", spmd.names(FEATURES))
+def test_features(features, feature):
+    features.check(feature)
