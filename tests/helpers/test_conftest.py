@@ -25,3 +25,16 @@ def test_what_a_test_leaves_behind_fails_it(leak: str, tmp_path: Path) -> None:
     finished = spmd.execute(command, timeout=60)
     assert (finished.returncode != 0) == (named is not None), finished.output
     assert named is None or named in finished.output
+
+
+@pytest.mark.parametrize(
+    ("reason", "ci", "passes"), [("no MPI", "1", False), ("no GPU", "1", True), ("no MPI", None, True)]
+)
+def test_a_test_of_mpi_that_is_skipped_fails_in_ci(reason, ci, passes, tmp_path, monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    test = tmp_path / "test_skip.py"
+    test.write_text(f"import pytest\n\n\n@pytest.mark.skip(reason={reason!r})\ndef test_it(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(test)]
+    finished = spmd.execute(command, env={} if ci is None else {"CI": ci}, timeout=60)
+    assert (finished.returncode == 0) == passes, finished.output
+    assert reason in finished.output or passes
