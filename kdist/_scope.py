@@ -235,6 +235,7 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
     """Opens the scope of several ranks."""
     import keras
 
+    from kdist.launch import failure
     from kdist.strategies.all_reduce import AllReduceStrategy
     from kdist.strategies.devices import take_devices
     from kdist.training import _keras_internals as internals
@@ -267,7 +268,13 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
         replicate(model, strategy, settings)
 
     with strategy.scope(), internals.watch_models(lambda model: replicate(model, strategy, settings), adopt):
-        yield strategy
+        try:
+            yield strategy
+        except SystemExit as error:
+            if failure.exit_code(error):
+                # Python calls no hook for it, and on its way out this rank would wait for the others, and they for it.
+                failure.install(engine.abort, engine.rank, engine.size)(type(error), error, error.__traceback__)
+            raise
 
 
 def _show_log(info: ClusterInfo) -> None:
