@@ -62,6 +62,11 @@ class ArraySource(Source):
         return len(self._rows)
 
     @property
+    def extent(self) -> int:
+        """The number of samples."""
+        return self._num_samples
+
+    @property
     def signature(self) -> Any:
         """Structure of specs of `Shard.data`."""
         return self._signature

@@ -101,6 +101,11 @@ class GeneratorSource(Source):
         return None if self._num_batches is None else sharding.num_steps(self._num_batches, self.plan)
 
     @property
+    def extent(self) -> int | None:
+        """The number of the user's batches, if it is known."""
+        return self._num_batches
+
+    @property
     def signature(self) -> Any:
         """Structure of specs of `Shard.data`."""
         return batch_signature(self._dataset.element_spec.data)

@@ -46,6 +46,9 @@ class ShardedPyDataset(keras.utils.PyDataset):
         standardize: optional callable applied to each batch that the user's dataset returns, as Keras' adapter
             does: it checks the structure and applies class weights.
 
+    Attributes:
+        num_user_batches: int or `None`, the batches of the user's dataset; `None` if they never end.
+
     Raises:
         DataError: if the dataset has no batch.
     """
@@ -67,9 +70,9 @@ class ShardedPyDataset(keras.utils.PyDataset):
         self._py_dataset = py_dataset
         self._shuffle = shuffle
         self._standardize = standardize
-        self._num_user_batches = py_dataset.num_batches
+        self.num_user_batches = py_dataset.num_batches
         self._epoch = -1
-        if self._num_user_batches is not None and self._num_user_batches < 1:
+        if self.num_user_batches is not None and self.num_user_batches < 1:
             raise no_samples("PyDataset")
         if self.use_multiprocessing and plan.num_shards > 1:
             _log.warning(
@@ -81,7 +84,7 @@ class ShardedPyDataset(keras.utils.PyDataset):
     @property
     def num_steps(self) -> int | None:
         """The steps of a pass over the data; `None` if it never ends."""
-        batches = self._num_user_batches
+        batches = self.num_user_batches
         return None if batches is None else sharding.num_steps(batches, self.plan)
 
     @property
@@ -101,7 +104,7 @@ class ShardedPyDataset(keras.utils.PyDataset):
 
     def __getitem__(self, step: int) -> dict[str, Any]:
         """Loads this rank's batch of a step."""
-        plan, total, number = self.plan, self._num_user_batches, self._pass_of_epoch()
+        plan, total, number = self.plan, self.num_user_batches, self._pass_of_epoch()
         if self.num_steps is not None:
             ahead, step = divmod(step, self.num_steps)
             number += ahead
@@ -133,7 +136,7 @@ class ShardedPyDataset(keras.utils.PyDataset):
         self._epoch += 1
 
     def _pass_of_epoch(self) -> int:
-        epoch, batches, per_epoch = max(self._epoch, 0), self._num_user_batches, self.plan.steps_per_epoch
+        epoch, batches, per_epoch = max(self._epoch, 0), self.num_user_batches, self.plan.steps_per_epoch
         if batches is None or (self._goes_on and self._has_workers):
             return 0
         return epoch if per_epoch is None else epoch // -(-batches // per_epoch)
@@ -167,6 +170,11 @@ class PyDatasetSource(Source):
     def num_steps(self) -> int | None:
         """The steps of a pass over the data; `None` if it never ends."""
         return self._sharded.num_steps
+
+    @property
+    def extent(self) -> int | None:
+        """The number of the user's batches; `None` if they never end."""
+        return self._sharded.num_user_batches
 
     @property
     def signature(self) -> Any:

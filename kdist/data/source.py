@@ -36,6 +36,11 @@ class Source(abc.ABC):
         """Whether `Shard.global_rows` is known in every step, so that it need not be summed over the ranks."""
         return not self.ends_by_agreement
 
+    @property
+    def extent(self) -> int | None:
+        """How many samples (arrays) or batches (all else) the user's input has, where known; equal on all ranks."""
+        return None
+
     @abc.abstractmethod
     def dataset(self) -> tf.data.Dataset:
         """Returns the `tf.data.Dataset` of this rank's `Shard` elements."""

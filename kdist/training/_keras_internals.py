@@ -137,6 +137,12 @@ def state_variables(model: keras.Model) -> list[keras.Variable]:
     ]
 
 
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Returns what the user gave to `compile`, by name; empty for a model that is not compiled."""
+    config = getattr(model, "_compile_config", None)
+    return {} if config is None else dict(config.config)
+
+
 def compiled_losses(model: keras.Model) -> list[Any]:
     """Returns the model's list of compiled `(path, loss, loss_weight, name)` entries; empty without a loss."""
     compile_loss = model._compile_loss

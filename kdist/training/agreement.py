@@ -11,6 +11,7 @@ import keras
 from kdist.engines.engine import Engine
 from kdist.scaling import num_warmup_steps
 from kdist.training import state
+from kdist.training.step import optimizers_of
 
 if TYPE_CHECKING:
     from kdist.training.replicated_model import ReplicatedModel
@@ -78,13 +79,15 @@ class Agreement(keras.callbacks.Callback):
         self._is_outermost = is_outermost
         self._is_checked = False
         self._num_steps = 0
+        # Before the user's callbacks, which may restore another rate on the chief alone.
+        self._given_rates = state.learning_rates(optimizers_of(owner.model)) if verb == "fit" else {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the state, after the user's callbacks may have restored it on the chief."""
         owner = self._owner
+        state.check_agreement(owner.engine, "the optimizer given to fit", self._given_rates)
         owner.enter(self._verb)
-        owner.stop_requested.assign(0.0)
-        owner.stop_agreed.assign(0.0)
+        owner.forget_stop()
         for rate in owner.rates():
             if not rate.warmup_is_known and self.params.get("steps") is not None:
                 rate.set_warmup(self._warmup_steps(self.params["steps"]))
@@ -107,7 +110,7 @@ class Agreement(keras.callbacks.Callback):
         if not self._is_checked:
             self._is_checked = True
             state.check_equal(owner.engine, {v.path: v for v in self.model.trainable_variables})
-        if float(owner.stop_agreed) > 0:
+        if owner.stop_is_agreed:
             self.model.stop_training = True
         elif self.model.stop_training:
             owner.stop_requested.assign(1.0)
@@ -115,9 +118,12 @@ class Agreement(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Agrees at once: between epochs no message is due that the wish could ride in."""
-        for rate in self._owner.rates():
+        rates = self._owner.rates()
+        for rate in rates:
             if not rate.warmup_is_known:
                 rate.set_warmup(self._warmup_steps(self._num_steps))
+        for rate, requests in zip(rates, self._owner.engine.allreduce([rate.request() for rate in rates]), strict=True):
+            rate.agree(requests)
         self._owner.agree_to_stop()
 
     def _warmup_steps(self, steps_per_epoch: int) -> float:

@@ -97,7 +97,12 @@ def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset
 
 def describe_source(source: Source) -> dict[str, Any]:
     """Returns what must be equal of a source on all ranks, as JSON values by name."""
-    return {"kind": type(source).__name__, "signature": repr(source.signature), "number of steps": source.num_steps}
+    return {
+        "kind": type(source).__name__,
+        "signature": repr(source.signature),
+        "number of samples or batches": source.extent,
+        "number of steps": source.num_steps,
+    }
 
 
 def holds_random_state(source: Source) -> bool:

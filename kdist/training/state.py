@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 from kdist.engines.engine import Engine
 from kdist.errors import MismatchError, NotSynchronizedError
+from kdist.training import _keras_internals as internals
 
 
 def check_agreement(engine: Engine, what: str, mine: Mapping[str, Any]) -> None:
@@ -42,9 +44,9 @@ def check_agreement(engine: Engine, what: str, mine: Mapping[str, Any]) -> None:
         for name in [*root["values"], *theirs["values"]]:
             one, other = root["values"].get(name, "nothing"), theirs["values"].get(name, "nothing")
             if one != other:
+                one, other = _around_the_difference(one, other)
                 raise MismatchError(
-                    f"Ranks differ in {what}: {name}. Received: {_short(one)} on rank 0 and {_short(other)} on rank "
-                    f"{rank}. Expected the same on all {engine.size} ranks. Fix: look for a branch on the rank, on the "
+                    f"Ranks differ in {what}: {name}. Received: {one} on rank 0 and {other} on rank {rank}. Expected the same on all {engine.size} ranks. Fix: look for a branch on the rank, on the "
                     "host's name or on an unseeded random number where it is made."
                 )
 
@@ -57,23 +59,61 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         described["class of the optimizer"] = type(optimizer).__name__
-        described["optimizer"] = _settings(optimizer)
-    described["losses"] = _settings(getattr(model, "loss", None))
+        described["optimizer"] = _settings(optimizer, without=("learning_rate",) if _has_rate(optimizer) else ())
+    for name, value in internals.compile_arguments(model).items():
+        if name != "optimizer":
+            described[f"compile's {name}"] = _settings(value)
     described["metrics"] = [metric.name for metric in model.metrics]
     return described
 
 
-def _settings(thing: Any) -> str:
+def learning_rates(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, float]:
+    """Returns the users' own rates by name, of those optimizers that hold a number and no schedule."""
+    return {
+        f"learning_rate of {type(optimizer).__name__} ({number})": float(optimizer.learning_rate)
+        for number, optimizer in enumerate(optimizers)
+        if _has_rate(optimizer)
+    }
+
+
+def _has_rate(optimizer: keras.optimizers.Optimizer) -> bool:
+    # A number is state, which a callback may have restored on the chief alone. A schedule is a setting.
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return isinstance(optimizer._learning_rate, keras.Variable)
+
+
+def _settings(thing: Any, without: tuple[str, ...] = ()) -> str:
     """Returns an object's settings as text; what has no settings that can be written is its class."""
-    try:
-        return json.dumps(keras.saving.serialize_keras_object(thing), sort_keys=True, default=str)
-    except Exception:  # a user's own class may do anything in get_config
-        return type(thing).__name__
+
+    def described(part: Any) -> Any:
+        if callable(part) and not hasattr(part, "get_config"):
+            return getattr(part, "__name__", type(part).__name__)  # written as code, equal functions may differ
+        try:
+            return keras.saving.serialize_keras_object(part)
+        except Exception:  # a user's own class may do anything in get_config
+            return type(part).__name__
+
+    # Names are left out: Keras numbers those that nobody gave, and a rank may have made more objects than another.
+    settings = _without(("name", *without), keras.tree.map_structure(described, thing))
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 300 else text[:300] + "..."
+def _without(keys: tuple[str, ...], settings: Any) -> Any:
+    if isinstance(settings, dict):
+        return {key: _without(keys, value) for key, value in settings.items() if key not in keys}
+    return [_without(keys, item) for item in settings] if isinstance(settings, (list, tuple)) else settings
+
+
+def _around_the_difference(one: Any, other: Any, width: int = 300) -> tuple[str, str]:
+    """Returns two values as text, long ones cut so that what differs is seen."""
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in (one, other)]
+    start = max(0, len(os.path.commonprefix(texts)) - width // 3) if max(map(len, texts)) > width else 0
+
+    def cut(text: str) -> str:
+        return ("..." if start else "") + text[start : start + width] + ("..." if len(text) > start + width else "")
+
+    return cut(texts[0]), cut(texts[1])
 
 
 def broadcast_state(engine: Engine, variables: Sequence[Any], root: int = 0) -> None:

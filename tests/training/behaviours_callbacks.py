@@ -1,0 +1,366 @@
+"""What callbacks decide holds on all ranks, and nothing that one rank does alone waits for the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import kdist
+from kdist._process import open_engine
+from kdist.errors import MismatchError
+from tests.training.behaviours import assert_equal_everywhere, everyone, weights_of
+from tests.training.fidelity import BATCH, fresh, mlp, rows, size
+
+
+def compiled(optimizer: Any = None, **kwargs: Any) -> keras.Model:
+    model = mlp()
+    model.compile(optimizer or keras.optimizers.SGD(0.01), "mse", metrics=["mae", keras.metrics.R2Score()], **kwargs)
+    return model
+
+
+def train(model: keras.Model, callbacks: Any, **kwargs: Any) -> keras.callbacks.History:
+    x, y = (np.concatenate([a] * 4) for a in rows("even"))
+    return model.fit(
+        x, y, **{"batch_size": BATCH, "verbose": 0, "validation_data": (x[:7], y[:7]), "callbacks": callbacks, **kwargs}
+    )
+
+
+STEPS = 12  # of an epoch of `train`
+
+
+class Steps(keras.callbacks.Callback):
+    """Notes how many steps each epoch had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[int] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append(0)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.epochs[-1] += 1
+
+
+class At(keras.callbacks.Callback):
+    """Does something at one moment, on one rank."""
+
+    def __init__(self, moment: str, number: int, rank: int | None, act: Callable[[keras.Model], Any]) -> None:
+        super().__init__()
+        self._number, self._rank, self._act = number, rank, act
+        setattr(self, moment, self._do)
+
+    def _do(self, number: int, logs: Any = None) -> None:
+        if number == self._number and self._rank in (None, kdist.rank()):
+            self._act(self.model)
+
+
+def stop(model: keras.Model) -> None:
+    model.stop_training = True
+
+
+# Stopping.
+
+
+def one_rank_stops_in_the_midst_of_an_epoch() -> None:
+    """All ranks stop after the same step: the one whose message carried the wish."""
+    for rank in range(kdist.size()):
+        for moment in ("on_train_batch_end", "on_train_batch_begin"):
+            steps = Steps()
+            with kdist.scope(scale_lr=None):
+                model = compiled()
+                history = train(model, [At(moment, 3, rank, stop), steps], epochs=3)
+            assert_equal_everywhere(steps.epochs)
+            assert steps.epochs == [5 if moment == "on_train_batch_end" else 5], steps.epochs
+            assert model.stop_training is True
+            assert_equal_everywhere([weights_of(model), history.history, int(model.optimizer.iterations)])
+
+
+def one_rank_stops_in_the_last_step() -> None:
+    """No step is left to carry the wish: it is agreed at the end of the epoch."""
+    steps = Steps()
+    with kdist.scope(scale_lr=None):
+        model = compiled()
+        train(model, [At("on_train_batch_end", STEPS - 1, 1, stop), steps], epochs=3)
+    assert assert_equal_everywhere(steps.epochs) == [STEPS]
+
+
+def one_rank_stops_at_the_end_of_an_epoch() -> None:
+    for moment in ("on_epoch_end", "on_epoch_begin"):
+        steps = Steps()
+        with kdist.scope(scale_lr=None):
+            model = compiled()
+            history = train(model, [At(moment, 1, size() - 1, stop), steps], epochs=4)
+        assert len(assert_equal_everywhere(steps.epochs)) == 2
+        assert_equal_everywhere([weights_of(model), history.history])
+
+
+def a_second_fit_is_not_stopped_by_the_first() -> None:
+    steps = Steps()
+    with kdist.scope(scale_lr=None):
+        model = compiled()
+        train(model, [At("on_train_batch_end", 2, 1, stop), steps])
+        train(model, [steps], epochs=2)
+    assert assert_equal_everywhere(steps.epochs)[1:] == [STEPS, STEPS]
+
+
+def stopping_works_with_several_steps_an_execution() -> None:
+    steps = Steps()
+    with kdist.scope(scale_lr=None):
+        model = compiled(steps_per_execution=4)
+        train(model, [At("on_train_batch_end", 3, 1, stop), steps], epochs=3)
+    assert len(assert_equal_everywhere(steps.epochs)) == 1
+    assert_equal_everywhere(weights_of(model))
+
+
+def early_stopping_as_in_one_process() -> None:
+    """EarlyStopping and ReduceLROnPlateau, on validation metrics, with the best weights restored."""
+    x, y = rows("ragged")
+    noise = np.random.default_rng(4).normal(size=y.shape)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.3), "mse", metrics=["mae"])
+        history = model.fit(
+            x,
+            y,
+            batch_size=batch,
+            epochs=12,
+            shuffle=False,
+            verbose=0,
+            validation_data=(x, y + noise),
+            callbacks=[
+                keras.callbacks.ReduceLROnPlateau(monitor="val_loss", patience=1, factor=0.5, min_delta=0.01),
+                keras.callbacks.EarlyStopping(monitor="val_mae", patience=3, restore_best_weights=True, min_delta=0.01),
+            ],
+        )
+        return {
+            "history": history.history,
+            "weights": [np.asarray(v) for v in model.weights],
+            "rate": float(model.optimizer.learning_rate),
+        }
+
+    from tests.training.fidelity import compare
+
+    fresh()
+    plain = script(BATCH * size())
+    fresh()
+    with kdist.scope(scale_lr=None):
+        ours = script(BATCH)
+    assert len(plain["history"]["loss"]) < 12
+    assert plain["rate"] < 0.3
+    compare(plain, ours)
+
+
+# The learning rate.
+
+
+class Rates(keras.callbacks.Callback):
+    """Notes the rate after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.rates.append(round(float(self.model.optimizer.learning_rate), 6))
+
+
+def halve(model: keras.Model) -> None:
+    model.optimizer.learning_rate = float(model.optimizer.learning_rate) / 2
+
+
+def one_rank_sets_the_rate_in_the_midst_of_an_epoch() -> None:
+    """It acts in the same step on all ranks, the one after."""
+    for rank in range(kdist.size()):
+        rates = Rates()
+        with kdist.scope(scale_lr=None):
+            model = compiled(keras.optimizers.SGD(0.01, momentum=0.9))
+            train(model, [rates, At("on_train_batch_end", 3, rank, halve)])
+        # `rates` runs before the rate is set, so step 4 is the first to show it.
+        assert assert_equal_everywhere(rates.rates) == [0.01] * 4 + [0.005] * (STEPS - 4)
+        assert_equal_everywhere(weights_of(model))
+
+
+def one_rank_sets_the_rate_at_the_end_of_an_epoch() -> None:
+    rates = Rates()
+    with kdist.scope(scale_lr=None):
+        model = compiled()
+        history = train(model, [At("on_epoch_end", 0, 1, halve), rates], epochs=2)
+        assert_equal_everywhere(weights_of(model))
+    assert assert_equal_everywhere(rates.rates) == [0.01] * STEPS + [0.005] * STEPS
+    assert_equal_everywhere(history.history)
+
+
+def one_rank_sets_the_rate_between_two_fits() -> None:
+    with kdist.scope(scale_lr=None):
+        model = compiled()
+        train(model, [])
+        if kdist.is_chief():
+            model.optimizer.learning_rate = 0.002
+        with pytest.raises(MismatchError, match="learning_rate of SGD"):
+            train(model, [])
+        model.optimizer.learning_rate = 0.004  # on all ranks
+        rates = Rates()
+        train(model, [rates])
+    assert set(assert_equal_everywhere(rates.rates)) == {0.004}
+    assert_equal_everywhere(weights_of(model))
+
+
+def one_rank_restores_the_rate_or_sets_it_last() -> None:
+    """On the chief alone when training begins, as BackupAndRestore does, or on any rank when the last epoch ends."""
+    begins = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: halve(model))
+    rates = Rates()
+    with kdist.scope(scale_lr=None):
+        model = compiled()
+        train(model, [rates, *([begins] if kdist.is_chief() else [])])
+        assert set(assert_equal_everywhere(rates.rates)) == {0.005}
+        train(model, [At("on_epoch_end", 0, 1, halve)])
+        rates = Rates()
+        train(model, [rates])
+    assert set(assert_equal_everywhere(rates.rates)) == {0.0025}
+    assert_equal_everywhere(weights_of(model))
+
+
+def schedulers_see_the_users_rate() -> None:
+    """LearningRateScheduler with a function of the old rate; `learning_rate` in the logs is the user's."""
+    with kdist.scope(scale_lr=4.0, warmup_epochs=0):
+        model = compiled()
+        history = train(
+            model, [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2 if epoch else rate)], epochs=3
+        )
+    np.testing.assert_allclose(history.history["learning_rate"], [0.01, 0.005, 0.0025], rtol=1e-6)
+    np.testing.assert_allclose(history.history["effective_learning_rate"], [0.04, 0.02, 0.01], rtol=1e-6)
+    assert_equal_everywhere([history.history, weights_of(model)])
+
+
+# What one rank does alone.
+
+
+class Reader(keras.callbacks.Callback):
+    """Reads everything that can be read, wherever it is given."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._read()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._read()
+        self.model.reset_metrics()
+
+    def _read(self) -> None:
+        model = self.model
+        results = model.get_metrics_result()
+        assert results
+        assert all(np.isfinite(np.asarray(v)).all() for v in model.weights)
+        assert [np.asarray(m.result()) for m in model.metrics]
+        assert [np.asarray(v) for v in model.optimizer.variables]
+        float(model.optimizer.learning_rate)
+        model.summary(print_fn=lambda *_: None) if callable(getattr(model, "summary", None)) else None
+
+
+def the_chief_alone_reads_everything() -> None:
+    with kdist.scope():
+        model = compiled(keras.optimizers.Adam(0.01))
+        history = train(model, [Reader()] if kdist.is_chief() else None, epochs=2)
+        if kdist.is_chief():
+            model.get_metrics_result()
+            model.reset_metrics()
+            model.get_weights()
+            model(np.zeros((2, 5)))
+        train(model, [])
+    assert_equal_everywhere([history.history, weights_of(model)])
+
+
+def writers_given_on_the_chief_alone_or_on_all() -> None:
+    """The files are the chief's, and the same whoever gives the callbacks."""
+    root = open_engine(kdist.cluster_info()).broadcast_object(tempfile.mkdtemp() if kdist.is_chief() else None)
+    for given_on_all in (False, True):
+        mine = Path(root, f"{given_on_all}", f"rank{kdist.rank()}")
+        mine.mkdir(parents=True)
+        callbacks = [
+            keras.callbacks.CSVLogger(str(mine / "log.csv")),
+            keras.callbacks.ModelCheckpoint(str(mine / "{epoch}.keras")),
+            keras.callbacks.ModelCheckpoint(str(mine / "best.weights.h5"), save_best_only=True, save_weights_only=True),
+            keras.callbacks.TerminateOnNaN(),
+        ]
+        expected = ["1.keras", "2.keras", "best.weights.h5", "log.csv"]
+        if importlib.util.find_spec("tensorboard"):
+            callbacks.append(keras.callbacks.TensorBoard(str(mine / "board"), update_freq="batch"))
+            expected.insert(3, "board")
+        with kdist.scope():
+            model = compiled()
+            train(model, callbacks if given_on_all or kdist.is_chief() else [], epochs=2)
+        written = sorted(os.listdir(mine))
+        assert written == (expected if kdist.is_chief() else []), written
+        assert_equal_everywhere(weights_of(model))
+        kdist.barrier()
+
+
+def a_callback_that_evaluates_and_predicts() -> None:
+    """On all ranks, at the end of each epoch, on other data."""
+    x, y = rows("ragged")
+    found: list[Any] = []
+
+    class Probe(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            found.append(self.model.evaluate(x, y, verbose=0, batch_size=BATCH))
+            found.append(self.model.predict(x, verbose=0, batch_size=BATCH).tolist())
+
+    with kdist.scope():
+        model = compiled()
+        history = train(model, [Probe()], epochs=2)
+    assert_equal_everywhere([found, history.history, weights_of(model)])
+    assert len(found[1]) == len(x)
+
+
+def logs_are_equal_on_all_ranks() -> None:
+    """Epoch and validation logs, `history.epoch`, `params`, and the steps that callbacks see."""
+    logged: list[Any] = []
+
+    class Logs(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logged.append([epoch, {key: np.asarray(value).tolist() for key, value in logs.items()}])
+
+        def on_train_end(self, logs: Any = None) -> None:
+            logged.append({key: np.asarray(value).tolist() for key, value in (logs or {}).items()})
+
+        def on_test_end(self, logs: Any = None) -> None:
+            logged.append({key: np.asarray(value).tolist() for key, value in (logs or {}).items()})
+
+    with kdist.scope():
+        model = compiled(keras.optimizers.Adam(0.01))
+        history = train(model, [Logs()], epochs=3, validation_freq=2, initial_epoch=1)
+    params = {key: value for key, value in history.params.items() if key != "verbose"}
+    assert_equal_everywhere([logged, history.history, history.epoch, params])
+    assert params["steps"] == STEPS
+    assert len(everyone(logged)[0]) >= 3
+
+
+CASES = {
+    function.__name__: function
+    for function in (
+        one_rank_stops_in_the_midst_of_an_epoch,
+        one_rank_stops_in_the_last_step,
+        one_rank_stops_at_the_end_of_an_epoch,
+        a_second_fit_is_not_stopped_by_the_first,
+        stopping_works_with_several_steps_an_execution,
+        early_stopping_as_in_one_process,
+        one_rank_sets_the_rate_in_the_midst_of_an_epoch,
+        one_rank_sets_the_rate_at_the_end_of_an_epoch,
+        one_rank_sets_the_rate_between_two_fits,
+        one_rank_restores_the_rate_or_sets_it_last,
+        schedulers_see_the_users_rate,
+        the_chief_alone_reads_everything,
+        writers_given_on_the_chief_alone_or_on_all,
+        a_callback_that_evaluates_and_predicts,
+        logs_are_equal_on_all_ranks,
+    )
+}
