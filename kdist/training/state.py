@@ -46,8 +46,9 @@ def check_agreement(engine: Engine, what: str, mine: Mapping[str, Any]) -> None:
             if one != other:
                 one, other = _around_the_difference(one, other)
                 raise MismatchError(
-                    f"Ranks differ in {what}: {name}. Received: {one} on rank 0 and {other} on rank {rank}. Expected the same on all {engine.size} ranks. Fix: look for a branch on the rank, on the "
-                    "host's name or on an unseeded random number where it is made."
+                    f"Ranks differ in {what}: {name}. Received: {one} on rank 0 and {other} on rank {rank}. "
+                    f"Expected the same on all {engine.size} ranks. Fix: look for a branch on the rank, on the host's "
+                    "name or on an unseeded random number where it is made."
                 )
 
 
