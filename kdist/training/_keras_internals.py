@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -123,7 +124,12 @@ def set_optimizer_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.d
 def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     """Returns the seed generators of a model's layers, and Keras' global one, in a fixed order."""
     found = [generator for layer in model._flatten_layers() for generator in layer._seed_generators]
-    return [*found, global_seed_generator()]
+    # Keras makes the global one when it is first drawn from. That takes a number from Python's generator, and must
+    # not shift what the user's script draws later.
+    before = random.getstate()
+    found.append(global_seed_generator())
+    random.setstate(before)
+    return found
 
 
 def state_variables(model: keras.Model) -> list[keras.Variable]:
