@@ -30,7 +30,9 @@ def test_what_a_test_leaves_behind_fails_it(leak: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reason", "ci", "passes"), [("no MPI", "1", False), ("no GPU", "1", True), ("no MPI", None, True)]
 )
-def test_a_test_of_mpi_that_is_skipped_fails_in_ci(reason, ci, passes, tmp_path, monkeypatch):
+def test_a_test_of_mpi_that_is_skipped_fails_in_ci(
+    reason: str, ci: str | None, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CI", raising=False)
     test = tmp_path / "test_skip.py"
     test.write_text(f"import pytest\n\n\n@pytest.mark.skip(reason={reason!r})\ndef test_it(): pass\n")
