@@ -84,9 +84,9 @@ class ReplicatedModel:
         self._holds_random_state = False
         self._warned_of_jit = False
         self._on_batch_ready: set[tuple[str, int]] = set()
+        self.stop_is_agreed = False
         with tf.init_scope():
             self.stop_requested = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="kdist_stop_requested")
-            self.stop_agreed = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="kdist_stop_agreed")
 
     def install(self) -> None:
         """Puts the wrappers on the instance, in front of what its class says."""
@@ -240,8 +240,15 @@ class ReplicatedModel:
         asks = bool(self.model.stop_training) or bool(self.stop_requested > 0)
         (total,) = self.engine.allreduce([tf.constant(int(asks), tf.int32)])
         self.model.stop_training = bool(total > 0)
+        self.forget_stop()
+
+    def forget_stop(self) -> None:
+        """Withdraws this rank's wish to stop, and what was agreed."""
         self.stop_requested.assign(0.0)
-        self.stop_agreed.assign(0.0)
+        self.stop_is_agreed = False
+
+    def _note_stop(self) -> None:
+        self.stop_is_agreed = True
 
     # State.
 
@@ -305,7 +312,7 @@ class ReplicatedModel:
             rate_of=self.rate_of,
             scaled=is_shard,
             stop_requested=self.stop_requested,
-            stop_agreed=self.stop_agreed,
+            on_stop_agreed=self._note_stop,
         )
         return self._measured_step("train_step", step, alone=not is_shard)
 

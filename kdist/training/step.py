@@ -119,7 +119,7 @@ class TrainStep(Step):
         rate_of: callable that returns the `EffectiveRate` of an innermost optimizer.
         scaled: bool, whether updates take the scaled rate: not where the user's own batch is split.
         stop_requested: scalar `float64` variable, 1 if this rank's callbacks ask to stop.
-        stop_agreed: scalar `float64` variable, set to the number of ranks that ask.
+        on_stop_agreed: callable, called while the step runs, on all ranks, if a rank asks to stop.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class TrainStep(Step):
         rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate],
         scaled: bool,
         stop_requested: tf.Variable,
-        stop_agreed: tf.Variable,
+        on_stop_agreed: Callable[[], None],
     ) -> None:
         super().__init__(extended, shard)
         self._rate_of = rate_of
         self._scaled = scaled
         self._stop_requested = stop_requested
-        self._stop_agreed = stop_agreed
+        self._on_stop_agreed = on_stop_agreed
         self._state: _AssignedState | None = None
         self._num_reductions = 0
 
@@ -194,10 +194,22 @@ class TrainStep(Step):
         self.loss_is_weighted = False
         *reduced, requests = self._extended.reduce_sum([*addends, *statistics, request])
         state.merge(reduced[len(given) :])
-        self._stop_agreed.assign(requests[0])
-        rate.agree(requests[1:])
+        self._grant(requests, rate)
         arrived = iter(reduced[: len(given)])
         return [None if grad is None else next(arrived) for grad in grads]
+
+    def _grant(self, requests: tf.Tensor, rate: EffectiveRate) -> None:
+        """Does what some rank asked for, on all ranks; nearly always nobody asks, and little is run."""
+
+        def note_stop(num_asking: Any) -> None:
+            if num_asking > 0:
+                self._on_stop_agreed()
+
+        def grant() -> None:
+            rate.agree(requests[1:])
+            tf.numpy_function(note_stop, [requests[0]], [])
+
+        tf.cond(tf.reduce_any(requests > 0), grant, lambda: None)
 
 
 class _AssignedState:
