@@ -117,8 +117,10 @@ def set_strategy(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 
 
 def set_optimizer_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Gives an optimizer to a strategy."""
-    optimizer._distribution_strategy = strategy
+    """Gives an optimizer to a strategy, and the one inside of it."""
+    while optimizer is not None:
+        optimizer._distribution_strategy = strategy
+        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:

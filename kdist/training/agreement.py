@@ -130,8 +130,12 @@ class Agreement(keras.callbacks.Callback):
         return num_warmup_steps(self._owner.settings.warmup_epochs, self.params.get("epochs", 1), steps_per_epoch)
 
     def _report(self) -> None:
+        """Says once, before the first step, what is scaled: old, new, by which rule and why."""
         owner = self._owner
-        if owner.engine.rank != 0:
+        unsaid = [rate for rate in owner.rates() if not rate.is_reported]
+        for rate in unsaid:
+            rate.is_reported = True
+        if owner.engine.rank != 0 or not unsaid:
             return
         size, settings = owner.engine.size, owner.settings
         if not settings.auto_shard:
@@ -142,17 +146,19 @@ class Agreement(keras.callbacks.Callback):
             )
         else:
             logger.info("batch: each is split over %d replicas (scale_batch=False)", size)
-        for rate in owner.rates():
+        for rate in unsaid:
             name, rule = type(rate.optimizer).__name__, rate.rule
             if not rule.is_known:
                 logger.warning("learning rate: %s, so it is left alone; give scale_lr a rule or a number", rule.why)
             elif not rate.is_scaled:
                 logger.info("learning rate of %s: unchanged: %s", name, rule.why)
             else:
+                rates = state.learning_rates([rate.optimizer]).values()  # none for a schedule
                 logger.info(
-                    "learning rate of %s: times %.4g by the %s rule (%s), after a warm-up of %s steps; "
+                    "learning rate of %s: %stimes %.4g by the %s rule (%s), after a warm-up of %s steps; "
                     "`optimizer.learning_rate` stays yours, the logs have `effective_learning_rate`. "
                     "Settings counted in batches (save_freq, update_freq, EMA, accumulation) are left alone.",
-                    name, rule.factor, rule.name, rule.why,
+                    name, "".join(f"{old:.4g} becomes {old * rule.factor:.4g}, " for old in rates),
+                    rule.factor, rule.name, rule.why,
                     f"{float(rate._warmup_steps):.0f}" if rate.warmup_is_known else "a tenth of the epochs'",
                 )  # fmt: skip

@@ -31,11 +31,15 @@ class EffectiveRate:
         rule: `LearningRateRule`, by how much and why.
         stretch: float, how many of the user's steps one step stands for: a `LearningRateSchedule` is read at
             `iterations * stretch`.
+
+    Attributes:
+        is_reported: bool, whether the log says already what is done to it.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, rule: LearningRateRule, stretch: float) -> None:
         self.optimizer = optimizer
         self.rule = rule
+        self.is_reported = False
         self._stretch = stretch
         self._origin = int(optimizer.iterations)
         # Variables, so that a second `fit` changes them without a new trace. Infinite: not known yet.
