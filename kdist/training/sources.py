@@ -11,7 +11,7 @@ from kdist.data.arrays import ArraySource
 from kdist.data.generator import GeneratorSource
 from kdist.data.own_stream import OwnStream
 from kdist.data.py_dataset import PyDatasetSource, ShardedPyDataset
-from kdist.data.shard import Shard
+from kdist.data.shard import Shard, slice_rows
 from kdist.data.shard import split_batch as split_rows_of_batch
 from kdist.data.sharding import Plan
 from kdist.data.source import Source
@@ -84,9 +84,13 @@ def split_batch(data: Any, engine: Engine) -> Shard:
 def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """Returns what splits each batch of a dataset for a custom training loop."""
 
+    def rows_that_count(shard: Shard) -> Any:
+        # A user's own step knows of no weight: a rank without a row gets none, as under TensorFlow's strategies.
+        return slice_rows(shard.data, 0, shard.rows)
+
     def split(dataset: tf.data.Dataset) -> tf.data.Dataset:
         plan = Plan(num_shards=engine.size, shard_id=engine.rank, scale_batch=False)
-        own = tf_data_source(dataset, plan).dataset().map(lambda shard: shard.data)
+        own = tf_data_source(dataset, plan).dataset().map(rows_that_count)
         # Shared out already, should it be given to `fit`.
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
