@@ -334,7 +334,7 @@ class ReplicatedModel:
         variables = model.metrics_variables
         before = [tf.identity(v.value) for v in variables]
         with step.running(model):
-            logs = self._original(name)(step.data)
+            logs = _flat(self._original(name)(step.data))
             is_metrics = isinstance(logs, dict) and set(logs) == set(model.get_metrics_result())
             if not is_metrics:
                 logs = _mean_logs(logs, step)
@@ -358,6 +358,19 @@ class ReplicatedModel:
             outputs = self._original("predict_step")(step.data)
         leaves = [output[: tf.cast(step.rows, tf.int32)] for output in keras.tree.flatten(outputs)]
         return keras.tree.pack_sequence_as(outputs, self.engine.allgather(leaves))
+
+
+def _flat(logs: Any) -> Any:
+    """Returns logs without dictionaries in them, as Keras hands them to callbacks.
+
+    `{m.name: m.result() for m in self.metrics}` has one: the compiled metrics are one metric of several results.
+    """
+    if not isinstance(logs, dict):
+        return logs
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
 
 
 def _mean_logs(logs: Any, step: Step) -> Any:
