@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -32,13 +33,13 @@ def take_devices(local_rank: int, local_size: int, env: Mapping[str, str]) -> No
 
 
 def _take_gpu(local_rank: int, local_size: int) -> None:
-    physical = tf.config.list_physical_devices("GPU")
     visible = tf.config.get_visible_devices("GPU")
+    num_gpus = len(visible)
     if not visible:
         return
     try:
         if len(visible) > 1:
-            visible = [physical[local_rank % len(physical)]]
+            visible = [share(visible, local_rank)]
             tf.config.set_visible_devices(visible, "GPU")
         for gpu in visible:
             tf.config.experimental.set_memory_growth(gpu, True)
@@ -48,8 +49,13 @@ def _take_gpu(local_rank: int, local_size: int) -> None:
             f"{local_rank}. Received: {error} Expected nothing on a device before the scope is entered. Fix: move the "
             "lines that make tensors, layers or models into `with kdist.scope():`, or enter it before them."
         ) from error
-    if local_size > len(physical) > 1:
-        logger.warning("%d ranks share %d GPUs of this host", local_size, len(physical))
+    if local_size > num_gpus > 1:
+        logger.warning("%d ranks share %d GPUs of this host", local_size, num_gpus)
+
+
+def share(devices: Sequence[Any], local_rank: int) -> Any:
+    """Returns the device of a local rank, of those that its host's ranks share: each in turn."""
+    return devices[local_rank % len(devices)]
 
 
 def threads_per_rank(affinity: int, num_cpus: int, local_size: int) -> int:
