@@ -1,0 +1,68 @@
+"""Who takes which device and how many threads: the numbers, and TensorFlow's settings in a fresh process."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from kdist.strategies.devices import share, threads_per_rank
+from tests.helpers import spmd
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "local_ranks", "taken"), [(4, 4, [0, 1, 2, 3]), (2, 4, [0, 1, 0, 1]), (1, 2, [0, 0]), (4, 2, [0, 1])]
+)
+def test_each_local_rank_takes_a_gpu_in_turn(num_gpus, local_ranks, taken):
+    assert [share(range(num_gpus), rank) for rank in range(local_ranks)] == taken
+
+
+def test_only_visible_gpus_are_shared():
+    assert share(["gpu:2", "gpu:3"], 0) == "gpu:2"
+
+
+@pytest.mark.parametrize(
+    ("affinity", "num_cpus", "local_size", "threads"),
+    [
+        (8, 8, 2, 4),  # all ranks share all cores
+        (4, 8, 2, 4),  # each rank is bound to its own half
+        (4, 8, 4, 2),  # two ranks to each half
+        (1, 8, 8, 1),  # each is bound to a core
+        (2, 2, 3, 1),  # more ranks than cores
+        (1, 1, 4, 1),
+        (12, 12, 5, 2),
+    ],
+)
+def test_ranks_share_the_cores(affinity, num_cpus, local_size, threads):
+    assert threads_per_rank(affinity, num_cpus, local_size) == threads
+
+
+PROGRAM = """
+import json, os, sys
+import tensorflow as tf
+from kdist.strategies.devices import take_devices
+exec(sys.argv[1])
+take_devices(1, 2, {})
+tf.constant(1.0) + 1
+threading = tf.config.threading
+print(json.dumps([threading.get_intra_op_parallelism_threads(), threading.get_inter_op_parallelism_threads()]))
+"""
+
+
+def settings_after(user_code):
+    finished = spmd.execute([sys.executable, "-c", PROGRAM, user_code], env={"CUDA_VISIBLE_DEVICES": "-1"}, timeout=60)
+    assert finished.returncode == 0, finished.output
+    return json.loads(finished.output.splitlines()[-1])
+
+
+def test_a_process_takes_its_share_of_the_threads():
+    threads = threads_per_rank(len(os.sched_getaffinity(0)), os.cpu_count(), 2)
+    assert settings_after("") == [threads, threads + 1]
+
+
+def test_thread_pools_that_the_user_set_stay():
+    assert settings_after("tf.config.threading.set_intra_op_parallelism_threads(7)")[0] == 7
+
+
+def test_tensorflow_used_before_keeps_its_thread_pools():
+    assert settings_after("tf.constant(1.0)") == [0, 0]
