@@ -22,7 +22,7 @@ STRENGTH = 0.1  # of a pixel's range
 
 
 class RobustClassifier(keras.Model):
-    """An MLP that trains on images and on their worst neighbours."""
+    """An MLP that trains on the images' worst neighbours."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,9 +30,11 @@ class RobustClassifier(keras.Model):
         self.logits = keras.layers.Dense(10)
 
     def call(self, images: Any) -> Any:
+        """Returns a logit for each digit."""
         return self.logits(self.hidden(images))
 
     def train_step(self, data: Any) -> dict[str, Any]:
+        """Takes one step on the batch's worst neighbours."""
         images, labels = data
         with tf.GradientTape() as tape:
             tape.watch(images)

@@ -153,7 +153,7 @@ def case_summaries_come_from_the_chief() -> None:
 
 
 def train(strategy: tf.distribute.Strategy, optimizer: Any, num_rows: int, directory: str | None = None) -> Any:
-    """Trains in the guide's way and returns weights, losses and the metric; with a directory, by a checkpoint midway."""
+    """Trains in the guide's way and returns weights and losses; with a directory, by a checkpoint midway."""
     global_batch_size, epochs = 6, 3
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(num_rows, 5)), generator.integers(0, 3, num_rows)
@@ -239,7 +239,7 @@ def case_the_guides_loop_through_a_checkpoint() -> None:
 
 
 def case_clipping_comes_before_the_sum() -> None:
-    """As under TensorFlow's strategies: in a custom loop each replica's own gradient is clipped (`fit` clips the sum)."""
+    """As under TensorFlow's strategies: a custom loop clips each replica's own gradient, while `fit` clips the sum."""
     keras.config.set_floatx("float64")
     with scope() as strategy:
         variable = keras.Variable(np.zeros(1))
