@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import inspect
 import logging
 import random
@@ -19,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from kdist.data.shard import Shard
+from kdist.errors import ScopeError
 from kdist.scaling import learning_rate_rule
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.training import _keras_internals as internals
@@ -82,6 +84,7 @@ class ReplicatedModel:
         self._rates: dict[int, EffectiveRate] = {}
         self._pass_start: dict[int, tf.Tensor] = {}
         self._holds_random_state = False
+        self._num_sources = 0
         self._warned_of_jit = False
         self._on_batch_ready: set[tuple[str, int]] = set()
         self.stop_is_agreed = False
@@ -150,6 +153,8 @@ class ReplicatedModel:
             self._without_jit()
         with self._running(name):
             result = self._original(name)(*args, **kwargs)
+        if key not in self._on_batch_ready and name == "train_on_batch":
+            state.check_equal(self.engine, {v.path: v for v in self.model.trainable_variables})
         self._on_batch_ready.add(key)
         return result
 
@@ -199,7 +204,7 @@ class ReplicatedModel:
             self.engine,
             scale_batch=self.settings.scale_batch,
             auto_shard=self.settings.auto_shard,
-            seed=random.getrandbits(31),
+            seed=self._next_seed(),
             steps_per_epoch=steps_per_epoch,
         )
         state.check_agreement(self.engine, f"the data given to {self._verbs[-1]}", describe_source(source))
@@ -214,6 +219,16 @@ class ReplicatedModel:
             end_pass=self._end_pass,
             is_chief=self.engine.rank == 0,
         )
+
+    def _next_seed(self) -> int:
+        """Returns the base of the next input's orders: equal on all ranks, another at each call.
+
+        It follows from Python's random state, which `keras.utils.set_random_seed` sets, and takes nothing from it: what
+        the user's script draws later, the weights of the next model say, stays what it is in one process.
+        """
+        self._num_sources += 1
+        text = f"{random.getstate()} {self._num_sources}"
+        return int(hashlib.sha256(text.encode()).hexdigest()[:7], 16)
 
     def _agree_random_state(self) -> None:
         # A generator draws ahead in a thread of its own: what it draws from must not change under it.
@@ -402,11 +417,21 @@ def _named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
     """Returns the dictionary in which a call's keyword arguments can be read and changed.
 
     A user's own `fit(self, *args, **kwargs)` keeps them in its `kwargs`.
+
+    Raises:
+        ScopeError: if the method takes no callbacks, by which the ranks agree.
     """
-    for name, parameter in bound.signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD and "callbacks" not in bound.signature.parameters:
+    parameters = bound.signature.parameters
+    if "callbacks" in parameters:
+        return bound.arguments
+    for name, parameter in parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             return bound.arguments.setdefault(name, {})
-    return bound.arguments
+    raise ScopeError(
+        f"A model's own method takes no callbacks, by which the ranks agree. Received: a method with the arguments "
+        f"{', '.join(parameters) or 'none'}. Expected Keras' own arguments, `callbacks` among them. Fix: let it take "
+        "`**kwargs` and pass them on to `super()`."
+    )
 
 
 def _like(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:

@@ -155,31 +155,49 @@ class TrainStep(Step):
     @contextlib.contextmanager
     def _reducing(self, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         """Makes an optimizer reduce before it does anything else: clipping, finite check, update."""
-        original, scale_loss = optimizer.apply, optimizer.scale_loss
+        apply, apply_gradients, scale_loss = optimizer.apply, optimizer.apply_gradients, optimizer.scale_loss
 
         def scale_weighted_loss(loss: tf.Tensor) -> tf.Tensor:
             # The place for the weight, where the step asks: one product, and float16 gradients of their usual size.
             self.loss_is_weighted = True
             return scale_loss(loss * tf.cast(self.weight, loss.dtype))
 
-        def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-            grads = list(grads)
-            if self.applying or not grads:
-                return original(grads, trainable_variables)
-            rate = self._rate_of(innermost(optimizer))
-            grads = self._reduce(grads, rate)
-            self.applying = True
-            try:
-                with rate.applied() if self._scaled else contextlib.nullcontext():
-                    return original(grads, trainable_variables)
-            finally:
-                self.applying = False
+        def reduce_and_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+            with self._reduced(list(grads), optimizer) as reduced:
+                return apply(reduced, trainable_variables)
 
-        optimizer.__dict__.update(apply=apply, scale_loss=scale_weighted_loss)
+        def reduce_and_apply_gradients(grads_and_vars: Any) -> Any:
+            # Of its own, for an optimizer of the user's may clip here before it calls `apply`.
+            grads, variables = zip(*grads_and_vars, strict=True)
+            with self._reduced(list(grads), optimizer) as reduced:
+                return apply_gradients(zip(reduced, variables, strict=True))
+
+        wrappers = {
+            "apply": reduce_and_apply,
+            "apply_gradients": reduce_and_apply_gradients,
+            "scale_loss": scale_weighted_loss,
+        }
+        optimizer.__dict__.update(wrappers)
         try:
             yield
         finally:
-            del optimizer.__dict__["apply"], optimizer.__dict__["scale_loss"]
+            for name in wrappers:
+                del optimizer.__dict__[name]
+
+    @contextlib.contextmanager
+    def _reduced(self, grads: list[Any], optimizer: keras.optimizers.Optimizer) -> Iterator[list[Any]]:
+        """Gives the global gradients, and the effective rate to the optimizer while they are applied."""
+        if self.applying or not grads:
+            yield grads  # an inner optimizer, or the same one further down: they are reduced
+            return
+        rate = self._rate_of(innermost(optimizer))
+        grads = self._reduce(grads, rate)
+        self.applying = True
+        try:
+            with rate.applied() if self._scaled else contextlib.nullcontext():
+                yield grads
+        finally:
+            self.applying = False
 
     def _reduce(self, grads: list[Any], rate: EffectiveRate) -> list[Any]:
         """Sends gradients, statistics and requests in one message; returns the global gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -313,6 +314,53 @@ def several_outputs() -> None:
 def clipping() -> None:
     for clip in ({"clipnorm": 0.01}, {"clipvalue": 0.003}, {"global_clipnorm": 0.01}):
         simple(lambda clip=clip: {"optimizer": keras.optimizers.SGD(0.5, momentum=0.9, **clip)})
+
+
+@feature
+def an_optimizer_that_clips_by_hand() -> None:
+    """A user's own optimizer that changes gradients before Keras sees them: it gets the global ones."""
+
+    class Clipping(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars: Any) -> Any:
+            return super().apply_gradients([(keras.ops.clip(g, -0.01, 0.01), v) for g, v in grads_and_vars])
+
+    simple(lambda: {"optimizer": Clipping(0.5)})
+
+
+@feature
+def a_fit_of_the_users_own() -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+            self.build((None, 5))
+            deterministic_weights(self)
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+        def fit(self, x: Any, y: Any, **kwargs: Any) -> Any:
+            return super().fit(x * 2.0, y, **kwargs)
+
+    simple(lambda: {"metrics": ["mae"]}, model=Own)
+
+
+@feature
+def a_second_model_begins_alike() -> None:
+    """What is drawn from the user's seeds after a fit is what one process would have drawn."""
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        drawn = []
+        for _ in range(2):
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+            model.compile("sgd", "mse")
+            drawn.append(model.get_weights()[0].copy())
+            model.fit(x, y, batch_size=batch, epochs=1, verbose=0)
+            drawn.append(np.random.default_rng(int(np.random.randint(1000))).normal(size=3))
+        return {"drawn": drawn}
+
+    both(script)
 
 
 @feature
@@ -719,3 +767,21 @@ def float32_smoke() -> None:
         return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
 
     both(script, rtol=1e-5)
+
+
+if importlib.util.find_spec("torch"):
+
+    @feature
+    def torch_data_loader() -> None:
+        import torch
+
+        x, y = rows("ragged")
+        data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+
+        def script(batch: int) -> dict[str, Any]:
+            model = mlp()
+            model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+            loader = torch.utils.data.DataLoader(data, batch_size=batch, shuffle=False)
+            return fit_evaluate_predict(model, {"x": loader}, x, y, batch)
+
+        both(script)
