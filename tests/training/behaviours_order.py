@@ -1,0 +1,292 @@
+"""Each sample is seen exactly once an epoch, on any number of ranks, whatever shuffles and whoever forgot the seed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import kdist
+from tests.training.behaviours import Recorder, SeenOfEachEpoch, everyone
+
+ROWS, BATCH, EPOCHS = 27, 4, 3  # 7 batches, the last of 3 rows: on 2 ranks and on 3, one is idle in the last step
+NUM_BATCHES = -(-ROWS // BATCH)
+
+IDS = np.arange(ROWS, dtype="float32")[:, None]
+PAIRS = (IDS, IDS)
+
+
+def pairs() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(PAIRS)
+
+
+class ShufflesItself(keras.utils.PyDataset):
+    """Shuffles as the guides do: with NumPy, at the end of each epoch."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.order = np.random.permutation(ROWS)
+
+    def __len__(self) -> int:
+        return NUM_BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        rows = IDS[self.order[index * BATCH : (index + 1) * BATCH]]
+        return rows, rows
+
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self.order)
+
+
+class InOrder(ShufflesItself):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.order = np.arange(ROWS)
+
+    def on_epoch_end(self) -> None:
+        pass
+
+
+def endless_shuffled() -> Iterator[Any]:
+    while True:
+        order = np.random.permutation(ROWS)
+        for start in range(0, ROWS, BATCH):
+            rows = IDS[order[start : start + BATCH]]
+            yield rows, rows
+
+
+INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "arrays": lambda: {"x": IDS, "y": IDS, "batch_size": BATCH},
+    "arrays_in_batches": lambda: {"x": IDS, "y": IDS, "batch_size": BATCH, "shuffle": "batch"},
+    "arrays_and_steps": lambda: {"x": IDS, "y": IDS, "batch_size": BATCH, "steps_per_epoch": NUM_BATCHES},
+    "tf_data": lambda: {"x": pairs().shuffle(ROWS).batch(BATCH)},
+    "tf_data_short_buffer": lambda: {"x": pairs().shuffle(5).batch(BATCH)},
+    "tf_data_batches": lambda: {"x": pairs().shuffle(ROWS).batch(BATCH).shuffle(3).prefetch(2)},
+    "tf_data_mapped": lambda: {
+        "x": pairs().shuffle(ROWS).map(lambda x, y: (x, y)).batch(BATCH).map(lambda x, y: (x, y))
+    },
+    "tf_data_repeated": lambda: {
+        "x": pairs().shuffle(ROWS).batch(BATCH).repeat(),
+        "steps_per_epoch": NUM_BATCHES,
+    },
+    "tf_data_interleaved": lambda: {
+        "x": tf.data.Dataset.range(3)
+        .shuffle(3)
+        .interleave(lambda part: pairs().shard(3, part).shuffle(9), num_parallel_calls=tf.data.AUTOTUNE)
+        .batch(BATCH)
+    },
+    "py_dataset": lambda: {"x": InOrder(), "shuffle": True},
+    "py_dataset_workers": lambda: {"x": InOrder(workers=2), "shuffle": True},
+    "py_dataset_shuffles_itself": lambda: {"x": ShufflesItself(), "shuffle": False},
+    "py_dataset_shuffles_itself_with_workers": lambda: {"x": ShufflesItself(workers=2), "shuffle": False},
+    "py_dataset_shuffled_twice": lambda: {"x": ShufflesItself(workers=2), "shuffle": True},
+    "generator": lambda: {"x": endless_shuffled(), "steps_per_epoch": NUM_BATCHES},
+}
+
+FIXED_EVERY_EPOCH = {"tf_data_once": lambda: {"x": pairs().shuffle(ROWS, reshuffle_each_iteration=False).batch(BATCH)}}
+
+
+def seen_by_all(arguments: dict[str, Any], epochs: int = EPOCHS) -> list[list[list[list[int]]]]:
+    """Trains, and returns `[epoch][rank][step]`, the rows that counted."""
+    callback = SeenOfEachEpoch()
+    with kdist.scope(scale_lr=None):
+        model = Recorder()
+        model.fit(**arguments, epochs=epochs, verbose=0, callbacks=[callback])
+    return [list(ranks) for ranks in zip(*everyone(callback.epochs), strict=True)]
+
+
+def flat(ranks: list[list[list[int]]]) -> list[int]:
+    """Returns the rows of an epoch in the order of steps, then ranks."""
+    by_step = itertools.zip_longest(*ranks, fillvalue=[])
+    return [row for step in by_step for rows in step for row in rows]
+
+
+def once_an_epoch(name: str) -> Callable[[], None]:
+    def case() -> None:
+        epochs = seen_by_all({**INPUTS, **FIXED_EVERY_EPOCH}[name]())
+        assert len(epochs) == EPOCHS
+        orders = [flat(ranks) for ranks in epochs]
+        for order in orders:
+            assert sorted(order) == list(range(ROWS)), order
+            assert order != list(range(ROWS))
+        if name in INPUTS:
+            assert orders[0] != orders[1] != orders[2], "the order must change between epochs"
+        else:
+            assert orders[0] == orders[1] == orders[2]
+
+    return case
+
+
+ORDERS = {name: once_an_epoch(name) for name in [*INPUTS, *FIXED_EVERY_EPOCH]}
+
+
+def in_order_without_shuffle() -> None:
+    """Unshuffled arrays come as one process would see them: step by step, rank after rank."""
+    for arguments in (
+        {"x": IDS, "y": IDS, "batch_size": BATCH, "shuffle": False},
+        {"x": pairs().batch(BATCH)},
+        {"x": InOrder(workers=2), "shuffle": False},
+    ):
+        assert flat(seen_by_all(arguments, epochs=1)[0]) == list(range(ROWS))
+
+
+def one_seed_one_order() -> None:
+    """`set_random_seed` makes two runs alike."""
+    found = []
+    for _ in range(2):
+        keras.utils.set_random_seed(5)
+        found.append(seen_by_all(INPUTS["arrays"]()))
+    assert found[0] == found[1]
+
+
+def twice_in_a_row() -> None:
+    """A second `fit` draws other orders, and validation in between costs nothing."""
+    callback = SeenOfEachEpoch()
+    with kdist.scope(scale_lr=None):
+        model = Recorder()
+        for _ in range(2):
+            model.fit(IDS, IDS, batch_size=BATCH, verbose=0, callbacks=[callback])
+            model.evaluate(IDS, IDS, batch_size=BATCH, verbose=0)
+            assert sorted(flat(everyone(model.take_seen()))) == list(range(ROWS))
+    first, second = (flat(list(ranks)) for ranks in zip(*everyone(callback.epochs), strict=True))
+    assert sorted(first) == sorted(second) == list(range(ROWS))
+    assert first != second
+
+
+# Streams that each rank brings itself.
+
+
+def own_rows(rank: int, size: int) -> np.ndarray:
+    """Returns the rows that a user's own sharding gives to a rank: one rank gets a few only."""
+    mine = IDS[rank::size]
+    return mine[:3] if rank == 1 else mine
+
+
+def streams(kind: str, mine: np.ndarray) -> dict[str, Any]:
+    if kind == "arrays":
+        return {"x": mine, "y": mine, "batch_size": BATCH, "shuffle": True}
+    dataset = tf.data.Dataset.from_tensor_slices((mine, mine)).batch(BATCH)
+    if kind == "tf_data":
+        return {"x": dataset.shuffle(3)}
+    if kind == "tf_data_unknown":
+        return {"x": dataset.filter(lambda *_: True)}
+
+    class Own(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return -(-len(mine) // BATCH)
+
+        def __getitem__(self, index: int) -> Any:
+            rows = mine[index * BATCH : (index + 1) * BATCH]
+            return rows, rows
+
+    return {"x": Own(workers=2)}
+
+
+def own_streams_of_unequal_lengths() -> None:
+    rank, size = kdist.rank(), kdist.size()
+    mine = own_rows(rank, size)
+    expected = sorted(int(row) for r in range(size) for row in np.ravel(own_rows(r, size)))
+    for kind in ("arrays", "tf_data", "tf_data_unknown", "py_dataset"):
+        callback = SeenOfEachEpoch()
+        with kdist.scope(scale_lr=None, auto_shard=False):
+            model = Recorder()
+            model.fit(**streams(kind, mine), epochs=2, verbose=0, callbacks=[callback])
+            for ranks in zip(*everyone(callback.epochs), strict=True):
+                assert sorted(flat(list(ranks))) == expected, kind
+            assert sorted(np.ravel(sum(callback.epochs[0], []))) == sorted(np.ravel(mine)), kind
+            arguments = streams(kind, mine)
+            arguments.pop("shuffle", None)
+            loss = model.evaluate(**arguments, verbose=0)
+            assert sorted(flat(everyone(model.take_seen()))) == expected, kind
+            assert len(set(everyone(loss))) == 1
+            plain = float(
+                np.mean((model.predict_on_batch(np.array(expected)[:, None]) - np.array(expected)[:, None]) ** 2)
+            )
+            np.testing.assert_allclose(loss, plain, rtol=1e-4)
+
+
+def an_own_stream_may_be_empty() -> None:
+    """A rank whose own dataset turns out to be empty takes part with rows that do not count."""
+    rank, size = kdist.rank(), kdist.size()
+    mine = IDS[rank::size]
+    dataset = tf.data.Dataset.from_tensor_slices((mine, mine)).filter(lambda x, y: rank != 1).batch(BATCH)
+    expected = sorted(int(row) for r in range(size) if r != 1 for row in np.ravel(IDS[r::size]))
+    callback = SeenOfEachEpoch()
+    with kdist.scope(scale_lr=None, auto_shard=False):
+        model = Recorder()
+        model.fit(dataset, epochs=2, verbose=0, callbacks=[callback])
+        model.evaluate(dataset, verbose=0)
+        predicted = model.predict(dataset.map(lambda x, y: x), verbose=0)
+    for ranks in zip(*everyone(callback.epochs), strict=True):
+        assert sorted(flat(list(ranks))) == expected
+    assert len(predicted) == len(expected)
+
+
+def predictions_of_own_streams_come_step_by_step() -> None:
+    """With `auto_shard=False`, `predict` returns, on every rank, all ranks' rows: step by step, rank after rank."""
+    rank, size = kdist.rank(), kdist.size()
+    shares = [own_rows(r, size) for r in range(size)]
+    steps = itertools.zip_longest(*([s[i : i + BATCH] for i in range(0, len(s), BATCH)] for s in shares), fillvalue=[])
+    expected = [float(row) for step in steps for rows in step for row in np.ravel(rows)]
+    with kdist.scope(scale_lr=None, auto_shard=False):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(1.0)])
+        dataset = tf.data.Dataset.from_tensor_slices(shares[rank]).batch(BATCH)
+        predicted = model.predict(dataset, verbose=0)
+        assert np.ravel(predicted).tolist() == expected
+        assert np.ravel(model.predict(shares[rank], batch_size=BATCH, verbose=0)).tolist() == expected
+
+
+def auto_shard_policy_off() -> None:
+    """`AutoShardPolicy.OFF` says of one dataset what `auto_shard=False` says of all."""
+    rank, size = kdist.rank(), kdist.size()
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    mine = own_rows(rank, size)
+    dataset = tf.data.Dataset.from_tensor_slices((mine, mine)).batch(BATCH).with_options(options)
+    ranks = seen_by_all({"x": dataset}, epochs=1)[0]
+    assert sorted(np.ravel(sum(ranks[rank], []))) == sorted(np.ravel(mine).astype(int))
+
+
+def auto_shard_policy_file() -> None:
+    """`AutoShardPolicy.FILE` shares out files."""
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for part in range(kdist.size() + 1):
+            path = Path(folder, f"{part}.txt")
+            path.write_text("".join(f"{row}\n" for row in range(part, ROWS, kdist.size() + 1)))
+            paths.append(str(path))
+
+        def parse(line: Any) -> Any:
+            row = tf.reshape(tf.strings.to_number(line), [1])
+            return row, row
+
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+        dataset = tf.data.TextLineDataset(paths).map(parse).batch(BATCH).with_options(options)
+        ranks = seen_by_all({"x": dataset}, epochs=1)[0]
+    assert sorted(flat(ranks)) == list(range(ROWS))
+    assert all(len({row % (kdist.size() + 1) for row in sum(steps, [])}) <= 2 for steps in ranks)
+
+
+OTHERS = {
+    function.__name__: function
+    for function in (
+        in_order_without_shuffle,
+        one_seed_one_order,
+        twice_in_a_row,
+        own_streams_of_unequal_lengths,
+        an_own_stream_may_be_empty,
+        predictions_of_own_streams_come_step_by_step,
+        auto_shard_policy_off,
+        auto_shard_policy_file,
+    )
+}
+
+CASES = {**ORDERS, **OTHERS}
