@@ -107,7 +107,7 @@ def compare_pair(name: str, repeats: int) -> dict[str, list[float]]:
     """Two processes: efficiency, a ratio a turn; two plain trainings side by side are what the machine allows."""
     import kdist
 
-    logging.getLogger("kdist").setLevel(logging.WARNING)
+    logging.getLogger("kdist").addHandler(logging.NullHandler())  # no report at each call of fit
     plain = trainer(name, num_replicas=1)
     with kdist.scope():
         both = trainer(name, num_replicas=kdist.size())
