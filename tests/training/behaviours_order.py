@@ -74,9 +74,9 @@ INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
         "steps_per_epoch": NUM_BATCHES,
     },
     "tf_data_interleaved": lambda: {
-        "x": tf.data.Dataset.range(3)
-        .shuffle(3)
-        .interleave(lambda part: pairs().shard(3, part).shuffle(9), num_parallel_calls=tf.data.AUTOTUNE)
+        "x": tf.data.Dataset.range(9)
+        .shuffle(9)
+        .interleave(lambda part: pairs().shard(9, part).shuffle(3), num_parallel_calls=tf.data.AUTOTUNE)
         .batch(BATCH)
     },
     "py_dataset": lambda: {"x": InOrder(), "shuffle": True},
