@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdist.engines.engine import Engine
 from kdist.scaling import num_warmup_steps
 from kdist.training import state
 from kdist.training.step import optimizers_of
@@ -28,21 +28,33 @@ FILE_WRITERS = (
 """Keras' callbacks that only write what others read: the chief's are enough."""
 
 
-def for_rank(callbacks: Any, engine: Engine) -> Any:
-    """Returns the callbacks that this rank runs: all on the chief, all but those that write files elsewhere.
+@contextlib.contextmanager
+def with_agreement(callbacks: Any, owner: ReplicatedModel, verb: str, is_outermost: bool) -> Iterator[Any]:
+    """Gives the callbacks that this rank runs: the user's between kdist's own; file writers on the chief only.
 
     Args:
-        callbacks: a `keras.callbacks.CallbackList`, a list, one callback, or `None`.
-        engine: `Engine`, whose rank 0 is the chief.
+        callbacks: a `keras.callbacks.CallbackList`, a list, one callback, or `None`. A `CallbackList` is as it was when
+            the context is left.
+        owner: the `ReplicatedModel`.
+        verb: str, `"fit"`, `"evaluate"` or `"predict"`.
+        is_outermost: bool, whether no other verb of the model is running around this one.
     """
-
-    def kept(listed: Sequence[Any]) -> list[Any]:
-        return [c for c in listed if engine.rank == 0 or not isinstance(c, FILE_WRITERS)]
-
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks.callbacks[:] = kept(callbacks.callbacks)
-        return callbacks
-    return kept(keras.tree.flatten(callbacks) if callbacks is not None else [])
+    is_container = isinstance(callbacks, keras.callbacks.CallbackList)
+    given = callbacks.callbacks if is_container else keras.tree.flatten(callbacks) if callbacks is not None else []
+    users = [each for each in given if owner.engine.rank == 0 or not isinstance(each, FILE_WRITERS)]
+    first, last = EffectiveRateLog(owner), Agreement(owner, verb, is_outermost)
+    if not is_container:
+        yield [first, *users, last]
+        return
+    before = list(given)
+    for each in (first, last):
+        each.set_params(callbacks.params)
+        each.set_model(owner.model)
+    callbacks.callbacks[:] = [first, *users, last]
+    try:
+        yield callbacks
+    finally:
+        callbacks.callbacks[:] = before
 
 
 class EffectiveRateLog(keras.callbacks.Callback):

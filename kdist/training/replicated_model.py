@@ -20,12 +20,12 @@ import keras
 import tensorflow as tf
 
 from kdist.data.shard import Shard
-from kdist.errors import ScopeError
 from kdist.scaling import learning_rate_rule
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.training import _keras_internals as internals
 from kdist.training import state
-from kdist.training.agreement import Agreement, EffectiveRateLog, for_rank
+from kdist.training.agreement import with_agreement
+from kdist.training.arguments import comparable, like, named_arguments
 from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
 from kdist.training.learning_rate import EffectiveRate, innermost
 from kdist.training.metrics import add_over_ranks
@@ -106,7 +106,7 @@ class ReplicatedModel:
             "_maybe_symbolic_build": self._maybe_symbolic_build,
         }
         for name, wrapper in wrappers.items():
-            self.model.__dict__[name] = _like(getattr(type(self.model), name), wrapper)
+            self.model.__dict__[name] = like(getattr(type(self.model), name), wrapper)
         self.model.__dict__["_kdist"] = self
 
     def _original(self, name: str) -> Callable[..., Any]:
@@ -117,28 +117,21 @@ class ReplicatedModel:
     def _verb(self, name: str, *args: Any, **kwargs: Any) -> Any:
         original = self._original(name)
         bound = inspect.signature(original).bind(*args, **kwargs)
-        given = _named_arguments(bound)
+        given = named_arguments(bound)
         if isinstance(given.get("callbacks"), keras.callbacks.CallbackList) and self._verbs:
             with self._running(name):  # validation within fit: everything is set up
                 return original(*args, **kwargs)
         is_outermost = not self._verbs
         self._agree_random_state()
-        state.check_agreement(self.engine, f"the arguments of {name}", _comparable(given))
+        state.check_agreement(self.engine, f"the arguments of {name}", comparable(given))
         self._without_jit()
-        callbacks = for_rank(given.get("callbacks"), self.engine)
-        first, last = EffectiveRateLog(self), Agreement(self, name, is_outermost)
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks.callbacks.insert(0, first)
-            callbacks.append(last)
-            for callback in (first, last):
-                callback.set_params(callbacks.params)
-                callback.set_model(self.model)
-        else:
-            callbacks = [first, *callbacks, last]
-        given["callbacks"] = callbacks
         if self.engine.rank != 0:
             given["verbose"] = 0
-        with self._running(name), internals.epoch_iterators(self._make_iterator, self.strategy):
+        with (
+            with_agreement(given.get("callbacks"), self, name, is_outermost) as given["callbacks"],
+            self._running(name),
+            internals.epoch_iterators(self._make_iterator, self.strategy),
+        ):
             try:
                 return original(*bound.args, **bound.kwargs)
             finally:
@@ -397,48 +390,3 @@ def _mean_logs(logs: Any, step: Step) -> Any:
     if means:
         means = dict(zip(means, step.mean_over_ranks(list(means.values())), strict=True))
     return {**logs, **means}
-
-
-def _comparable(arguments: dict[str, Any]) -> dict[str, str]:
-    """Returns the arguments whose values can be compared by what they print."""
-    plain = (bool, int, float, str, type(None))
-    return {
-        name: repr(value)
-        for name, value in arguments.items()
-        if name not in ("verbose", "callbacks")
-        and (
-            isinstance(value, plain)
-            or (isinstance(value, (list, dict)) and name in ("class_weight", "validation_freq"))
-        )
-    }
-
-
-def _named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Returns the dictionary in which a call's keyword arguments can be read and changed.
-
-    A user's own `fit(self, *args, **kwargs)` keeps them in its `kwargs`.
-
-    Raises:
-        ScopeError: if the method takes no callbacks, by which the ranks agree.
-    """
-    parameters = bound.signature.parameters
-    if "callbacks" in parameters:
-        return bound.arguments
-    for name, parameter in parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            return bound.arguments.setdefault(name, {})
-    raise ScopeError(
-        f"A model's own method takes no callbacks, by which the ranks agree. Received: a method with the arguments "
-        f"{', '.join(parameters) or 'none'}. Expected Keras' own arguments, `callbacks` among them. Fix: let it take "
-        "`**kwargs` and pass them on to `super()`."
-    )
-
-
-def _like(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(*args, **kwargs)
-
-    # `inspect.signature` would show the unbound method's `self`.
-    method.__signature__ = inspect.signature(original.__get__(object()))  # type: ignore[attr-defined]
-    return method
