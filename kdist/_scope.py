@@ -197,9 +197,10 @@ def _check_backend(env: Mapping[str, str]) -> None:
 
 @dataclasses.dataclass
 class _Door:
-    """Whether a scope of this process is open."""
+    """Whether a scope of this process is open, and the strategy that all its scopes share."""
 
     is_open: bool = False
+    strategy: AllReduceStrategy | None = None
 
 
 _door = _Door()
@@ -256,7 +257,10 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
         logger.info("%d ranks train together over %s: %s", engine.size, engine.name, choice.why)
     else:
         keras.config.disable_interactive_logging()  # the chief speaks
-    strategy = AllReduceStrategy(engine, split_dataset(engine))
+    if _door.strategy is None or _door.strategy.engine is not engine:
+        # One for all scopes: TensorFlow does not let models of one strategy be used under another.
+        _door.strategy = AllReduceStrategy(engine, split_dataset(engine))
+    strategy = _door.strategy
 
     def adopt(model: keras.Model, verb: str) -> None:
         if internals.is_overridden(model, verb):

@@ -30,6 +30,7 @@ class OwnStream(Source):
         self.plan = plan
         self._source = source
         self._pieces = pieces
+        self.draws_in_background = source.draws_in_background
 
     @property
     def num_steps(self) -> None:

@@ -215,3 +215,18 @@ def _with_inputs(dataset: Any) -> Iterator[Any]:
     yield dataset
     for each in dataset._inputs():
         yield from _with_inputs(each)
+
+
+def calls_python(dataset: Any) -> bool:
+    """Whether Python functions of the user's make a dataset's elements; `False` where it cannot be taken apart."""
+    python = {"GeneratorDataset", "PyFunc", "EagerPyFunc"}
+    try:
+        graphs = (f.function.graph.as_graph_def() for each in _with_inputs(dataset) for f in each._functions())
+        return any(
+            node.op in python
+            for graph in graphs
+            for nodes in (graph.node, *(function.node_def for function in graph.library.function))
+            for node in nodes
+        )
+    except (AttributeError, TypeError):
+        return False

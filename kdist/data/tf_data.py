@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from kdist.data import choice, graph_order, sharding
 from kdist.data.own_stream import OwnStream
-from kdist.data.pipeline import Pipeline
+from kdist.data.pipeline import Pipeline, calls_python
 from kdist.data.shard import Shard, batch_signature, count_rows, split_batch
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, no_samples
@@ -64,6 +64,7 @@ class StreamSource(Source):
         self._num_batches = cardinality if cardinality > 0 else None
         self._user_dataset = dataset
         self._signature = batch_signature(dataset.element_spec)
+        self.draws_in_background = calls_python(dataset)
         self._knows_global_rows = True
         self._dataset = self._build(dataset)
 

@@ -130,9 +130,21 @@ class AllReduceExtended(StrategyExtendedV1):
                 "model, so that kdist sees it. Fix: assign the optimizer to the model (`self.my_optimizer = ...`) "
                 f"or pass it to `compile`. Versions: TensorFlow {tf.__version__}."
             )
-        return self._update(var, fn, args, kwargs or {}, group)
+        return self._run_update(var, fn, args, kwargs or {}, group)
 
     def _update(self, var: Any, fn: Callable[..., Any], args: tuple, kwargs: dict, group: bool) -> Any:
+        # Cross-replica context: nothing was reduced here. Keras' averaging of weights (EMA) may come this way; an
+        # optimizer's update may not.
+        if self.engine.size > 1 and getattr(fn, "__name__", "") == "apply_grad_to_update_var":
+            raise NotSynchronizedError(
+                f"Variable {getattr(var, 'name', var)!r} is updated from this rank's own gradients. Received: an "
+                "optimizer's update outside of `strategy.run` and of Keras' verbs. Expected gradients that were summed "
+                "over the ranks. Fix: put the step of your training loop into a function and call "
+                "`strategy.run(function, args=...)`, with `strategy` from `with kdist.scope() as strategy:`."
+            )
+        return self._run_update(var, fn, args, kwargs, group)
+
+    def _run_update(self, var: Any, fn: Callable[..., Any], args: tuple, kwargs: dict, group: bool) -> Any:
         result = fn(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)
 
@@ -272,7 +284,7 @@ class _AllReduceReplicaContext(ReplicaContext):
 
             def gradient(*dys: tf.Tensor) -> list[tf.Tensor]:
                 if step.loss_is_weighted:
-                    return [mask(dy) for dy in extended._replica_ctx_all_reduce(reduce_op, dys)]
+                    return [mask(dy) for dy in extended._replica_ctx_all_reduce(reduce_op, [mask(dy) for dy in dys])]
                 # The step's gradient will be the sum over ranks of weight times gradient. This rank's part of what
                 # the other ranks' losses owe to its x must therefore come out as weight times what is returned.
                 weights = [tf.cast(step.weight, dy.dtype) for dy in dys]

@@ -111,6 +111,11 @@ def is_overridden(model: keras.Model, verb: str) -> bool:
     return getattr(type(model), verb) is not getattr(Trainer, verb)
 
 
+def has_own_steps(model: keras.Model) -> bool:
+    """Returns whether a model's class has a training or test step of its own."""
+    return any(getattr(type(model), name) is not getattr(Trainer, name) for name in ("train_step", "test_step"))
+
+
 def set_strategy(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     """Gives a model, and the optimizers that it holds, to a strategy."""
     model._distribute_strategy = strategy
@@ -161,14 +166,28 @@ def compiled_losses(model: keras.Model) -> list[Any]:
 def replaced_losses(model: keras.Model, wrap: Callable[[Any], Any]) -> Iterator[None]:
     """Replaces each compiled loss by `wrap(loss)` while the context is open."""
     compile_loss = model._compile_loss
-    entries = compiled_losses(model)
-    if not entries:
+    if compile_loss is None:
         yield
         return
-    compile_loss._flat_losses = [entry._replace(loss=wrap(entry.loss)) for entry in entries]
+    entries = compile_loss._flat_losses
+    build = compile_loss.build
+
+    def replace() -> None:
+        compile_loss._flat_losses = [entry._replace(loss=wrap(entry.loss)) for entry in entries]
+
+    def build_and_replace(*args: Any, **kwargs: Any) -> None:
+        nonlocal entries
+        build(*args, **kwargs)
+        entries = compile_loss._flat_losses
+        replace()
+
+    if entries:
+        replace()
+    compile_loss.__dict__["build"] = build_and_replace  # a loss may be built by the step that first needs it
     try:
         yield
     finally:
+        del compile_loss.__dict__["build"]
         compile_loss._flat_losses = entries
 
 

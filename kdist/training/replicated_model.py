@@ -63,6 +63,8 @@ def replicate(model: keras.Model, strategy: AllReduceStrategy, settings: Setting
     if "_kdist" in model.__dict__:
         return
     internals.set_strategy(model, strategy)
+    # Functions of an earlier use hold the class's own steps.
+    model.train_function = model.test_function = model.predict_function = None
     ReplicatedModel(model, strategy, settings).install()
 
 
@@ -229,7 +231,8 @@ class ReplicatedModel:
             state.agree_random_state(self.engine)
 
     def _begin_pass(self) -> None:
-        self._pass_start = {id(v): tf.identity(v.value) for v in self.model.metrics_variables}
+        if self._verbs[-1] != "predict":
+            self._note_metrics()
 
     def _end_pass(self) -> None:
         if self._verbs[-1] == "predict":
@@ -237,8 +240,12 @@ class ReplicatedModel:
         variables = self.model.metrics_variables
         before = [self._pass_start.get(id(v), tf.zeros_like(v.value)) for v in variables]
         add_over_ranks(self.engine, variables, before)
+        self._note_metrics()  # an evaluation within an epoch: what follows is added to what all ranks have now
         if self._verbs[-1] == "fit":
             self.agree_to_stop()
+
+    def _note_metrics(self) -> None:
+        self._pass_start = {id(v): tf.identity(v.value) for v in self.model.metrics_variables}
 
     def agree_to_stop(self) -> None:
         """Makes all ranks stop training if one of them asks to.
@@ -266,7 +273,12 @@ class ReplicatedModel:
         for optimizer in optimizers_of(self.model):
             # Made outside of the scope, it would not let its slots be made here.
             internals.set_optimizer_strategy(optimizer, self.strategy)
-        self._original("_maybe_symbolic_build")(iterator=iterator, data_batch=data_batch)
+        try:
+            self._original("_maybe_symbolic_build")(iterator=iterator, data_batch=data_batch)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            # Without a strategy Keras would not call the model here: what has steps of its own may not be callable.
+            if not internals.has_own_steps(self.model):
+                raise
         name = self._verbs[-1] if self._verbs else ""
         if (
             name.endswith("_on_batch")
@@ -301,6 +313,8 @@ class ReplicatedModel:
             )
             # With a larger global batch an epoch has fewer steps: a schedule is to cover it all the same.
             stretch = float(size) if settings.scale_batch and settings.scale_lr is not None else 1.0
+            held = {id(innermost(each)) for each in optimizers_of(self.model)}
+            self._rates = {key: rate for key, rate in self._rates.items() if key in held}  # not those of old compiles
             with tf.init_scope():
                 self._rates[id(optimizer)] = EffectiveRate(optimizer, rule, stretch)
         return self._rates[id(optimizer)]
@@ -313,6 +327,8 @@ class ReplicatedModel:
 
     def train_step(self, data: Any) -> Any:
         """Trains on this rank's share; the weights are the same on all ranks afterwards."""
+        if self.strategy.extended.step is not None:
+            return self._original("train_step")(data)  # called by another model's step, which has the share already
         is_shard = isinstance(data, Shard)
         step = TrainStep(
             self.strategy.extended,
@@ -326,6 +342,8 @@ class ReplicatedModel:
 
     def test_step(self, data: Any) -> Any:
         """Evaluates this rank's share."""
+        if self.strategy.extended.step is not None:
+            return self._original("test_step")(data)
         is_shard = isinstance(data, Shard)
         step = Step(self.strategy.extended, data if is_shard else split_batch(data, self.engine))
         return self._measured_step("test_step", step, alone=not is_shard)
@@ -360,6 +378,8 @@ class ReplicatedModel:
 
     def predict_step(self, data: Any) -> Any:
         """Predicts this rank's share and returns all ranks' predictions, in the order of the rows."""
+        if self.strategy.extended.step is not None:
+            return self._original("predict_step")(data)
         shard = data if isinstance(data, Shard) else split_batch(data, self.engine)
         step = Step(self.strategy.extended, shard)
         with step.running(self.model):

@@ -115,7 +115,7 @@ def holds_random_state(source: Source) -> bool:
     A generator draws its order from them in a thread of its own, ahead of training: every rank draws the same as long
     as nobody else does.
     """
-    return isinstance(source, GeneratorSource)
+    return source.draws_in_background and not isinstance(source, PyDatasetSource)
 
 
 def batch_to_build_on(source: Source) -> Any:

@@ -138,7 +138,8 @@ class TrainStep(Step):
         self._stop_requested = stop_requested
         self._on_stop_agreed = on_stop_agreed
         self._state: _AssignedState | None = None
-        self._num_reductions = 0
+        self._weighted_losses: list[int] = []
+        self._any_loss_was_scaled = False
 
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[None]:
@@ -148,7 +149,7 @@ class TrainStep(Step):
             for optimizer in optimizers_of(model):
                 stack.enter_context(self._reducing(optimizer))
             yield
-            if self._num_reductions != 1 and self._state.assigned:
+            if self._state.is_dirty:
                 # Statistics that were written after the last gradients' message, or without any.
                 self._state.merge(self._extended.reduce_sum(self._state.contributions(self)))
 
@@ -160,6 +161,8 @@ class TrainStep(Step):
         def scale_weighted_loss(loss: tf.Tensor) -> tf.Tensor:
             # The place for the weight, where the step asks: one product, and float16 gradients of their usual size.
             self.loss_is_weighted = True
+            self._any_loss_was_scaled = True
+            self._weighted_losses.append(id(optimizer))
             return scale_loss(loss * tf.cast(self.weight, loss.dtype))
 
         def reduce_and_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
@@ -191,7 +194,7 @@ class TrainStep(Step):
             yield grads  # an inner optimizer, or the same one further down: they are reduced
             return
         rate = self._rate_of(innermost(optimizer))
-        grads = self._reduce(grads, rate)
+        grads = self._reduce(grads, rate, loss_is_weighted=self._take_weighted_loss(optimizer))
         self.applying = True
         try:
             with rate.applied() if self._scaled else contextlib.nullcontext():
@@ -199,22 +202,44 @@ class TrainStep(Step):
         finally:
             self.applying = False
 
-    def _reduce(self, grads: list[Any], rate: EffectiveRate) -> list[Any]:
+    def _take_weighted_loss(self, optimizer: keras.optimizers.Optimizer) -> bool:
+        """Returns whether an optimizer's gradients come from a loss that it was asked to scale."""
+        if id(optimizer) in self._weighted_losses:
+            self._weighted_losses.remove(id(optimizer))
+            self.loss_is_weighted = bool(self._weighted_losses)
+            return True
+        if self._any_loss_was_scaled:
+            raise NotSynchronizedError(
+                f"A training step asks some of its optimizers to scale the loss, and others not. Received: "
+                f"{type(optimizer).__name__}.apply without a `scale_loss` of its own before it. Expected "
+                "`loss = optimizer.scale_loss(loss)` for each of the step's updates, or for none: kdist weights the "
+                "loss there. Fix: call it for each optimizer, before its gradients are taken."
+            )
+        return False
+
+    def _reduce(self, grads: list[Any], rate: EffectiveRate, *, loss_is_weighted: bool) -> list[Any]:
         """Sends gradients, statistics and requests in one message; returns the global gradients."""
         state = self._state
         if state is None:
             raise NotSynchronizedError("A gradient was reduced outside of a running step.")
-        self._num_reductions += 1
         given = [grad for grad in grads if grad is not None]
         statistics = state.contributions(self)
         request = tf.concat([[self._stop_requested], rate.request()], axis=0)
-        addends = given if self.loss_is_weighted else [self.weighted(grad) for grad in given]
-        self.loss_is_weighted = False
+        addends = self._zeros_if_idle(given) if loss_is_weighted else [self.weighted(grad) for grad in given]
         *reduced, requests = self._extended.reduce_sum([*addends, *statistics, request])
         state.merge(reduced[len(given) :])
         self._grant(requests, rate)
         arrived = iter(reduced[: len(given)])
         return [None if grad is None else next(arrived) for grad in grads]
+
+    def _zeros_if_idle(self, grads: list[Any]) -> list[Any]:
+        """Returns gradients of a weighted loss; zeros on an idle rank, where 0 times NaN would be NaN."""
+        values = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
+        values = tf.cond(self.active, lambda: values, lambda: [tf.zeros_like(value) for value in values])
+        return [
+            tf.IndexedSlices(value, grad.indices, grad.dense_shape) if isinstance(grad, tf.IndexedSlices) else value
+            for grad, value in zip(grads, values, strict=True)
+        ]
 
     def _grant(self, requests: tf.Tensor, rate: EffectiveRate) -> None:
         """Does what some rank asked for, on all ranks; nearly always nobody asks, and little is run."""
@@ -243,6 +268,7 @@ class _AssignedState:
         self._variables = [v for v in variables if v.dtype.startswith(("float", "bfloat")) or v.aggregation == "sum"]
         self._before = {id(v): tf.identity(v.value) for v in self._variables if v.aggregation == "sum"}
         self.assigned: list[keras.Variable] = []
+        self.is_dirty = False
 
     def __enter__(self) -> _AssignedState:
         for variable in self._variables:
@@ -257,6 +283,7 @@ class _AssignedState:
         def assign(value: Any) -> None:
             if not any(variable is known for known in self.assigned):
                 self.assigned.append(variable)
+            self.is_dirty = True
             type(variable)._direct_assign(variable, value)
 
         return assign
@@ -276,6 +303,7 @@ class _AssignedState:
 
     def merge(self, totals: Sequence[tf.Tensor]) -> None:
         """Sets each variable written so far to what the ranks' addends sum to."""
+        self.is_dirty = False
         for variable, total in zip(self.assigned, totals, strict=True):
             if variable.aggregation == "sum":
                 total = self._before[id(variable)] + total

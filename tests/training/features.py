@@ -8,15 +8,20 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
+import kdist
+from kdist.errors import NotSynchronizedError
 from tests.training.fidelity import (
     BATCH,
     Batches,
     both,
+    compare,
     deterministic_weights,
     fed,
     fit_evaluate_predict,
+    fresh,
     mlp,
     outcome,
     rows,
@@ -449,8 +454,6 @@ def synchronized_batch_normalization() -> None:
 @feature
 def batch_normalization_is_merged() -> None:
     """Unsynchronised batch norm departs from one process; its statistics are the same on all ranks all the same."""
-    import kdist
-
     keras.config.set_floatx("float64")
     x, y = rows("ragged")
     with kdist.scope(scale_lr=None):
@@ -739,8 +742,6 @@ def predictions_of_a_dataset() -> None:
 @feature
 def adopted() -> None:
     """A model built and compiled outside of the scope, with other weights on each rank, is adopted with the root's."""
-    import kdist
-
     keras.config.set_floatx("float64")
     x, y = rows("ragged")
     model, reference = mlp(), mlp()
@@ -767,6 +768,182 @@ def float32_smoke() -> None:
         return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
 
     both(script, rtol=1e-5)
+
+
+# What a review found.
+
+
+@feature
+def used_before_the_scope() -> None:
+    """Functions that Keras made outside of the scope hold the class's own steps: inside they are made anew."""
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = before.pop()
+        history = model.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0)
+        return outcome(model, history, evaluate=model.evaluate(x, y, batch_size=batch, verbose=0))
+
+    fresh()
+    before = [mlp(), mlp()]
+    for model in before:
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.evaluate(x, y, verbose=0)
+    plain = script(size() * BATCH)
+    with kdist.scope(scale_lr=None):
+        ours = script(BATCH)
+    compare(plain, ours)
+
+
+@feature
+def used_in_the_next_scope() -> None:
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        if not made:
+            made.append(mlp())
+            made[0].compile(keras.optimizers.Adam(0.01), "mse")
+        return outcome(made[0], made[0].fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0))
+
+    fresh()
+    made: list[keras.Model] = []
+    plain = [script(size() * BATCH) for _ in range(2)]
+    made.clear()
+    ours = []
+    for _ in range(2):
+        with kdist.scope(scale_lr=None):
+            ours.append(script(BATCH))
+    for one, other in zip(plain, ours, strict=True):
+        compare(one, other)
+
+
+@feature
+def a_loop_without_run_is_refused() -> None:
+    """Keras' loop written from scratch would train each rank for itself."""
+    x, y = rows("even")
+    with kdist.scope():
+        model = mlp()
+        optimizer = keras.optimizers.SGD(0.1)
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.losses.mean_squared_error(y, model(x)))
+        gradients = tape.gradient(loss, model.trainable_weights)
+        with pytest.raises(NotSynchronizedError, match="strategy.run"):
+            optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+
+
+@feature
+def a_loss_that_one_row_has_not() -> None:
+    """A rank without data runs one row at weight 0: its gradient counts nothing, NaN or not."""
+    x, y = rows("ragged")
+
+    def spread(y_true: Any, y_pred: Any) -> Any:
+        error = y_true - y_pred
+        return keras.ops.mean(keras.ops.square(error), axis=-1) / keras.ops.std(y_true)  # 0 for a single row
+
+    with kdist.scope(scale_lr=None):
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.01), spread)
+        model.fit(tf.data.Dataset.from_tensor_slices((x, y[:, :1])).batch(BATCH).take(size() + 1), verbose=0)
+    assert all(np.all(np.isfinite(weight)) for weight in model.get_weights())
+
+
+@feature
+def one_loss_scaled_for_two_optimizers_is_refused() -> None:
+    class Two(OwnStep):
+        def compile(self, first: Any, second: Any) -> None:
+            super().compile(first, "mse")
+            self.second = second
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.optimizer.scale_loss(self.compute_loss(x, y, self(x)))
+            kernel, bias = self.trainable_weights
+            of_kernel, of_bias = tape.gradient(loss, [kernel, bias])
+            self.optimizer.apply([of_kernel], [kernel])
+            self.second.apply([of_bias], [bias])
+            return {}
+
+    x, y = rows("even")
+    with kdist.scope():
+        model = Two()
+        model.build((None, 5))
+        model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1))
+        with pytest.raises(NotSynchronizedError, match="scale_loss"):
+            model.fit(x, y, batch_size=BATCH, verbose=0)
+
+
+@feature
+def predicting_within_an_epoch() -> None:
+    """What a callback predicts in the middle of an epoch leaves the epoch's metrics alone."""
+    x, y = rows("ragged")
+
+    class Predicts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.predict(x[:3], verbose=0)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        return outcome(
+            model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=[Predicts()])
+        )
+
+    both(script)
+
+
+@feature
+def statistics_written_after_the_update() -> None:
+    """A second forward pass after the only update: what it writes is the same on all ranks too."""
+
+    class Teacher(OwnStep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = keras.layers.BatchNormalization(momentum=0.5)
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            return self.dense(self.norm(inputs, training=training))
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            logs = super().train_step(data)
+            self(data[0] + 1.0, training=True)
+            return logs
+
+    x, y = rows("ragged")
+    with kdist.scope(scale_lr=None):
+        model = Teacher()
+        model.compile(keras.optimizers.SGD(0.1))
+        model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0)
+    mean = model.norm.moving_mean.numpy().tolist()
+    everyone = kdist._process.open_engine(kdist.cluster_info()).gather_objects(mean)
+    assert all(theirs == everyone[0] for theirs in everyone)
+
+
+@feature
+def a_model_that_cannot_be_called() -> None:
+    """As in Keras' guides: a model of its own `train_step`, whose loss is built by the step, and without a `call`."""
+
+    class Autoencoder(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.coder = keras.Sequential([keras.Input((5,)), keras.layers.Dense(5)])
+            deterministic_weights(self.coder)
+
+        def train_step(self, x: Any) -> dict[str, Any]:
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, x, self.coder(x))
+            gradients = tape.gradient(loss, self.coder.trainable_variables)
+            self.optimizer.apply(gradients, self.coder.trainable_variables)
+            return {"my_loss": loss}
+
+    x, _ = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Autoencoder()
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError(reduction="sum"))
+        history = model.fit(x, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+        return {"weights": model.coder.get_weights(), "history": history.history}
+
+    both(script)
 
 
 if importlib.util.find_spec("torch"):
