@@ -53,8 +53,8 @@ def test_the_wheel_holds_kdist_and_nothing_else(tree, tmp_path):
 
 def test_a_package_that_setup_cfg_forgets_is_seen(tree, tmp_path):
     config = tree / "setup.cfg"
-    text = config.read_text().replace("    kdist.launch\n", "    callbacks\n").replace("py.typed", "nothing")
-    config.write_text(text)
+    config.write_text(config.read_text().replace("    kdist.launch\n", "    callbacks\n"))
+    (tree / "kdist" / "py.typed").unlink()
     said = complaints(wheel_content(tree, tmp_path / "dist"), tree)
     assert "kdist/launch/worker.py is missing" in said
     assert "kdist/py.typed is missing" in said

@@ -359,7 +359,10 @@ class ReplicatedModel:
         model = self.model
         variables = model.metrics_variables
         before = [tf.identity(v.value) for v in variables]
-        with step.running(model):
+        arrived = [leaf for leaf in tf.nest.flatten(step.data, expand_composites=True) if tf.is_tensor(leaf)]
+        # At the end of data of unknown length nothing of one more step may run, not even what needs no data: the count
+        # of iterations, weight decay. (In plain Keras they may.)
+        with step.running(model), tf.control_dependencies(arrived):
             logs = _flat(self._original(name)(step.data))
             is_metrics = isinstance(logs, dict) and set(logs) == set(model.get_metrics_result())
             if not is_metrics:

@@ -174,7 +174,10 @@ def cell(optimizer: str, shape: str, kind: str) -> Callable[[], None]:
         def script(batch: int) -> dict[str, Any]:
             model = mlp()
             model.compile(OPTIMIZERS[optimizer](), "mse", metrics=["mae"])
-            return fit_evaluate_predict(model, fed(kind, (x, y), batch), x, y, batch)
+            # Where Keras does not know the length, the end of the data stops one more step in the middle: its weight
+            # decay and the count of iterations may have happened. The plain run is told the length.
+            feed = "tf_data" if kind == "tf_data_unknown" and batch != BATCH else kind
+            return fit_evaluate_predict(model, fed(feed, (x, y), batch), x, y, batch)
 
         both(script)
 
