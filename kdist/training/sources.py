@@ -101,12 +101,16 @@ def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset
 
 def describe_source(source: Source) -> dict[str, Any]:
     """Returns what must be equal of a source on all ranks, as JSON values by name."""
-    return {
+    described: dict[str, Any] = {
         "kind": type(source).__name__,
         "signature": repr(source.signature),
         "number of samples or batches": source.extent,
         "number of steps": source.num_steps,
     }
+    if isinstance(source, ArraySource):
+        # An unseeded split or shuffle before the scope gives each rank other rows of the same shape.
+        described["means of some rows"] = source.glimpse()
+    return described
 
 
 def holds_random_state(source: Source) -> bool:

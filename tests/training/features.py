@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist.errors import NotSynchronizedError
+from kdist.errors import MismatchError, NotSynchronizedError
 from tests.training.fidelity import (
     BATCH,
     Batches,
@@ -828,6 +828,18 @@ def a_loop_without_run_is_refused() -> None:
         gradients = tape.gradient(loss, model.trainable_weights)
         with pytest.raises(NotSynchronizedError, match="strategy.run"):
             optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+
+
+@feature
+def arrays_in_another_order_on_each_rank_are_refused() -> None:
+    """As an unseeded split of the samples gives before the scope."""
+    x, y = rows("even")
+    order = np.random.default_rng(kdist.rank()).permutation(len(x))
+    with kdist.scope():
+        model = mlp()
+        model.compile("sgd", "mse")
+        with pytest.raises(MismatchError, match="means of some rows"):
+            model.fit(x[order], y[order], verbose=0)
 
 
 @feature
