@@ -232,14 +232,17 @@ def array_parts(adapter: Any) -> tuple[Any, int, int, bool | str] | None:
     if not isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         return None
 
-    def tensor(leaf: Any) -> Any:
-        if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
-            return leaf.sparse
-        return leaf if leaf is None or isinstance(leaf, tf.RaggedTensor) else tf.convert_to_tensor(leaf)
+    def tensors(part: Any) -> Any:
+        if isinstance(part, array_slicing.TensorflowSparseWrapper):  # a tuple itself: not to be looked into
+            return part.sparse
+        if isinstance(part, dict):
+            return {key: tensors(value) for key, value in part.items()}
+        if isinstance(part, (list, tuple)):
+            return tuple(tensors(value) for value in part)  # tf.data takes a list for a tensor
+        return part if part is None or isinstance(part, tf.RaggedTensor) else tf.convert_to_tensor(part)
 
     inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
-    inputs = keras.tree.map_structure(tensor, inputs, none_is_leaf=False)
-    return keras.tree.lists_to_tuples(inputs), adapter._num_samples, adapter._batch_size, adapter._shuffle
+    return tensors(inputs), adapter._num_samples, adapter._batch_size, adapter._shuffle
 
 
 class PyDatasetParts(NamedTuple):

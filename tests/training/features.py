@@ -8,7 +8,9 @@ from typing import Any
 
 import keras
 import numpy as np
+import pandas
 import pytest
+import scipy.sparse
 import tensorflow as tf
 
 import kdist
@@ -768,6 +770,30 @@ def float32_smoke() -> None:
         return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
 
     both(script, rtol=1e-5)
+
+
+@feature
+def kinds_of_arrays() -> None:
+    """A table of pandas, tensors, a sparse matrix of SciPy."""
+    x, y = rows("ragged")
+    sparse = scipy.sparse.csr_matrix(np.where(np.abs(x) > 0.5, x, 0.0))
+    for features, targets in (
+        (pandas.DataFrame(x), pandas.DataFrame(y)),
+        (tf.constant(x), tf.constant(y)),
+        (sparse, y),
+    ):
+
+        def script(batch: int, features: Any = features, targets: Any = targets) -> dict[str, Any]:
+            model = keras.Sequential([keras.Input((5,), sparse=features is sparse), keras.layers.Dense(2)])
+            deterministic_weights(model)
+            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+            return outcome(
+                model,
+                model.fit(features, targets, batch_size=batch, epochs=2, shuffle=False, verbose=0),
+                predict=model.predict(features, batch_size=batch, verbose=0),
+            )
+
+        both(script)
 
 
 # What a review found.
