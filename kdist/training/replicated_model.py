@@ -28,6 +28,7 @@ from kdist.training.agreement import with_agreement
 from kdist.training.arguments import comparable, like, named_arguments
 from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
 from kdist.training.learning_rate import EffectiveRate, innermost
+from kdist.training.logs import flat_logs, mean_logs
 from kdist.training.metrics import add_over_ranks
 from kdist.training.sources import describe_source, holds_random_state, make_source, split_batch
 from kdist.training.step import Step, TrainStep, optimizers_of
@@ -363,10 +364,10 @@ class ReplicatedModel:
         # At the end of data of unknown length nothing of one more step may run, not even what needs no data: the count
         # of iterations, weight decay. (In plain Keras they may.)
         with step.running(model), tf.control_dependencies(arrived):
-            logs = _flat(self._original(name)(step.data))
+            logs = flat_logs(self._original(name)(step.data))
             is_metrics = isinstance(logs, dict) and set(logs) == set(model.get_metrics_result())
             if not is_metrics:
-                logs = _mean_logs(logs, step)
+                logs = mean_logs(logs, step)
 
         def undo() -> None:
             for variable, value in zip(variables, before, strict=True):
@@ -389,27 +390,3 @@ class ReplicatedModel:
             outputs = self._original("predict_step")(step.data)
         leaves = [output[: tf.cast(step.rows, tf.int32)] for output in keras.tree.flatten(outputs)]
         return keras.tree.pack_sequence_as(outputs, self.engine.allgather(leaves))
-
-
-def _flat(logs: Any) -> Any:
-    """Returns logs without dictionaries in them, as Keras hands them to callbacks.
-
-    `{m.name: m.result() for m in self.metrics}` has one: the compiled metrics are one metric of several results.
-    """
-    if not isinstance(logs, dict):
-        return logs
-    flat: dict[str, Any] = {}
-    for name, value in logs.items():
-        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
-    return flat
-
-
-def _mean_logs(logs: Any, step: Step) -> Any:
-    """Averages what a user's own step returns over the ranks, by rows, so that epoch logs are the same on all."""
-    if not isinstance(logs, dict):
-        return logs
-    tensors = {key: tf.convert_to_tensor(value) for key, value in sorted(logs.items())}
-    means = {key: value for key, value in tensors.items() if value.dtype.is_floating}
-    if means:
-        means = dict(zip(means, step.mean_over_ranks(list(means.values())), strict=True))
-    return {**logs, **means}
