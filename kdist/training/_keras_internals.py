@@ -156,12 +156,6 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     return {} if config is None else dict(config.config)
 
 
-def compiled_losses(model: keras.Model) -> list[Any]:
-    """Returns the model's list of compiled `(path, loss, loss_weight, name)` entries; empty without a loss."""
-    compile_loss = model._compile_loss
-    return (compile_loss._flat_losses or []) if compile_loss is not None else []
-
-
 @contextlib.contextmanager
 def replaced_losses(model: keras.Model, wrap: Callable[[Any], Any]) -> Iterator[None]:
     """Replaces each compiled loss by `wrap(loss)` while the context is open."""
