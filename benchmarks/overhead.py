@@ -112,17 +112,27 @@ def compare_pair(name: str, repeats: int) -> dict[str, list[float]]:
     with kdist.scope():
         both = trainer(name, num_replicas=kdist.size())
         # The scope is left: a model made in it stays distributed, and the plain one is nobody's.
-    efficiency, ceiling = [], []
+    from kdist.callbacks import ReplicaCheck
+
+    efficiency, ceiling, checked = [], [], []
     for _ in range(repeats):
         one = plain() if kdist.rank() == 0 else 0.0
         wait()
         together = both()
         wait()
+        at_every_step = both(ReplicaCheck(every=1))
+        wait()
         side_by_side = plain()
         wait()
         efficiency.append(one / together)
         ceiling.append(one / side_by_side)
-    return {"2 ranks": efficiency, "2 plain trainings side by side": ceiling}
+        # What a check costs is taken from one at every step: few steps would hold one at every hundredth.
+        checked.append(1 / (1 + (at_every_step / together - 1) / 100))
+    return {
+        "2 ranks": efficiency,
+        "2 plain trainings side by side": ceiling,
+        "2 ranks with ReplicaCheck(every=100), relative to 2 ranks": checked,
+    }
 
 
 def wait() -> None:
@@ -134,8 +144,8 @@ def wait() -> None:
         time.sleep(0.005)
 
 
-def trainer(name: str, num_replicas: int) -> Callable[[], float]:
-    """Returns a function that calls `fit` and returns the seconds of its fastest epoch but the first."""
+def trainer(name: str, num_replicas: int) -> Callable[..., float]:
+    """Returns a function that calls `fit` with callbacks and returns the seconds of its fastest epoch but the first."""
     import keras
     import numpy as np
 
@@ -162,9 +172,9 @@ def trainer(name: str, num_replicas: int) -> Callable[[], float]:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.seconds.append(time.perf_counter() - self.started)
 
-    def fit() -> float:
+    def fit(*callbacks: keras.callbacks.Callback) -> float:
         times = EpochTimes()
-        model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[times])
+        model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[*callbacks, times])
         return min(times.seconds[1:])
 
     fit()  # traces

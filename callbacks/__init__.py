@@ -1,1 +1,25 @@
-"""Callbacks for training on several ranks."""
+"""Keras callbacks for training on several ranks; `kdist.callbacks`."""
+
+from kdist.callbacks.backup_and_restore import BackupAndRestore
+from kdist.callbacks.broadcast_variables import BroadcastVariables
+from kdist.callbacks.chief_only import ChiefOnly
+from kdist.callbacks.learning_rate_schedule import LearningRateSchedule
+from kdist.callbacks.learning_rate_warmup import LearningRateWarmup
+from kdist.callbacks.metric_average import MetricAverage
+from kdist.callbacks.nan_policy import NaNPolicy
+from kdist.callbacks.preemption import Preemption
+from kdist.callbacks.replica_check import ReplicaCheck
+from kdist.callbacks.throughput import Throughput
+
+__all__ = [
+    "BackupAndRestore",
+    "BroadcastVariables",
+    "ChiefOnly",
+    "LearningRateSchedule",
+    "LearningRateWarmup",
+    "MetricAverage",
+    "NaNPolicy",
+    "Preemption",
+    "ReplicaCheck",
+    "Throughput",
+]

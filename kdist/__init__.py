@@ -37,14 +37,17 @@ if TYPE_CHECKING:
         rank,
         size,
     )
-    from kdist._scope import AllReduce, scope
+    from kdist._scope import scope
     from kdist.cluster.info import ClusterInfo
+    from kdist.strategies.options import TPU, AllReduce, ParameterServer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AllReduce",
     "ClusterInfo",
+    "ParameterServer",
+    "TPU",
     "barrier",
     "callbacks",
     "chief_first",
@@ -60,8 +63,10 @@ __all__ = [
 
 # Public names and where they live. They are looked up when first used: `import kdist` loads neither TensorFlow nor MPI.
 _HOMES = {
-    "AllReduce": "kdist._scope",
+    "AllReduce": "kdist.strategies.options",
     "ClusterInfo": "kdist.cluster.info",
+    "ParameterServer": "kdist.strategies.options",
+    "TPU": "kdist.strategies.options",
     "barrier": "kdist._process",
     "chief_first": "kdist._process",
     "cluster_info": "kdist._process",

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import importlib.util
+import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.engines.engine import Engine
 from kdist.errors import ClusterError, ScopeError
+from kdist.strategies.choice import ENGINES, MPI_LAUNCHERS, PARAMETER_SERVER, Choice, choose
+from kdist.strategies.options import START_TIMEOUT
+from kdist.watch.link import Watch
+
+_log = logging.getLogger("kdist")
 
 
 def cluster_info() -> ClusterInfo:
@@ -93,23 +102,54 @@ def chief_first(per_host: bool = True) -> Iterator[None]:
         yield
 
 
+def choice_for(word: str, info: ClusterInfo) -> Choice:
+    """Chooses what this process gets, having looked at its GPUs and its Horovod if these matter.
+
+    Args:
+        word: str, one of `kdist.strategies.choice.WORDS`.
+        info: `ClusterInfo`, who this process is.
+
+    Returns:
+        The choice.
+
+    Raises:
+        StrategyError: if the word is unknown, or this version does not serve the job.
+    """
+    if word != "auto" or not (info.launcher in MPI_LAUNCHERS or (info.size == 1 and info.launcher == "none")):
+        return choose(word, info)
+    import tensorflow as tf
+
+    num_gpus = len(tf.config.get_visible_devices("GPU"))
+    return choose(word, info, num_gpus=num_gpus, horovod_on_gpus=num_gpus > 0 and _has_horovod_with_nccl())
+
+
+def _has_horovod_with_nccl() -> bool:
+    if importlib.util.find_spec("horovod") is None:
+        return False
+    from kdist.engines.horovod import built_with_nccl
+
+    return built_with_nccl()
+
+
 @dataclasses.dataclass
 class _Opened:
     """The engine of this process. There can be one only: an MPI world or a Horovod cannot be left and joined again."""
 
     engine: Engine | None = None
+    watch: Watch | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 _opened = _Opened()
 
 
-def open_engine(info: ClusterInfo, name: str = "auto") -> Engine:
+def open_engine(info: ClusterInfo, name: str = "auto", start_timeout: float = START_TIMEOUT) -> Engine:
     """Returns this process's engine, opened by the first call.
 
     Args:
         info: `ClusterInfo`, what the launcher says.
         name: `"auto"` or an engine's name.
+        start_timeout: float, seconds in which all ranks must appear, where no launcher sees to that.
 
     Returns:
         The engine, of the size that the launcher says.
@@ -120,7 +160,7 @@ def open_engine(info: ClusterInfo, name: str = "auto") -> Engine:
     """
     with _opened.lock:
         if _opened.engine is None:
-            _opened.engine = _make_engine(info, name)
+            _opened.engine = _make_engine(info, name, start_timeout)
         engine = _opened.engine
     if engine.size > 1 and name not in ("auto", engine.name):
         raise ScopeError(
@@ -130,23 +170,105 @@ def open_engine(info: ClusterInfo, name: str = "auto") -> Engine:
     return engine
 
 
-def _make_engine(info: ClusterInfo, name: str) -> Engine:
-    if info.size == 1 and name == "auto":
-        from kdist.engines.single import SingleEngine
+def set_stall_timeout(seconds: float | None, *, is_strict: bool) -> None:
+    """Sets how long a rank may keep the others waiting.
 
-        return SingleEngine()
-    from kdist.engines.mpi import MPIEngine
+    Args:
+        seconds: float, or `None` for ever.
+        is_strict: bool, whether that holds for ranks that compute or are in the user's own code, too.
+    """
+    if _opened.watch is not None:
+        _opened.watch.stall_timeout, _opened.watch.is_strict = seconds, is_strict
 
-    engine = MPIEngine()
+
+def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:
+    if name == "auto":
+        # Asked before any scope, or without one: by what the launch wants of its scopes.
+        wanted = os.environ.get("KDIST_STRATEGY", "auto")
+        name = "single" if info.size == 1 else choice_for(wanted if wanted in ENGINES else "auto", info).strategy
+    if name == PARAMETER_SERVER:
+        raise ScopeError(
+            "With parameter servers there are no collectives. Received: kdist.barrier() or kdist.chief_first() in a "
+            f"job of {info.launcher} ({info.reason}). Expected tasks that do not wait for each other. Fix: leave it "
+            "out; what is inside the scope and after it runs on the chief alone."
+        )
+    engine = _MAKERS[name](info, start_timeout)
     if engine.size != info.size:
         raise ClusterError(
-            f"The launcher and MPI disagree about the size of the job. Received: {info.size} process(es) from "
-            f"{info.launcher} ({info.reason}), but mpi4py's MPI sees {engine.size}. Expected the same number. Fix: "
-            "use the launcher of the MPI that mpi4py was built with; `kdist env` shows both. With `kdist run` they "
-            "are the same."
+            f"The launcher and the engine {name!r} disagree about the size of the job. Received: {info.size} "
+            f"process(es) from {info.launcher} ({info.reason}), but {name} sees {engine.size}. Expected the same "
+            "number. Fix: use the launcher of the MPI that mpi4py or Horovod was built with; `kdist env` shows them. "
+            "With `kdist run` they are the same."
         )
     if engine.size > 1:
         from kdist.launch import failure
 
-        failure.install(engine.abort, engine.rank, engine.size)
+        hook = failure.install(engine.abort, engine.rank, engine.size, engine.explain)
+        _opened.watch = _watched(engine, hook.stop)
     return engine
+
+
+def _watched(engine: Engine, stop: Callable[[str], Any]) -> Watch | None:
+    """Begins to watch over the ranks; without a connection between their hosts the job goes on unwatched."""
+    watch = Watch(engine.activity, engine.rank, engine.size, end=stop, warn=_log.warning)
+    address = watch.listen(everywhere=engine.local_size < engine.size) if engine.rank == 0 else None
+    address = engine.broadcast_object(address)
+    missing = ""
+    if engine.rank:
+        try:
+            watch.connect(address)
+        except OSError as error:
+            missing = str(error)
+    if any(everyone := engine.gather_objects(missing)):
+        if engine.rank == 0:
+            rank = next(rank for rank, why in enumerate(everyone) if why)
+            _log.warning("nobody watches for ranks that hang: rank %d cannot reach rank 0: %s", rank, everyone[rank])
+        return None
+    watch.start()
+    atexit.register(watch.finish)  # after the engine's own, so that it comes before
+    return watch
+
+
+def _single(info: ClusterInfo, start_timeout: float) -> Engine:
+    from kdist.engines.single import SingleEngine
+
+    return SingleEngine()
+
+
+def _mpi(info: ClusterInfo, start_timeout: float) -> Engine:
+    from kdist.engines.mpi import MPIEngine
+
+    return MPIEngine()
+
+
+def _horovod(info: ClusterInfo, start_timeout: float) -> Engine:
+    from kdist.engines.horovod import HorovodEngine
+    from kdist.strategies.devices import take_devices
+
+    take_devices(info.local_rank, info.local_size, os.environ)  # its first message starts TensorFlow
+    return HorovodEngine("mpi" if info.launcher in MPI_LAUNCHERS else None)
+
+
+def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
+    from kdist.engines.collective import CollectiveEngine
+    from kdist.engines.rendezvous import own_address
+    from kdist.strategies.devices import take_devices
+
+    take_devices(info.local_rank, info.local_size, os.environ)  # its server takes the devices as they are then
+    if info.launcher == "tf_config":
+        addresses = [*info.cluster_spec.get("chief", ()), *info.cluster_spec.get("worker", ())]
+        return CollectiveEngine(addresses, info.rank, start_timeout=start_timeout)
+    from kdist.engines.mpi import MPIEngine
+
+    mpi = MPIEngine()
+    addresses = mpi.exchange(own_address())
+    return CollectiveEngine(addresses, mpi.rank, start_timeout=start_timeout, abort=mpi.abort)
+
+
+# Imported when made: each needs a library that the others do without.
+_MAKERS: Mapping[str, Callable[[ClusterInfo, float], Engine]] = {
+    "single": _single,
+    "mpi": _mpi,
+    "horovod": _horovod,
+    "collective": _collective,
+}

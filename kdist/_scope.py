@@ -12,44 +12,33 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kdist._process import cluster_info, open_engine
+from kdist import _arguments
+from kdist._arguments import STALL_TIMEOUT
+from kdist._process import choice_for, cluster_info, open_engine, set_stall_timeout
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import ScopeError, StrategyError
-from kdist.strategies.choice import WORDS, Choice, choose
+from kdist.strategies.choice import PARAMETER_SERVER, PASSED_THROUGH, Choice
+from kdist.strategies.options import START_TIMEOUT, TPU, AllReduce, ParameterServer
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
     from kdist.strategies.all_reduce import AllReduceStrategy
+    from kdist.training.evaluator import Evaluator
+    from kdist.training.roles import Leader
 
 logger = logging.getLogger("kdist")
 
 
-@dataclasses.dataclass(frozen=True)
-class AllReduce:
-    """Synchronous data parallelism, with options of its own, to be given as `kdist.scope(strategy=...)`.
-
-    Args:
-        engine: str, how the ranks talk to each other: `"auto"` (what the launcher implies) or `"mpi"`.
-
-    Example:
-    ```python
-    with kdist.scope(kdist.AllReduce(engine="mpi")):
-        ...
-    ```
-    """
-
-    engine: str = "auto"
-
-
 @contextlib.contextmanager
 def scope(
-    strategy: str | AllReduce | tf.distribute.Strategy = "auto",
+    strategy: str | AllReduce | ParameterServer | TPU | tf.distribute.Strategy = "auto",
     *,
     scale_batch: bool = True,
     scale_lr: str | float | None = "auto",
     warmup_epochs: str | float = "auto",
     auto_shard: bool = True,
+    stall_timeout: float | None = STALL_TIMEOUT,
 ) -> Iterator[tf.distribute.Strategy]:
     """Makes the Keras models inside train on all processes of the job exactly as on one.
 
@@ -57,13 +46,17 @@ def scope(
     trained by synchronous data parallelism; a model made in the scope stays so after the scope is left.
 
     Each argument has an environment variable (`KDIST_STRATEGY`, `KDIST_SCALE_BATCH`, `KDIST_SCALE_LR`,
-    `KDIST_WARMUP_EPOCHS`, `KDIST_AUTO_SHARD`), with which a launch can choose what the code leaves open.
+    `KDIST_WARMUP_EPOCHS`, `KDIST_AUTO_SHARD`, `KDIST_STALL_TIMEOUT`), with which a launch can choose what the code
+    leaves open.
 
     Collective: every rank must call this, in the same order.
 
     Args:
         strategy: `"auto"` (what the launcher implies), `"single"` (no distribution: among N ranks, N independent
-            trainings), `"mpi"`, an `AllReduce`, or your own `tf.distribute.Strategy`, which is entered as it is.
+            trainings), `"mpi"`, `"horovod"`, `"collective"` (synchronous, over that engine), `"parameter_server"`,
+            `"mirrored"` (several devices of one process), `"tpu"`, an `AllReduce`, a `ParameterServer`, a `TPU`, or
+            your own
+            `tf.distribute.Strategy`, which is entered as it is.
         scale_batch: bool, whether `batch_size` is what each replica sees, so that the global batch grows with the
             replicas. If `False`, each batch is split over them.
         scale_lr: how the learning rate follows a global batch that grew: `"auto"` (linear for SGD, square root for
@@ -71,6 +64,9 @@ def scope(
         warmup_epochs: a number of epochs over which the learning rate reaches its multiple, or `"auto"`: 5 or a tenth
             of the run, whichever is shorter.
         auto_shard: bool, whether kdist shares the data out among the ranks. If `False`, each rank's input is its own.
+        stall_timeout: float or `None`, seconds for which a rank may keep the others waiting before the job is ended
+            with a message that names it; `None` for ever. A rank that computes, or is in your own code (a callback,
+            or between `fit` and `fit`), is only warned about, unless you set this.
 
     Returns:
         A context manager, which gives the `tf.distribute.Strategy` that is at work.
@@ -94,105 +90,34 @@ def scope(
         "scale_lr": scale_lr,
         "warmup_epochs": warmup_epochs,
         "auto_shard": auto_shard,
+        "stall_timeout": stall_timeout,
     }
-    chosen = _with_environment(given, os.environ)
-    _check_settings(chosen)
-    _check_backend(os.environ)
+    chosen = _arguments.with_environment(given, os.environ)
+    _arguments.check(chosen, os.environ)
     with _only_one_open():
         wanted = chosen["strategy"]
-        if not isinstance(wanted, (str, AllReduce)):
-            with wanted.scope():
+        if not isinstance(wanted, (str, AllReduce, ParameterServer, TPU)):
+            _refuse_multi_worker(wanted)
+            if chosen["scale_lr"] in ("auto", None):  # its own conventions hold, unless scaling is asked for
+                chosen.update(scale_batch=False, scale_lr=None)
+            with _passed_through(wanted, chosen):
                 yield wanted
             return
         info = cluster_info()
-        choice = choose(wanted.engine if isinstance(wanted, AllReduce) else wanted, info)
+        choice = choice_for(wanted if isinstance(wanted, str) else wanted.word, info)
         if choice.strategy == "single":
             yield _default_strategy(info)
             return
+        if choice.strategy == PARAMETER_SERVER:
+            with _parameter_server(info, wanted, chosen) as asynchronous:
+                yield asynchronous
+            return
+        if choice.strategy in PASSED_THROUGH:
+            with _passed_through(_theirs(info, choice, wanted), chosen) as theirs:
+                yield theirs
+            return
         with _all_reduce(info, choice, chosen) as replicated:
             yield replicated
-
-
-# How an environment variable's text becomes each argument's value.
-_BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
-
-
-def _number_or_word(text: str) -> str | float | None:
-    if text.lower() == "none":
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _with_environment(given: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """Fills what the code leaves open from the launch's `KDIST_*` variables; refuses a contradiction."""
-    defaults = {
-        "strategy": "auto",
-        "scale_batch": True,
-        "scale_lr": "auto",
-        "warmup_epochs": "auto",
-        "auto_shard": True,
-    }
-    chosen = dict(given)
-    for name, default in defaults.items():
-        variable = f"KDIST_{name.upper()}"
-        if variable not in env:
-            continue
-        text = env[variable]
-        value: Any = text
-        if isinstance(default, bool):
-            if text.lower() not in _BOOLEANS:
-                raise StrategyError(
-                    f"{variable} is not understood. Received: {variable}={text!r}. Expected 0, 1, true or false. "
-                    "Fix: set one of these, or unset it."
-                )
-            value = _BOOLEANS[text.lower()]
-        elif name != "strategy":
-            value = _number_or_word(text)
-        if given[name] not in (default, value):
-            raise ScopeError(
-                f"The launch contradicts the code. Received: {variable}={text!r} and "
-                f"kdist.scope({name}={given[name]!r}). Expected at most one of them, or the same in both. "
-                f"Fix: unset {variable}, or leave {name} out of the code."
-            )
-        chosen[name] = value
-    return chosen
-
-
-def _check_settings(chosen: Mapping[str, Any]) -> None:
-    strategy = chosen["strategy"]
-    if isinstance(strategy, AllReduce) and strategy.engine not in ("auto", "mpi"):
-        raise StrategyError(
-            f"Unknown engine. Received: AllReduce(engine={strategy.engine!r}). Expected 'auto' or 'mpi'. "
-            "Fix: choose one."
-        )
-    if not isinstance(strategy, (str, AllReduce)) and not hasattr(strategy, "extended"):
-        raise StrategyError(
-            f"`strategy` is of no known kind. Received: strategy={strategy!r} of type {type(strategy).__name__}. "
-            f"Expected one of {', '.join(map(repr, WORDS))}, a kdist.AllReduce or a tf.distribute.Strategy. "
-            "Fix: choose one of these."
-        )
-    from kdist.scaling import learning_rate_rule, num_warmup_steps
-
-    try:
-        learning_rate_rule(chosen["scale_lr"], "SGD", 2, scale_batch=True)
-        num_warmup_steps(chosen["warmup_epochs"], 1, 1)
-    except ValueError as error:
-        raise StrategyError(str(error)) from error
-
-
-def _check_backend(env: Mapping[str, str]) -> None:
-    import keras
-
-    backend = keras.config.backend()
-    if backend != "tensorflow":
-        raise ScopeError(
-            f"kdist trains on Keras' TensorFlow backend. Received: the backend {backend!r} "
-            f"(KERAS_BACKEND={env.get('KERAS_BACKEND', 'unset')}). Expected 'tensorflow'. "
-            "Fix: KERAS_BACKEND=tensorflow, or keras.distribution for JAX."
-        )
 
 
 @dataclasses.dataclass
@@ -201,6 +126,8 @@ class _Door:
 
     is_open: bool = False
     strategy: AllReduceStrategy | None = None
+    role: Leader | Evaluator | None = None
+    theirs: dict[Any, tf.distribute.Strategy] = dataclasses.field(default_factory=dict)
 
 
 _door = _Door()
@@ -218,6 +145,60 @@ def _only_one_open() -> Iterator[None]:
         yield
     finally:
         _door.is_open = False
+
+
+def _theirs(info: ClusterInfo, choice: Choice, wanted: Any) -> tf.distribute.Strategy:
+    """Returns TensorFlow's own strategy for several replicas in this process, made by the first call."""
+    _show_log(info)
+    resolver = (wanted.resolver if isinstance(wanted, TPU) else None) or info.tpu_name or "local"
+    key = choice.strategy if choice.strategy == "mirrored" else resolver
+    if key not in _door.theirs:
+        if choice.strategy == "mirrored":
+            from kdist.strategies.mirrored import mirrored_strategy
+
+            _door.theirs[key] = mirrored_strategy()
+        else:
+            from kdist.strategies.tpu import tpu_strategy
+
+            # To initialise a TPU again would end what runs on it.
+            _door.theirs[key] = tpu_strategy(resolver, wanted.timeout if isinstance(wanted, TPU) else TPU().timeout)
+    strategy = _door.theirs[key]
+    logger.info(
+        "%d replicas train in this process by TensorFlow's own %s: %s",
+        strategy.num_replicas_in_sync, type(strategy).__name__, choice.why,
+    )  # fmt: skip
+    return strategy
+
+
+@contextlib.contextmanager
+def _passed_through(strategy: tf.distribute.Strategy, chosen: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
+    """Enters a strategy that is not kdist's; batch and learning rate follow its replicas, if they are to."""
+    from kdist.training.scaled_model import Scaling, scaled_models
+
+    scaling = Scaling(strategy.num_replicas_in_sync, *(chosen[n] for n in ("scale_batch", "scale_lr", "warmup_epochs")))
+    with strategy.scope(), scaled_models(scaling):
+        yield strategy
+
+
+def _refuse_multi_worker(strategy: tf.distribute.Strategy) -> None:
+    """Refuses TensorFlow's strategies of several processes, which kdist has its own for."""
+    import tensorflow as tf
+
+    names = ("MultiWorkerMirroredStrategy", "ParameterServerStrategy")
+    name = next((name for name in names if isinstance(strategy, getattr(tf.distribute, name))), None)
+    if name is None:
+        return
+    partitioned = ""
+    if getattr(strategy.extended, "_variable_partitioner", None) is not None:
+        partitioned = (
+            " Leave the variable_partitioner out, too: Keras' variables cannot hold TensorFlow's partitioned ones (a "
+            "ShardedVariable has no handle), so that each variable, a large embedding too, is whole on one ps."
+        )
+    raise StrategyError(
+        f"Keras 3 does not train under this strategy: its fit ends at the first step. Received: a {name}. Expected "
+        "none: kdist does the same over the same TF_CONFIG. Fix: write `with kdist.scope():` in its place, and leave "
+        f"the line that makes it out.{partitioned}"
+    )
 
 
 def _default_strategy(info: ClusterInfo) -> tf.distribute.Strategy:
@@ -240,17 +221,21 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
     from kdist.strategies.all_reduce import AllReduceStrategy
     from kdist.strategies.devices import take_devices
     from kdist.training import _keras_internals as internals
-    from kdist.training.replicated_model import Settings, replicate
+    from kdist.training.replicated_model import replicate
+    from kdist.training.settings import Settings
     from kdist.training.sources import split_dataset
     from kdist.training.state import agree_random_state, check_agreement
 
     _show_log(info)
-    engine = open_engine(info, choice.strategy)
+    asked = chosen["strategy"]
+    engine = open_engine(info, choice.strategy, asked.start_timeout if isinstance(asked, AllReduce) else START_TIMEOUT)
     take_devices(engine.local_rank, engine.local_size, os.environ)
     if engine.size == 1:
         yield _default_strategy(info)
         return
-    settings = Settings(**{key: value for key, value in chosen.items() if key != "strategy"})
+    patience = chosen["stall_timeout"]
+    set_stall_timeout(patience, is_strict=patience != STALL_TIMEOUT)
+    settings = Settings(**{key: value for key, value in chosen.items() if key not in ("strategy", "stall_timeout")})
     check_agreement(engine, "kdist.scope", {key: repr(value) for key, value in dataclasses.asdict(settings).items()})
     agree_random_state(engine)
     if engine.rank == 0:
@@ -279,6 +264,25 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
                 # Python calls no hook for it, and on its way out this rank would wait for the others, and they for it.
                 failure.install(engine.abort, engine.rank, engine.size)(type(error), error, error.__traceback__)
             raise
+
+
+@contextlib.contextmanager
+def _parameter_server(info: ClusterInfo, wanted: Any, chosen: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
+    """Opens the scope of the chief or an evaluator; a worker or ps serves here, and leaves the script."""
+    from kdist.training.roles import roles, take_role
+
+    options = wanted if isinstance(wanted, ParameterServer) else ParameterServer()
+    if chosen["scale_lr"] not in ("auto", None):
+        raise StrategyError(
+            f"The learning rate is not scaled in asynchronous training. Received: scale_lr={chosen['scale_lr']!r}. "
+            "Expected 'auto' or None. Fix: leave scale_lr out."
+        )
+    _show_log(info)
+    cluster, job, index = roles(info, options, lambda: open_engine(info, "mpi"))
+    if _door.role is None:
+        _door.role = take_role(cluster, job, index, info=info, options=options)
+    with _door.role.scope(options) as strategy:
+        yield strategy
 
 
 def _show_log(info: ClusterInfo) -> None:

@@ -24,12 +24,30 @@ COLLECTIVES = {
         "Engine.gather_objects",
         "Engine.broadcast_object",
     ],
-    "kdist.training.state": ["check_agreement", "broadcast_state", "agree_random_state", "check_equal"],
+    "kdist.training.state": [
+        "check_agreement",
+        "broadcast_state",
+        "agree_random_state",
+        "first_difference",
+        "check_equal",
+    ],
     "kdist.training.metrics": ["add_over_ranks"],
+    "kdist.callbacks.broadcast_variables": ["BroadcastVariables", "BroadcastVariables.broadcast"],
+    "kdist.callbacks.metric_average": ["MetricAverage"],
+    "kdist.callbacks.nan_policy": ["NaNPolicy"],
+    "kdist.callbacks.replica_check": ["ReplicaCheck", "ReplicaCheck.check"],
+    "kdist.callbacks.throughput": ["Throughput"],
 }
 
 # Modules whose examples are run; those of the others need a job, and are run by the tests of docs/.
-WITH_EXAMPLES = ["kdist.scaling", "kdist.data.sharding", "kdist.cluster", "kdist.strategies.choice"]
+WITH_EXAMPLES = [
+    "kdist.scaling",
+    "kdist.data.sharding",
+    "kdist.cluster",
+    "kdist.strategies.choice",
+    "kdist.callbacks.learning_rate_schedule",
+    "kdist.callbacks.throughput",
+]
 
 Definition = ast.ClassDef | ast.FunctionDef
 

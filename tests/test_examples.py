@@ -1,4 +1,4 @@
-"""Each example runs on one process and on two, by every way that it names: one output, one set of files."""
+"""The examples on two processes: one output, one set of files; the first of them by every way that it names."""
 
 import csv
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers import spmd
+from tests.helpers import needs, spmd
 
 EXAMPLES = spmd.ROOT / "examples"
 BESIDE = Path(sys.executable).parent
@@ -20,6 +20,7 @@ WAYS = {
     "python": [sys.executable],
     "kdist run": [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2"],
     "mpirun": [str(BESIDE / "mpirun"), "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable],
+    "horovodrun": [str(BESIDE / "horovodrun"), "-np", "2", "--gloo", sys.executable],
 }
 TRAIN_ROWS = 1437  # four fifths of 1797
 
@@ -43,9 +44,11 @@ def num_steps(batch_size, ranks):
     return -(-TRAIN_ROWS // (batch_size * ranks))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("example", ["digits.py", "custom_train_step.py"])
-def test_fit_shows_one_progress_bar(way, example, tmp_path):
+@pytest.mark.parametrize(
+    ("example", "way"),
+    [*(("digits.py", way) for way in ("python", "kdist run", "mpirun")), ("custom_train_step.py", "kdist run")],
+)
+def test_fit_shows_one_progress_bar(example, way, tmp_path):
     ranks = 1 if way == "python" else 2
     output = run(way, example, "--epochs", "3", "--batch-size", "16", cwd=tmp_path)
     assert accuracy(output) > 0.8
@@ -57,13 +60,20 @@ def test_fit_shows_one_progress_bar(way, example, tmp_path):
     assert set(os.listdir(tmp_path)) == written
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_custom_training_loop_prints_one_line_an_epoch(way, tmp_path):
-    output = run(way, "custom_training_loop.py", "--epochs", "3", "--batch-size", "32", cwd=tmp_path)
+def test_a_custom_training_loop_prints_one_line_an_epoch(tmp_path):
+    output = run("mpirun", "custom_training_loop.py", "--epochs", "3", "--batch-size", "32", cwd=tmp_path)
     assert accuracy(output) > 0.8
     # A loop's batches are global: the steps are the same on any number of replicas.
     epochs = re.findall(r"epoch (\d): loss \d\.\d+, (\d+) steps", output)
     assert epochs == [(str(epoch), str(num_steps(32, 1))) for epoch in (1, 2, 3)]
+
+
+@needs.horovod
+@pytest.mark.parametrize(("way", "env"), [("horovodrun", {}), ("mpirun", {"KDIST_STRATEGY": "horovod"})])
+def test_a_script_that_was_horovods_still_runs_under_its_launchers(way, env, tmp_path):
+    output = run(way, "moved_from_horovod.py", "--epochs", "4", cwd=tmp_path, **env)
+    assert accuracy(output) > 0.8
+    assert "2 ranks train together over horovod" in output
 
 
 def logs_and_weights(directory):
@@ -90,3 +100,25 @@ def test_digits_on_two_processes_equal_one_with_the_same_global_batches(tmp_path
     for one_value, other in zip(weights, our_weights, strict=True):
         scale = np.max(np.abs(one_value), initial=0)
         np.testing.assert_allclose(other, one_value, rtol=0, atol=1e-4 * scale)
+
+
+def test_callbacks_leave_a_csv_a_log_for_tensorboard_and_a_plot(tmp_path):
+    output = run("kdist run", "callbacks.py", "--epochs", "3", cwd=tmp_path)
+    assert accuracy(output) > 0.8
+    assert re.findall(r"Throughput: \d+ samples/s over (\d) rank\(s\), (\d) epoch\(s\)", output) == [("2", "3")]
+    assert len(re.findall(r"worst digit: \d", output)) == 1
+    written = tmp_path / "training"
+    assert {path.name for path in written.iterdir()} == {"training.csv", "tensorboard", "digits.keras", "summary.txt"}
+    assert len(list(written.glob("tensorboard/train/events.out.tfevents.*"))) == 1
+    with open(written / "training.csv") as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    assert [row["epoch"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        for rank in (0, 1):
+            assert sum(row[f"{part}_rank_{rank}"] for part in ("input", "compute", "waiting")) == pytest.approx(1)
+        assert row["samples_per_second"] > 0
+    # The warm-up ends with the first of three epochs; the last fifth of them takes a tenth of the doubled rate.
+    assert [row["effective_learning_rate"] for row in rows] == pytest.approx([0.1, 0.1, 0.01], rel=0.05)
+    plotted = spmd.execute([sys.executable, str(EXAMPLES / "plot_training.py")], timeout=120, cwd=tmp_path)
+    assert plotted.returncode == 0, plotted.output
+    assert (written / "training.png").read_bytes().startswith(b"\x89PNG")

@@ -139,6 +139,51 @@ def test_nothing_is_trained_on_a_mismatch_of_verbs(ended):
     assert done.output.count("Ranks do different things") == 1, done.output
 
 
+def test_a_rank_that_exits_well_too_early_ends_the_job(ended):
+    done = ended(raises("sys.exit(0)"))
+    assert done.returncode != 0
+    assert "for rank 1, which has ended its script" in done.output, done.output
+    assert "allreduce of" in done.output
+
+
+def test_a_verb_on_the_chief_alone_ends_the_job(ended):
+    done = ended("with kdist.scope():\n    m = model()\n    if rank == 0: m.evaluate(x, y, verbose=0)\n")
+    assert done.returncode != 0
+    assert "for rank 1, which has ended its script" in done.output, done.output
+
+
+def test_a_stopped_rank_is_named_in_time(ended):
+    """Rank 0, which would have had the word; any other is `tests/watch`'s affair."""
+    lines = """
+rank = rank ^ 1
+def act():
+    os.kill(os.getpid(), signal.SIGSTOP)
+with kdist.scope(stall_timeout=6):
+    train(act)
+"""
+    done = ended(lines)
+    assert done.returncode != 0
+    assert "rank 1 waits in allreduce" in done.output, done.output
+    assert "rank 0 gives no sign" in done.output, done.output
+    assert done.output.count("ends the job") == 1, done.output
+
+
+def test_a_rank_whose_input_is_blocked_is_named_with_the_line(ended):
+    lines = """
+def batches():
+    for step in range(1000):
+        if step == 5 and rank == 1:
+            time.sleep(1000)
+        yield x, y
+with kdist.scope(stall_timeout=6):
+    model().fit(batches(), steps_per_epoch=1000, verbose=0)
+"""
+    done = ended(lines)
+    assert done.returncode != 0
+    assert "rank 0 waits in allreduce" in done.output, done.output
+    assert "in batches" in done.output, done.output
+
+
 def test_a_missing_mpi4py_names_the_command(tmp_path):
     """Two processes say that they are ranks of a job, and mpi4py cannot be imported."""
     path = tmp_path / "script.py"
@@ -168,6 +213,6 @@ def test_the_mpirun_of_another_mpi_is_refused(tmp_path):
     done = spmd.execute([*line, sys.executable, str(path)], env=env, timeout=LIMIT)
     assert not done.timed_out, done.output
     assert done.returncode != 0
-    assert "ClusterError: The launcher and MPI disagree about the size of the job" in done.output, done.output
+    assert "the engine 'mpi' disagree about the size of the job" in done.output, done.output
     assert "2 process(es)" in done.output
     assert "sees 1" in done.output

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import kdist
+from kdist import _process
+from kdist.errors import ScopeError
 from tests.helpers import spmd
 
 TARGET = "tests.process_cases"
@@ -25,3 +29,11 @@ def test_alone_nothing_waits():
     kdist.barrier()
     with kdist.chief_first():
         pass
+
+
+def test_a_barrier_of_parameter_servers_is_refused(monkeypatch):
+    cluster = {"chief": ["a:1"], "worker": ["a:2"], "ps": ["a:3"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
+    monkeypatch.setattr(_process, "_opened", _process._Opened())  # another test may have opened this process's engine
+    with pytest.raises(ScopeError, match="no collectives"):
+        kdist.barrier()

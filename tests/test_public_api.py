@@ -43,6 +43,8 @@ def test_the_promise():
     assert kdist.__all__ == [
         "AllReduce",
         "ClusterInfo",
+        "ParameterServer",
+        "TPU",
         "barrier",
         "callbacks",
         "chief_first",

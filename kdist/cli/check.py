@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     script = options.script or ["kdist.cli.smoke"]
     if options.script:
         check_exists(script[0])
-    command = build(options, worker.program(sys.executable, script, module=not options.script), {})
+    command = build(options, worker.program(sys.executable, script, module=not options.script))
     print(f"kdist check: {command}", flush=True)
     code = process.run(command)
     print(f"kdist check: {'passed' if code == 0 else f'failed with exit code {code}'}")

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kdist._process import choice_for
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import KDistError
 from kdist.launch import mpirun
-from kdist.strategies.choice import choose
+from kdist.strategies.choice import PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -123,11 +124,15 @@ def _decision(info: ClusterInfo, env: Mapping[str, str]) -> Iterator[tuple[str, 
     why = "KDIST_STRATEGY says so" if "KDIST_STRATEGY" in env else "the default"
     yield "strategy", f"{word} ({why}; a script may choose otherwise)"
     try:
-        choice = choose(word, info)
+        choice = choice_for(word, info)
     except KDistError as error:
         yield "training", f"refused: {error}"
         return
-    if choice.strategy == "single":
-        yield "training", f"Keras' own code path in this process: {choice.why}"
-    else:
-        yield "training", f"{info.size} ranks together, all-reduce over {choice.strategy}: {choice.why}"
+    ways = {
+        "single": "Keras' own code path in this process",
+        "mirrored": "TensorFlow's MirroredStrategy over the devices of this process",
+        "tpu": "TensorFlow's TPUStrategy, from this process",
+        PARAMETER_SERVER: f"{info.size} processes, asynchronously, with parameter servers",
+    }
+    way = ways.get(choice.strategy, f"{info.size} ranks together, all-reduce over {choice.strategy}")
+    yield "training", f"{way}: {choice.why}"

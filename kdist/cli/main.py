@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kdist.cli import check, env, run
+from kdist.cli import check, env, install_horovod, run
 from kdist.errors import KDistError
 
-_VERBS = (run, env, check)
+_VERBS = (run, env, check, install_horovod)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

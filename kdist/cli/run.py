@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster import detect
 from kdist.errors import LaunchError
-from kdist.launch import mpirun, process, worker
+from kdist.launch import horovodrun, local_cluster, mpirun, process, worker
 from kdist.launch.command import Command, forwarded
 from kdist.launch.hosts import Host, all_local, parse_hostfile, parse_hosts, scheduled
-from kdist.strategies.choice import PLANNED_WORDS, WORDS
+from kdist.strategies.choice import PARAMETER_SERVER, PASSED_THROUGH, WORDS
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -35,12 +36,6 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         allow_abbrev=False,
     )
     add_launch_arguments(parser)
-    parser.add_argument(
-        "--strategy",
-        default=None,
-        metavar="WORD",
-        help=f"how to train: {', '.join(WORDS)} (sets KDIST_STRATEGY for the ranks)",
-    )
     parser.add_argument("--output", metavar="DIR", help="keep every rank's output in DIR/rank0.out, rank0.err, ...")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does")
@@ -58,7 +53,15 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts and how many ranks each may hold")
     where.add_argument("--hostfile", metavar="FILE", help="the same, one host a line: `host slots=4` or `host:4`")
-    parser.add_argument("--launcher-args", default="", metavar='"..."', help="more arguments for mpirun")
+    parser.add_argument(
+        "--strategy",
+        metavar="WORD",
+        help=f"how to train, and by which launcher: {', '.join(WORDS)} (sets KDIST_STRATEGY for the ranks)",
+    )
+    parser.add_argument(
+        "--ps", type=int, metavar="N", help="with --strategy parameter_server: how many ranks hold variables (1)"
+    )
+    parser.add_argument("--launcher-args", default="", metavar='"..."', help="more arguments for the launcher")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,9 +83,8 @@ def run(options: argparse.Namespace) -> int:
         )
     if not is_module:
         check_exists(script[0])
-    env = {} if options.strategy is None else {"KDIST_STRATEGY": _known(options.strategy)}
     output = None if options.output is None else os.path.abspath(options.output)
-    command = build(options, worker.program(sys.executable, script, module=is_module, output=output), env)
+    command = build(options, worker.program(sys.executable, script, module=is_module, output=output))
     if options.dry_run:
         print(command)
         return 0
@@ -107,13 +109,12 @@ def check_exists(script: str) -> None:
         )
 
 
-def build(options: argparse.Namespace, program: Sequence[str], env: dict[str, str]) -> Command:
+def build(options: argparse.Namespace, program: Sequence[str]) -> Command:
     """Builds the command that starts a job from what `add_launch_arguments` parsed.
 
     Args:
         options: the parsed arguments.
         program: sequence of str, what each rank runs.
-        env: mapping of variable name to value, what is added to the ranks' environment.
 
     Returns:
         A `Command`.
@@ -128,19 +129,95 @@ def build(options: argparse.Namespace, program: Sequence[str], env: dict[str, st
         raise LaunchError(
             "No number of ranks. Received: neither -np nor hosts. Expected -np N. Fix: kdist run -np 2 train.py"
         )
-    local = all_local(hosts, socket.gethostname()) and not scheduled(os.environ)
-    return mpirun.build(
-        mpirun.find(sys.executable, os.environ.get("PATH")),
-        program,
+    env = {} if options.strategy is None else {"KDIST_STRATEGY": _known(options.strategy)}
+    job = _Job(
+        program=program,
         np=np,
         hosts=hosts,
+        local=all_local(hosts, socket.gethostname()) and not scheduled(os.environ),
         extra=_split(options.launcher_args),
         env=env,
-        forward=() if local else forwarded({**os.environ, **env}),
+        ps=options.ps,
+    )
+    word = options.strategy or os.environ.get("KDIST_STRATEGY", "auto")
+    if job.ps is not None and (word != PARAMETER_SERVER or job.ps < 1):
+        raise LaunchError(
+            f"--ps does not fit. Received: --ps {job.ps} with the strategy {word!r}. Expected at least 1, with "
+            "--strategy parameter_server. Fix: change one of them."
+        )
+    return _BUILDERS.get(word, _by_mpirun)(job)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What is to be started, whatever the launcher."""
+
+    program: Sequence[str]
+    np: int
+    hosts: Sequence[Host]
+    local: bool  # whether all ranks are on this machine
+    extra: Sequence[str]  # more arguments for the launcher
+    env: Mapping[str, str]  # what is added to the ranks' environment
+    ps: int | None  # how many are parameter servers, if the user says so
+
+
+def _by_mpirun(job: _Job) -> Command:
+    return mpirun.build(
+        mpirun.find(sys.executable, os.environ.get("PATH")),
+        job.program,
+        np=job.np,
+        hosts=job.hosts,
+        extra=job.extra,
+        env=job.env,
+        forward=() if job.local else forwarded({**os.environ, **job.env}),
         root=os.geteuid() == 0,
         # On one machine as many ranks as asked: Open MPI counts cores, not hardware threads, and refuses more.
-        oversubscribe=local,
+        oversubscribe=job.local,
     )
+
+
+def _by_local_cluster(job: _Job) -> Command:
+    # On several hosts mpirun starts the ranks, and tells them each other's addresses.
+    if not job.local or job.extra:
+        return _by_mpirun(job)
+    return local_cluster.build(sys.executable, job.program, np=job.np, env=job.env)
+
+
+def _by_roles(job: _Job) -> Command:
+    if job.local and not job.extra:
+        return local_cluster.build(sys.executable, job.program, np=job.np, env=job.env, ps=job.ps or 1)
+    if job.ps is not None:
+        raise LaunchError(
+            f"On several hosts mpirun starts the ranks, and knows no roles. Received: --ps {job.ps}. Expected roles to "
+            f"be given in the script. Fix: kdist.scope(kdist.ParameterServer(num_ps={job.ps})), and leave --ps out."
+        )
+    return _by_mpirun(job)
+
+
+def _by_horovodrun(job: _Job) -> Command:
+    search_path = os.environ.get("PATH", "")
+    try:
+        mpi = mpirun.find(sys.executable, search_path)
+    except LaunchError:
+        mpi = None
+    return horovodrun.build(
+        horovodrun.find(sys.executable, search_path),
+        job.program,
+        np=job.np,
+        hosts=job.hosts,
+        extra=job.extra,
+        env=job.env,
+        mpirun=mpi,
+        search_path=search_path,
+    )
+
+
+# The launchers of strategies that mpirun does not serve.
+_BUILDERS: Mapping[str, Callable[[_Job], Command]] = {
+    "collective": _by_local_cluster,
+    "horovod": _by_horovodrun,
+    PARAMETER_SERVER: _by_roles,
+}
 
 
 def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
@@ -169,12 +246,15 @@ def _make_directory(path: str) -> None:
 
 
 def _known(strategy: str) -> str:
+    if strategy in PASSED_THROUGH:
+        raise LaunchError(
+            f"This strategy is one process's. Received: --strategy {strategy}. Expected a strategy of several. Fix: "
+            f"KDIST_STRATEGY={strategy} python SCRIPT."
+        )
     if strategy in WORDS:
         return strategy
-    later = "It is planned, but not in this version. " if strategy in PLANNED_WORDS else ""
     raise LaunchError(
-        f"Unknown strategy. {later}Received: --strategy {strategy}. Expected one of {', '.join(WORDS)}. "
-        "Fix: choose one."
+        f"Unknown strategy. Received: --strategy {strategy}. Expected one of {', '.join(WORDS)}. Fix: choose one."
     )
 
 

@@ -68,9 +68,13 @@ def detect(env: Mapping[str, str]) -> ClusterInfo:
     chosen = _choose(found)
     others = [other for other in found.values() if other is not chosen]
     rejected += [(other.launcher, f"{chosen.launcher} goes first, but it matched: {other.reason}") for other in others]
-    beside = next((other for other in others if other.launcher == "tf_config"), None)
-    reason = chosen.reason if beside is None else f"{chosen.reason}; the single task of TF_CONFIG was left aside"
+    aside = [_ASIDE[other.launcher] for other in others if other.launcher in _ASIDE]
+    reason = "; ".join([chosen.reason, *(f"{what} was left aside" for what in aside)])
     return dataclasses.replace(chosen, reason=reason, rejected=tuple(rejected))
+
+
+# What a user should hear of where another row decides.
+_ASIDE = {"tf_config": "the single task of TF_CONFIG", "tpu": "the TPU"}
 
 
 def _choose(found: Mapping[str, ClusterInfo]) -> ClusterInfo:

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.data import sharding
+from kdist.data.glimpse import places, summary
 from kdist.data.shard import Shard, batch_signature, lists_to_tuples
 from kdist.data.sharding import Plan
 from kdist.data.source import Source
@@ -54,6 +55,7 @@ class ArraySource(Source):
             [np.arange(start, stop) for start, stop in zip(self._starts, self._stops, strict=True)]
         )
         self._epoch = -1
+        self._resumed_pass: int | None = None
         self._signature = batch_signature(self.dataset().element_spec.data)
 
     @property
@@ -72,14 +74,18 @@ class ArraySource(Source):
         return self._signature
 
     def glimpse(self) -> list[str]:
-        """Returns what some rows look like, by which ranks can tell whether they hold the same arrays.
+        """Returns what some rows look like, by which ranks can tell whether they hold the same arrays."""
+        rows = tf.nest.flatten(self._gather(tf.constant(places(self._num_samples))), expand_composites=True)
+        return [summary(np.asarray(leaf)) for leaf in rows if leaf is not None]
 
-        Means of rows to three digits: another order or another split of the samples shows, another processor's rounding
-        does not.
-        """
-        places = np.linspace(0, self._num_samples - 1, num=min(self._num_samples, 16), dtype=np.int64)
-        rows = tf.nest.flatten(self._gather(tf.constant(places)), expand_composites=True)
-        return [_summary(np.asarray(leaf)) for leaf in rows if leaf is not None]
+    @property
+    def batch_size(self) -> int:
+        """The user's batch size."""
+        return self._batch_size
+
+    def resume(self, epoch: int, pass_epoch: int | None, pass_step: int) -> None:
+        """Takes up the order of an interrupted pass: what of it is passed over costs next to nothing."""
+        self._epoch, self._resumed_pass = epoch, pass_epoch
 
     def on_epoch_begin(self) -> None:
         """Moves on to the next epoch's order."""
@@ -90,8 +96,9 @@ class ArraySource(Source):
         sizes = self._stops - self._starts
         ends = np.cumsum(sizes)
         steps = (ends - sizes, ends, self._rows, self._global_rows)
-        # A static batch size spares compilers a dynamic shape; only ragged steps prevent it.
-        size = int(sizes[0]) if (sizes == sizes[0]).all() else None
+        # A static batch size spares compilers a dynamic shape; only ragged steps prevent it, on all ranks: Keras
+        # weights what it means over steps by rows where it knows their number.
+        size = int(sizes[0]) if (self._global_rows == self._global_rows[0]).all() else None
 
         def indices_of_a_pass(_: Any) -> Any:
             indices = tf.numpy_function(self._own_indices, [], tf.int64)
@@ -121,7 +128,8 @@ class ArraySource(Source):
 
     def _own_indices(self) -> Any:
         """Returns the rows that this rank draws in a pass that begins in the current epoch."""
-        epoch = max(self._epoch, 0)
+        epoch = max(self._epoch, 0) if self._resumed_pass is None else self._resumed_pass
+        self._resumed_pass = None
         if self._shuffle == "batch":
             order = sharding.batchwise_order(self._num_samples, self._batch_size, self.plan, epoch)
         elif self._shuffle:
@@ -129,13 +137,6 @@ class ArraySource(Source):
         else:
             return self._positions
         return order[self._positions]
-
-
-def _summary(rows: Any) -> str:
-    if rows.dtype.kind in "OSU":
-        return repr(rows.ravel()[:16].tolist())
-    means = rows.reshape(len(rows), -1).astype(np.float64).mean(axis=1) if rows.size else []
-    return " ".join(f"{mean:.3g}" for mean in means)
 
 
 def row_gatherer(inputs: Any) -> Callable[[Any], Any]:

@@ -1,6 +1,8 @@
 """Order in the graph of a `tf.data` pipeline: unseeded shuffles get a seed, sloppy steps become deterministic.
 
-`tf.data` shuffles on each rank for itself when no seed was set: a sample is then seen twice, another never.
+`tf.data` shuffles on each rank for itself when no seed was set: a sample is then seen twice, another never. So it is
+where one was set, if one rank alone has looked into the dataset: its shuffle is at a later order. Shuffles that
+reshuffle therefore get a generator of kdist's own, which stays with the user's dataset and begins with the first order.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ _SEED_INPUTS: dict[str, tuple[int, int | None]] = {
     "ShuffleDataset": (2, None),
     "ShuffleDatasetV3": (2, 4),
 }
+_EACH_ITERATION = ("reshuffle_each_iteration", "rerandomize_each_iteration")
 # Places that no step of a pipeline has, for seeds within one closed graph.
 _GRAPH, _FUNCTION = 10**6, 10**6 + 1
 _MAPS = ("MapDataset", "ParallelMapDataset", "ParallelMapDatasetV2", "MapAndBatchDataset")
@@ -65,6 +68,8 @@ def is_disorderly(graph: Any, *, random_counts: bool) -> bool:
 def rewritten(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
     """Returns a dataset in which unseeded shuffles have a seed and all steps are deterministic.
 
+    Seeded shuffles begin with their first order, whatever has iterated them.
+
     Args:
         dataset: `tf.data.Dataset`.
         seed: int, equal on all ranks.
@@ -83,8 +88,11 @@ def rewritten(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
     if names := _random_decisions(graph):
         raise _refusal(dataset, f"unseeded random numbers in the function of {', '.join(sorted(names))}")
     found = [[node.op for node in _defects(nodes)] for nodes in _node_lists(graph)]
-    if not any(found):
+    by_name = {node.name: node for node in graph.node}
+    reshuffling = [node for node in by_name.values() if _reshuffles(node) and not _is_unseeded(node, by_name)]
+    if not any(found) and not reshuffling:
         return dataset
+    generators = _own_generators(dataset, graph.node, reshuffling)
     # Functions come in no certain order: they share a seed.
     donors = _repair(graph.node, derived_seed(seed, _GRAPH), function=False)
     for function in graph.library.function:
@@ -97,9 +105,11 @@ def rewritten(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
         )
     _rename_functions(graph)
     try:
-        return from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString()), dataset, donors)
+        return from_variant(
+            tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString()), dataset, donors + generators
+        )
     except Exception as err:
-        names = {op for ops in found for op in ops}
+        names = {op for ops in found for op in ops} or {node.op for node in reshuffling}
         raise _refusal(dataset, f"{', '.join(sorted(names))} without a seed ({_first_line(err)})") from err
 
 
@@ -145,6 +155,48 @@ def _is_unseeded(node: Any, by_name: dict[str, Any]) -> bool:
     )
 
 
+def _reshuffles(node: Any) -> bool:
+    if _SEED_INPUTS.get(node.op, (0, None))[1] is None:
+        return False
+    return any(node.attr[name].b for name in _EACH_ITERATION if name in node.attr)
+
+
+def _own_generators(dataset: Any, nodes: Any, reshuffling: list[Any]) -> list[Any]:
+    """Gives seeded shuffles generators of their own, kept with the user's dataset: a second `fit` goes on with them."""
+    by_name = {node.name: node for node in nodes}
+    kept = dataset.__dict__.setdefault("_kdist_generators", {})
+    for node in reshuffling:
+        first, place = _SEED_INPUTS[node.op]
+        if node.name not in kept:
+            seeds = [tf.make_ndarray(by_name[name].attr["value"].tensor) for name in node.input[first : first + 2]]
+            kept[node.name] = _one_row_shuffled(*seeds)
+        _connect(nodes, node, place, _nodes_of_seeds(kept[node.name])[2])
+    return list(kept.values())
+
+
+def _one_row_shuffled(seed: Any, seed2: Any) -> tf.data.Dataset:
+    row = tf.data.Dataset.range(1)
+    variant = tf.raw_ops.ShuffleDatasetV3(
+        input_dataset=tf.data.experimental.to_variant(row),
+        buffer_size=1,
+        seed=seed,
+        seed2=seed2,
+        seed_generator=tf.raw_ops.DummySeedGenerator(),
+        output_types=[tf.int64],
+        output_shapes=[tf.TensorShape([])],
+    )
+    return from_variant(variant, row)
+
+
+def _connect(nodes: Any, node: Any, place: Any, source: Any, *, function: bool = False) -> None:
+    """Adds a copy of a node, and makes it an input of another."""
+    copy = nodes.add()
+    copy.CopyFrom(source)
+    copy.name = f"{node.name}/kdist_input{place}"
+    output = "handle" if copy.op == "DummySeedGenerator" else "output"
+    node.input[place] = f"{copy.name}:{output}:0" if function else copy.name
+
+
 def _repair(nodes: Any, seed: int, *, function: bool) -> list[Any]:
     """Repairs the nodes of a graph or function in place and returns what must be kept alive with them."""
     donors = []
@@ -166,11 +218,7 @@ def _repair(nodes: Any, seed: int, *, function: bool) -> list[Any]:
         else:
             donors.append(donor)
         for place, source in zip(places, given, strict=False):
-            copy = nodes.add()
-            copy.CopyFrom(source)
-            copy.name = f"{node.name}/kdist_input{place}"
-            output = "handle" if copy.op == "DummySeedGenerator" else "output"
-            node.input[place] = f"{copy.name}:{output}:0" if function else copy.name
+            _connect(nodes, node, place, source, function=function)
     return donors
 
 

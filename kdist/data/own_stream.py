@@ -10,6 +10,7 @@ from kdist.data import variants
 from kdist.data.shard import Shard, blank_row, int64, slice_rows, split_batch
 from kdist.data.sharding import Plan
 from kdist.data.source import Source
+from kdist.errors import DataError
 
 
 class OwnStream(Source):
@@ -31,6 +32,8 @@ class OwnStream(Source):
         self._source = source
         self._pieces = pieces
         self.draws_in_background = source.draws_in_background
+        self.follows_iterators = source.follows_iterators
+        self.has_hooks = source.has_hooks
 
     @property
     def num_steps(self) -> None:
@@ -43,8 +46,19 @@ class OwnStream(Source):
         return self._source.signature
 
     def example(self) -> Any:
-        """Returns a batch of this rank's own."""
-        return self._source.example()
+        """Returns a batch of this rank's own, or a row of zeros if it has none."""
+        try:
+            return self._source.example()
+        except DataError:
+            return blank_row(self.signature)
+
+    def repeat_hook(self, name: str) -> None:
+        """Calls the user's own hook."""
+        self._source.repeat_hook(name)
+
+    def resume(self, epoch: int, pass_epoch: int | None, pass_step: int) -> None:
+        """Takes up an interrupted training."""
+        self._source.resume(epoch, pass_epoch, 0)  # its steps are not those of the job
 
     def on_epoch_begin(self) -> None:
         """Is called before the first element of an epoch is drawn."""

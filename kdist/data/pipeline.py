@@ -6,12 +6,16 @@ apart: what remains before it is one closed dataset, inspected as a graph.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from kdist.data import graph_order
+from kdist.errors import DataError
+
+_log = logging.getLogger("kdist")
 
 # Kinds of datasets that keep the order of their inputs as far as their functions are orderly.
 _ORDERLY = {
@@ -34,9 +38,10 @@ _ORDERLY = {
 class Pipeline:
     """A pipeline that yields the same order on all ranks.
 
-    Shuffles without a seed get one and parallel steps become deterministic; nothing else changes. Where the
-    user's dataset yields a new order at each iteration, so does this one. Known steps at the end are made
-    anew one by one; what lies before them is rewritten as a graph, and only where it must be.
+    Shuffles without a seed get one and parallel steps become deterministic. Where the user's dataset yields a new
+    order at each iteration, so does this one; a seeded shuffle yields the orders that it would in one process, the
+    first one first, for iterations of the user's do not count. Known steps at the end are made anew one by one; what
+    lies before them is rewritten as a graph, and only where it must be.
 
     Args:
         dataset: the user's `tf.data.Dataset`.
@@ -56,8 +61,8 @@ class Pipeline:
             dataset = dataset._input_dataset
         self.steps = tuple(steps)
         self._seed = seed
-        self._base = dataset if _is_orderly(dataset) else graph_order.rewritten(dataset, seed)
-        changed = [self._base is not dataset, *(_is_disorderly_step(step) for step in steps)]
+        self._base = _with_one_order(dataset, seed)
+        changed = [self._base is not dataset, *(_is_disorderly_step(step) or _reshuffles(step) for step in steps)]
         self._unchanged = changed.index(True) if True in changed else len(changed)
 
     def dataset(self, num_steps: int | None = None) -> tf.data.Dataset:
@@ -146,11 +151,21 @@ def _replay_shuffle(step: Any, dataset: Any, seed: int) -> Any:
         buffer_size=step._buffer_size,
         seed=step._seed,
         seed2=step._seed2,
-        seed_generator=tf.raw_ops.DummySeedGenerator(),
-        reshuffle_each_iteration=step._reshuffle_each_iteration is not False,
+        seed_generator=_generator(step) if _reshuffles(step) else tf.raw_ops.DummySeedGenerator(),
+        reshuffle_each_iteration=_reshuffles(step),
         **step._flat_structure,
     )
     return graph_order.from_variant(variant, step)
+
+
+def _generator(step: Any) -> Any:
+    """Returns the generator of a seeded shuffle's orders in all passes that kdist makes.
+
+    It stays with the user's dataset, so that a second `fit` goes on.
+    """
+    if not hasattr(step, "_kdist_generator"):
+        step._kdist_generator = tf.raw_ops.AnonymousSeedGenerator(seed=step._seed, seed2=step._seed2, reshuffle=True)
+    return step._kdist_generator.handle
 
 
 _REPLAYS: dict[str, Callable[[Any, Any, int], Any]] = {
@@ -193,6 +208,10 @@ def _is_disorderly_step(dataset: Any) -> bool:
     return getattr(dataset, "_deterministic", "default") == "false"
 
 
+def _reshuffles(dataset: Any) -> bool:
+    return type(dataset).__name__ == "_ShuffleDataset" and dataset._reshuffle_each_iteration is not False
+
+
 def _has_disorderly_function(dataset: Any) -> bool:
     keeps_order = "Map" in type(dataset).__name__ and "Flat" not in type(dataset).__name__
     return any(
@@ -201,27 +220,44 @@ def _has_disorderly_function(dataset: Any) -> bool:
     )
 
 
+def _with_one_order(dataset: Any, seed: int) -> Any:
+    if not _is_orderly(dataset):
+        return graph_order.rewritten(dataset, seed)
+    if not any(_reshuffles(each) for each in with_inputs(dataset)):
+        return dataset
+    try:
+        return graph_order.rewritten(dataset, seed)
+    except DataError:  # a graph too large, or of a kind that cannot be made anew
+        _log.warning(
+            "A seeded shuffle inside of %s has the same order on all ranks only as long as none of them alone iterates "
+            "the dataset: look into another one, made in the same way, or shuffle later in the pipeline.",
+            dataset,
+        )
+        return dataset
+
+
 def _is_orderly(dataset: Any) -> bool:
     """Whether a dataset is known to follow one order without a look at its graph, which may be large."""
     return all(
         (type(each).__name__ in _ORDERLY or _is_known(each))
         and not _is_disorderly_step(each)
         and not _has_disorderly_function(each)
-        for each in _with_inputs(dataset)
+        for each in with_inputs(dataset)
     )
 
 
-def _with_inputs(dataset: Any) -> Iterator[Any]:
+def with_inputs(dataset: Any) -> Iterator[Any]:
+    """Yields a dataset and those that it is made of, from the end to the beginning."""
     yield dataset
     for each in dataset._inputs():
-        yield from _with_inputs(each)
+        yield from with_inputs(each)
 
 
 def calls_python(dataset: Any) -> bool:
     """Whether Python functions of the user's make a dataset's elements; `False` where it cannot be taken apart."""
     python = {"GeneratorDataset", "PyFunc", "EagerPyFunc"}
     try:
-        graphs = (f.function.graph.as_graph_def() for each in _with_inputs(dataset) for f in each._functions())
+        graphs = (f.function.graph.as_graph_def() for each in with_inputs(dataset) for f in each._functions())
         return any(
             node.op in python
             for graph in graphs

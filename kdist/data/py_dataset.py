@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import keras
@@ -72,6 +73,9 @@ class ShardedPyDataset(keras.utils.PyDataset):
         self._standardize = standardize
         self.num_user_batches = py_dataset.num_batches
         self._epoch = -1
+        self._resumed_epoch = -1
+        self._passed_over: tuple[int, dict[str, Any] | None] = (0, None)
+        self._is_looked_at = False
         if self.num_user_batches is not None and self.num_user_batches < 1:
             raise no_samples("PyDataset")
         if self.use_multiprocessing and plan.num_shards > 1:
@@ -90,6 +94,8 @@ class ShardedPyDataset(keras.utils.PyDataset):
     @property
     def num_batches(self) -> int | None:
         """The number of elements; `None` if they never end."""
+        if self._is_looked_at:
+            return self.num_user_batches
         return None if self._goes_on else self.num_steps
 
     @property
@@ -103,7 +109,35 @@ class ShardedPyDataset(keras.utils.PyDataset):
         return self.workers > 1 or (self.workers > 0 and self.use_multiprocessing)
 
     def __getitem__(self, step: int) -> dict[str, Any]:
-        """Loads this rank's batch of a step."""
+        """Loads this rank's batch of a step; one that an interrupted training had already is not loaded again."""
+        if self._is_looked_at:
+            return self._element(self._batch(step), 0, 1, [1, 1])
+        first, instead = self._passed_over
+        if step < first and self._epoch == self._resumed_epoch:
+            if instead is None:
+                instead = self._load(first)
+                self._passed_over = first, instead
+            return instead
+        return self._load(step)
+
+    @contextlib.contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """Shows the user's own first batches, as in one process, by which Keras tells the shapes of all.
+
+        A rank's own may have one length by chance, and the other ranks' another.
+        """
+        self._is_looked_at = True
+        try:
+            yield
+        finally:
+            self._is_looked_at = False
+
+    def resume(self, epoch: int, pass_step: int) -> None:
+        """Takes up an interrupted training after a number of steps."""
+        self._epoch, self._resumed_epoch = epoch, epoch + 1
+        self._passed_over = pass_step, None
+
+    def _load(self, step: int) -> dict[str, Any]:
         plan, total, number = self.plan, self.num_user_batches, self._pass_of_epoch()
         if self.num_steps is not None:
             ahead, step = divmod(step, self.num_steps)
@@ -111,17 +145,21 @@ class ShardedPyDataset(keras.utils.PyDataset):
         batch_number, active = sharding.own_batch(step, total, plan)
         if self._shuffle and total is not None:
             batch_number = int(_order(total, plan.seed, number)[batch_number])
-        batch = self._py_dataset[batch_number]
-        if self._standardize is not None:
-            batch = self._standardize(batch)
+        batch = self._batch(batch_number)
         rows = num_rows(batch)
         start, stop = (0, rows if active else 1)
         if not plan.scale_batch:
             start, stop = sharding.split_rows(rows, plan.num_shards, plan.shard_id)
             active = stop > start
-        kept = slice_rows(batch, start, stop) if active else slice_rows(batch, 0, 1)
         count = [stop - start if active else 0, -1 if plan.scale_batch else rows]
-        return {"data": kept, "rows": np.array(count, np.int64)}
+        return self._element(batch, start, stop, count) if active else self._element(batch, 0, 1, count)
+
+    def _batch(self, number: int) -> Any:
+        batch = self._py_dataset[number]
+        return batch if self._standardize is None else self._standardize(batch)
+
+    def _element(self, batch: Any, start: int, stop: int, count: list[int]) -> dict[str, Any]:
+        return {"data": slice_rows(batch, start, stop), "rows": np.array(count, np.int64)}
 
     def on_epoch_begin(self) -> None:
         """Passes the call on to the user's dataset."""
@@ -130,6 +168,12 @@ class ShardedPyDataset(keras.utils.PyDataset):
     def on_epoch_end(self) -> None:
         """Passes the call on to the user's dataset."""
         self._py_dataset.on_epoch_end()
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the user's dataset does something when an epoch begins or ends."""
+        own, plain = type(self._py_dataset), keras.utils.PyDataset
+        return own.on_epoch_begin is not plain.on_epoch_begin or own.on_epoch_end is not plain.on_epoch_end
 
     def next_epoch(self) -> None:
         """Moves on to the next epoch's order; must come before the workers start."""
@@ -159,7 +203,10 @@ class PyDatasetSource(Source):
         self.plan = sharded.plan
         self._sharded = sharded
         self._adapter = adapter
-        self._dataset = adapter.get_tf_dataset().map(_shard)
+        self.has_hooks = sharded.has_hooks
+        with sharded.looked_at():
+            batches = adapter.get_tf_dataset()
+        self._dataset = batches.map(_shard)
 
     @property
     def knows_global_rows(self) -> bool:
@@ -188,6 +235,14 @@ class PyDatasetSource(Source):
     def dataset(self) -> tf.data.Dataset:
         """Returns the dataset of this rank's `Shard` elements."""
         return self._dataset
+
+    def repeat_hook(self, name: str) -> None:
+        """Calls the user's own hook, and not what Keras' adapter does around it."""
+        getattr(self._sharded, name)()
+
+    def resume(self, epoch: int, pass_epoch: int | None, pass_step: int) -> None:
+        """Takes up an interrupted training: what is passed over is not loaded."""
+        self._sharded.resume(epoch, pass_step)
 
     def on_epoch_begin(self) -> None:
         """Moves on to the next epoch's order and starts the workers."""

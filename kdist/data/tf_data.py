@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.data import choice, graph_order, sharding
+from kdist.data.glimpse import of_pipeline
 from kdist.data.own_stream import OwnStream
 from kdist.data.pipeline import Pipeline, calls_python
 from kdist.data.shard import Shard, batch_signature, count_rows, split_batch
@@ -56,6 +57,8 @@ class StreamSource(Source):
         DataError: if the dataset is empty, or may yield another order on each rank.
     """
 
+    follows_iterators = True
+
     def __init__(self, dataset: tf.data.Dataset, plan: Plan):
         cardinality = int(dataset.cardinality())
         if cardinality == 0:
@@ -88,9 +91,15 @@ class StreamSource(Source):
         """Structure of specs of `Shard.data`."""
         return self._signature
 
+    def glimpse(self) -> list[str]:
+        """Returns the seeds in the user's pipeline, and some rows of the tensors that it begins with."""
+        return of_pipeline(self._user_dataset)
+
     def example(self) -> Any:
         """Returns a batch of the user's; the dataset is read anew for it."""
-        return next(iter(self._user_dataset.take(1)))
+        for batch in self._user_dataset.take(1):
+            return batch
+        raise no_samples("tf.data.Dataset")
 
     def dataset(self) -> tf.data.Dataset:
         """Returns the dataset of this rank's `Shard` elements."""

@@ -7,11 +7,14 @@ An engine knows tensors and ranks; it does not know Keras. Its collectives work 
 from __future__ import annotations
 
 import abc
+import contextlib
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kdist.errors import EngineError
+from kdist.watch.activity import Activity
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -26,6 +29,8 @@ class Engine(abc.ABC):
         size: int, the number of processes.
         local_rank: int, this process's number on its host, from 0.
         local_size: int, the number of processes on this host.
+        seconds: float or `None`, the time that this process has spent in collectives, waiting for other ranks
+            included; `None` if the engine cannot tell.
     """
 
     name: str
@@ -33,6 +38,8 @@ class Engine(abc.ABC):
     size: int
     local_rank: int
     local_size: int
+    seconds: float | None = None
+    _refusal: str | None = None
 
     @abc.abstractmethod
     def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
@@ -105,6 +112,47 @@ class Engine(abc.ABC):
             code: int, the exit code, from 1 to 255.
         """
 
+    @functools.cached_property
+    def activity(self) -> Activity:
+        """What this rank does, for who watches over the ranks: engines note when a collective begins and ends."""
+        return Activity()
+
+    @contextlib.contextmanager
+    def refusing(self, why: str) -> Iterator[None]:
+        """Refuses every collective while the context is open: for code that this rank runs and others do not.
+
+        In a job of one rank nothing is refused.
+
+        Args:
+            why: str, what runs here alone, as the beginning of a sentence.
+        """
+        outer, self._refusal = self._refusal, why
+        try:
+            yield
+        finally:
+            self._refusal = outer
+
+    def check_allowed(self) -> None:
+        """Raises `EngineError` if collectives are refused now; every engine asks before it sends anything."""
+        if self._refusal is not None and self.size > 1:
+            raise EngineError(
+                f"{self._refusal}, and starts a collective there, for which the other ranks would never come. "
+                f"Received: a collective on rank {self.rank} of {self.size} alone. Expected none, so that "
+                "nobody waits for ever: no fit, evaluate or predict of a model that several ranks train, and no call "
+                "of the engine. Fix: let all ranks run it."
+            )
+
+    def explain(self, error: BaseException) -> EngineError | None:
+        """Returns what an error means that came out of a graph with collectives.
+
+        Args:
+            error: what was raised where the graph was run.
+
+        Returns:
+            An `EngineError` that says more, or `None` if the error is not of this engine's making or says enough.
+        """
+        return None
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's value, in rank order.
 
@@ -124,6 +172,7 @@ class Engine(abc.ABC):
         import numpy as np
         import tensorflow as tf
 
+        self.check_allowed()
         try:
             text = json.dumps(value).encode()
         except (TypeError, ValueError) as err:

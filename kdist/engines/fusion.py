@@ -64,7 +64,7 @@ def pack(arrays: Sequence[Array]) -> list[Array]:
         A list of 1-D arrays; none of them shares memory with `arrays`.
     """
     buffers = []
-    for bucket in _buckets(_signature(arrays)):
+    for bucket in buckets(_signature(arrays)):
         buffer = empty(bucket.bounds[-1], bucket.dtype)
         np.concatenate([arrays[index].ravel() for index in bucket.indices], out=buffer, casting="unsafe")
         buffers.append(buffer)
@@ -82,7 +82,7 @@ def unpack(buffers: Sequence[Array], like: Sequence[Array]) -> list[Array]:
         A list of arrays, views of the buffers where the dtype allows it.
     """
     arrays: list[Array] = list(like)
-    for bucket, buffer in zip(_buckets(_signature(like)), buffers, strict=True):
+    for bucket, buffer in zip(buckets(_signature(like)), buffers, strict=True):
         for index, start, stop in zip(bucket.indices, bucket.bounds, bucket.bounds[1:], strict=False):
             arrays[index] = buffer[start:stop].reshape(like[index].shape).astype(like[index].dtype, copy=False)
     return arrays
@@ -135,7 +135,15 @@ def _signature(arrays: Sequence[Array]) -> _Signature:
 
 
 @functools.lru_cache(maxsize=128)  # a training step packs the same shapes again and again
-def _buckets(signature: _Signature) -> tuple[Bucket, ...]:
+def buckets(signature: _Signature) -> tuple[Bucket, ...]:
+    """Returns which arrays share a buffer: small ones that are summed in the same dtype do, a large one has its own.
+
+    Args:
+        signature: tuple of pairs of a NumPy dtype and a number of elements, one an array.
+
+    Returns:
+        A tuple of `Bucket`.
+    """
     members: dict[tuple[np.dtype, int | None], list[int]] = {}
     for index, (dtype, size) in enumerate(signature):
         wire = sum_dtype(dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import math
 import os
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from kdist.engines import arguments, fusion
+from kdist.engines import arguments, fusion, slices
 from kdist.engines.engine import Engine
 from kdist.engines.fusion import Array
 from kdist.errors import EngineError, EngineNotFoundError
@@ -25,6 +26,7 @@ _LOG = logging.getLogger("kdist")
 _WAIT_IS_LONG = 30.0  # seconds after which a rank that has finished says that it waits for the others
 
 
+_Exchange = Callable[[Sequence[Array]], list[Array]]
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -71,6 +73,7 @@ class MPIEngine(Engine):
             )
         self._comm = self._mpi.COMM_WORLD.Dup() if communicator is None else communicator
         self._one_at_a_time = threading.Lock()
+        self.seconds: float = 0.0
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         host = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
@@ -83,40 +86,47 @@ class MPIEngine(Engine):
     def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums in place, in pieces that stay in the cache; see `Engine.allreduce`."""
         tensors = arguments.for_allreduce(tensors)
-        dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
-        slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
-        parts = [part for each in slices for part in (each.indices, each.values)]
+        dense, parts = slices.apart(tensors)
         sent = [*dense, *parts]
-        shapes = [tensor.shape for tensor in dense] + [_any_length(part.shape) for part in parts]
-        received = self._call(functools.partial(self._sum_and_gather, len(dense)), sent, shapes)
-        sums, gathered = iter(received[: len(dense)]), iter(received[len(dense) :])
-        return [
-            tf.IndexedSlices(indices=next(gathered), values=next(gathered), dense_shape=tensor.dense_shape)
-            if isinstance(tensor, tf.IndexedSlices)
-            else next(sums)
-            for tensor in tensors
-        ]
+        shapes = [tensor.shape for tensor in dense] + [slices.any_length(part.shape) for part in parts]
+        exchange = functools.partial(self._sum_and_gather, len(dense))
+        received = self._call("allreduce", exchange, sent, shapes, len(dense))
+        return slices.together(tensors, received[: len(dense)], received[len(dense) :])
 
     @_not_converted
     def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Gathers the lengths, then all tensors in one message; see `Engine.allgather`."""
         tensors = arguments.for_allgather(tensors)
-        return self._call(self._gather_arrays, tensors, [_any_length(tensor.shape) for tensor in tensors])
+        shapes = [slices.any_length(tensor.shape) for tensor in tensors]
+        return self._call("allgather", self._gather_arrays, tensors, shapes, 0)
 
     @_not_converted
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Sends all tensors as one buffer of bytes; see `Engine.broadcast`."""
         tensors = arguments.for_broadcast(tensors, root, self.size)
         send = functools.partial(self._broadcast_arrays, root)
-        return self._call(send, tensors, [tensor.shape for tensor in tensors])
+        return self._call(f"broadcast from {root}", send, tensors, [tensor.shape for tensor in tensors], len(tensors))
 
     @_not_converted
     def barrier(self) -> None:
         """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
         if tf.executing_eagerly():
-            self._exchange(self._barrier)
+            self._exchange("barrier", 0, self._barrier)
         else:
-            tf.numpy_function(functools.partial(self._exchange, self._barrier), [], [])
+            self._when_run("barrier", 0, self._barrier, [])
+
+    def exchange(self, text: str) -> list[str]:
+        """Returns every rank's text, in rank order, without TensorFlow: its devices may not be initialised yet.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            text: str.
+        """
+        mine = np.frombuffer(text.encode(), np.uint8)
+        lengths = np.empty(self.size, np.int64)
+        self._comm.Allgather(np.array([mine.size], np.int64), lengths)
+        return [part.tobytes().decode() for part in self._gather_bytes(mine, lengths.tolist())]
 
     def abort(self, code: int = 1) -> NoReturn:
         """Flushes the standard streams and aborts the whole MPI job; see `Engine.abort`."""
@@ -127,30 +137,64 @@ class MPIEngine(Engine):
         os._exit(code)
 
     def _call(
-        self, exchange: Callable[[Sequence[Array]], list[Array]], tensors: Sequence[tf.Tensor], shapes: list[Any]
+        self, kind: str, exchange: _Exchange, tensors: Sequence[tf.Tensor], shapes: list[Any], num_fixed: int
     ) -> list[tf.Tensor]:
-        """Gives the tensors' arrays to `exchange`, now or when the graph runs; `shapes` are the results'."""
+        """Gives the tensors' arrays to `exchange`, now or when the graph runs.
+
+        Args:
+            kind: str, the collective's name.
+            exchange: callable, its NumPy side.
+            tensors: what is sent.
+            shapes: list, the results' static shapes.
+            num_fixed: int, how many of the tensors, the first ones, have the same shape on all ranks.
+        """
         if not tensors:
             return []
         if tf.executing_eagerly():
-            arrays = self._exchange(exchange, *[_to_array(tensor) for tensor in tensors])
+            arrays = self._exchange(kind, num_fixed, exchange, *[_to_array(tensor) for tensor in tensors])
             return [tf.convert_to_tensor(array) for array in arrays]
-        # Stateful, so that automatic control dependencies keep the program's order.
-        results = tf.numpy_function(
-            functools.partial(self._exchange, exchange), tensors, [tensor.dtype for tensor in tensors], stateful=True
-        )
+        results = self._when_run(kind, num_fixed, exchange, tensors)
         for result, shape in zip(results, shapes, strict=True):
             result.set_shape(shape)
         return results
 
-    def _exchange(self, exchange: Callable[[Sequence[Array]], list[Array]], *arrays: Array) -> list[Array]:
+    def _when_run(
+        self, kind: str, num_fixed: int, exchange: _Exchange, tensors: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Makes the exchange a part of the graph, in program order: branches and loops of it included.
+
+        TensorFlow keeps the order of what has no variable among its inputs, and of what has the same; a branch that
+        uses some variable of the model's is neither. So all exchanges use one.
+        """
+        turn = self._order.read_value()
+        with tf.control_dependencies([turn]):
+            results = tf.numpy_function(
+                functools.partial(self._exchange, kind, num_fixed, exchange),
+                tensors,
+                [tensor.dtype for tensor in tensors],
+                stateful=True,
+            )
+        with tf.control_dependencies(results if tensors else [results]):
+            self._order.assign(turn)
+        return results
+
+    @functools.cached_property
+    def _order(self) -> tf.Variable:
+        """What all exchanges in graphs read before and write after; made late, for the engine comes before GPUs."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            return tf.Variable(0, trainable=False, name="kdist_mpi_order")
+
+    def _exchange(self, kind: str, num_fixed: int, exchange: _Exchange, *arrays: Array) -> list[Array]:
         """Runs the NumPy side of a collective.
 
         The arrays may be TensorFlow's own memory, and TensorFlow may take over the results' memory: what comes
         in is never written to, and what goes out is never used again.
         """
+        self.check_allowed()
+        started = time.perf_counter()
         try:
             with self._one_at_a_time:
+                self.activity.begin(kind, arrays, num_fixed)
                 return exchange([np.asarray(array) for array in arrays])
         except self._mpi.Exception as err:
             raise EngineError(
@@ -158,6 +202,9 @@ class MPIEngine(Engine):
                 "rank calls the same collectives in the same order, with equal shapes and dtypes. Fix: look for a "
                 "branch, a shape or a number of steps that depends on the rank."
             ) from err
+        finally:
+            self.activity.end()
+            self.seconds += time.perf_counter() - started
 
     def _sum_and_gather(self, dense: int, arrays: Sequence[Array]) -> list[Array]:
         return [*self._sum_arrays(arrays[:dense]), *self._gather_arrays(arrays[dense:])]
@@ -172,10 +219,22 @@ class MPIEngine(Engine):
     def _gather_arrays(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:
             return []
-        rows = np.empty((self.size, len(arrays)), np.int64)
-        self._comm.Allgather(np.array([len(array) for array in arrays], np.int64), rows)
         tails = [array.shape[1:] for array in arrays]
         dtypes = [array.dtype for array in arrays]
+        # Beside the lengths, the bytes of a row: what does not fit would be taken apart at wrong places, silently.
+        widths = [math.prod(tail) * dtype.itemsize for tail, dtype in zip(tails, dtypes, strict=True)]
+        mine = [[len(array) for array in arrays], widths]
+        lengths = np.empty((self.size, 2, len(arrays)), np.int64)
+        self._comm.Allgather(np.array(mine, np.int64), lengths)
+        rows = lengths[:, 0]
+        if (differing := np.argwhere(lengths[:, 1] != lengths[0, 1])).size:
+            rank, place = differing[0]
+            raise EngineError(
+                f"Ranks differ in the tensors to gather. Received: {lengths[0, 1, place]} bytes a row of tensor "
+                f"{place} on rank 0 and {lengths[rank, 1, place]} on rank {rank}; on this rank {self.rank} the shape "
+                f"{arrays[place].shape} of {dtypes[place]}. Expected: equal dtypes, and dimensions but the first. "
+                "Fix: look for a shape that depends on the rank's own data."
+            )
         shapes = [[(int(n), *tail) for n, tail in zip(counts, tails, strict=True)] for counts in rows]
         received = self._gather_bytes(fusion.to_bytes(arrays), [fusion.byte_length(each, dtypes) for each in shapes])
         by_rank = [fusion.from_bytes(part, each, dtypes) for part, each in zip(received, shapes, strict=True)]
@@ -225,11 +284,6 @@ class MPIEngine(Engine):
 def _to_array(tensor: tf.Tensor) -> Array:
     """Returns an eager tensor's values, without a copy where TensorFlow can: it cannot for a bfloat16 scalar."""
     return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
-
-
-def _any_length(shape: tf.TensorShape) -> tf.TensorShape:
-    """Returns the shape with an unknown first dimension."""
-    return shape if shape.rank is None else tf.TensorShape([None, *shape[1:]])
 
 
 def _import_mpi() -> Any:

@@ -24,6 +24,7 @@ class SingleEngine(Engine):
     size = 1
     local_rank = 0
     local_size = 1
+    seconds = 0.0
 
     def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """Returns the tensors; see `Engine.allreduce`."""

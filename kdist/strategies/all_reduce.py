@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from kdist._tf_internals import ReplicaContext, Strategy, StrategyExtendedV1
 from kdist.engines.engine import Engine
 from kdist.errors import NotSynchronizedError
-from kdist.strategies._tf_internals import ReplicaContext, Strategy, StrategyExtendedV1
 
 
 class ReplicaStep(Protocol):

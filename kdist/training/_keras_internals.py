@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 import random
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -26,11 +28,11 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.utils.io_utils import print_msg
 
 DataAdapter = data_adapter.DataAdapter
 TFEpochIterator = tensorflow_trainer.TFEpochIterator
 Trainer = tensorflow_trainer.TensorFlowTrainer
-get_data_adapter = data_adapters.get_data_adapter
 
 __all__ = [
     "DataAdapter",
@@ -40,8 +42,8 @@ __all__ = [
     "TFEpochIterator",
     "Trainer",
     "data_adapter_utils",
-    "get_data_adapter",
     "get_keras_mask",
+    "print_msg",
 ]
 
 VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -90,20 +92,80 @@ def epoch_iterators(make: Callable[..., Any], strategy: tf.distribute.Strategy) 
     """Lets `fit`, `evaluate` and `predict` of models of one strategy take their data from `make`.
 
     Args:
-        make: callable with the arguments of Keras' `TFEpochIterator`, returning one.
+        make: callable of Keras' data adapter for what the user gave, and of `steps_per_epoch` and
+            `steps_per_execution` by name, that returns an iterator in the place of Keras' `TFEpochIterator`.
         strategy: the strategy whose models are meant; all others get Keras' own iterator.
     """
 
-    def dispatch(*args: Any, distribute_strategy: Any = None, **kwargs: Any) -> Any:
+    def dispatch(
+        *args: Any,
+        distribute_strategy: Any = None,
+        steps_per_epoch: int | None = None,
+        steps_per_execution: int = 1,
+        **kwargs: Any,
+    ) -> Any:
         if distribute_strategy is strategy:
-            return make(*args, distribute_strategy=distribute_strategy, **kwargs)
-        return outer(*args, distribute_strategy=distribute_strategy, **kwargs)
+            adapter = data_adapters.get_data_adapter(*args, steps_per_epoch=steps_per_epoch, **kwargs)
+            return make(adapter, steps_per_epoch=steps_per_epoch, steps_per_execution=steps_per_execution)
+        return outer(
+            *args,
+            distribute_strategy=distribute_strategy,
+            steps_per_epoch=steps_per_epoch,
+            steps_per_execution=steps_per_execution,
+            **kwargs,
+        )
 
     outer, tensorflow_trainer.TFEpochIterator = tensorflow_trainer.TFEpochIterator, dispatch
     try:
         yield
     finally:
         tensorflow_trainer.TFEpochIterator = outer
+
+
+@contextlib.contextmanager
+def callback_lists(make: Callable[..., Any], strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Lets `fit`, `evaluate` and `predict` of models of one strategy take their `CallbackList` from `make`.
+
+    So a verb needs no argument of kdist's, and a model's own `fit(self, *args, **kwargs)` may pass on any it likes.
+
+    Args:
+        make: callable with the arguments of `keras.callbacks.CallbackList`, whose first may be such a list; it returns
+            one, which the verb and the verbs within it then take as it is.
+        strategy: the strategy whose models are meant; all others get Keras' own list.
+    """
+    plain = keras.callbacks.CallbackList
+    made: list[keras.callbacks.CallbackList] = []
+
+    class Door(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return any(instance is each for each in made)
+
+        def __call__(cls, callbacks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if getattr(kwargs.get("model"), "distribute_strategy", None) is strategy:
+                made.append(make(callbacks, *args, **kwargs))
+                return made[-1]
+            return callbacks if isinstance(callbacks, plain) else plain(callbacks, *args, **kwargs)
+
+    outer = tensorflow_trainer.callbacks_module
+    tensorflow_trainer.callbacks_module = types.SimpleNamespace(CallbackList=Door("CallbackList", (), {}))
+    try:
+        yield
+    finally:
+        tensorflow_trainer.callbacks_module = outer
+
+
+def calling_list() -> keras.callbacks.CallbackList | None:
+    """Returns the `CallbackList` that is calling one of its callbacks, `None` if there is none.
+
+    A callback is told its model and its parameters, and nobody tells it of the others.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, keras.callbacks.CallbackList):
+            return caller
+        frame = frame.f_back
+    return None
 
 
 def is_overridden(model: keras.Model, verb: str) -> bool:
@@ -237,6 +299,12 @@ def array_parts(adapter: Any) -> tuple[Any, int, int, bool | str] | None:
 
     inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
     return tensors(inputs), adapter._num_samples, adapter._batch_size, adapter._shuffle
+
+
+def is_built(model: keras.Model) -> tuple[bool, bool]:
+    """Returns whether a model has all its weights, and whether its compiled losses and metrics are built."""
+    compiled = [part for part in (model._compile_metrics, model._compile_loss) if part is not None]
+    return all(layer.built for layer in model._flatten_layers()), all(part.built for part in compiled)
 
 
 class PyDatasetParts(NamedTuple):

@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from kdist.scaling import num_warmup_steps
 from kdist.training import state
-from kdist.training.step import optimizers_of
+from kdist.training.optimizers import optimizers_of
 
 if TYPE_CHECKING:
+    from kdist.training.backup import Backup
     from kdist.training.replicated_model import ReplicatedModel
 
 logger = logging.getLogger("kdist")
-
-FILE_WRITERS = (
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-)
-"""Keras' callbacks that only write what others read: the chief's are enough."""
-
-
-@contextlib.contextmanager
-def with_agreement(callbacks: Any, owner: ReplicatedModel, verb: str, is_outermost: bool) -> Iterator[Any]:
-    """Gives the callbacks that this rank runs: the user's between kdist's own; file writers on the chief only.
-
-    Args:
-        callbacks: a `keras.callbacks.CallbackList`, a list, one callback, or `None`. A `CallbackList` is as it was when
-            the context is left.
-        owner: the `ReplicatedModel`.
-        verb: str, `"fit"`, `"evaluate"` or `"predict"`.
-        is_outermost: bool, whether no other verb of the model is running around this one.
-    """
-    is_container = isinstance(callbacks, keras.callbacks.CallbackList)
-    given = callbacks.callbacks if is_container else keras.tree.flatten(callbacks) if callbacks is not None else []
-    users = [each for each in given if owner.engine.rank == 0 or not isinstance(each, FILE_WRITERS)]
-    first, last = EffectiveRateLog(owner), Agreement(owner, verb, is_outermost)
-    if not is_container:
-        yield [first, *users, last]
-        return
-    before = list(given)
-    for each in (first, last):
-        each.set_params(callbacks.params)
-        each.set_model(owner.model)
-    callbacks.callbacks[:] = [first, *users, last]
-    try:
-        yield callbacks
-    finally:
-        callbacks.callbacks[:] = before
 
 
 class EffectiveRateLog(keras.callbacks.Callback):
@@ -82,13 +43,19 @@ class Agreement(keras.callbacks.Callback):
         owner: the `ReplicatedModel`.
         verb: str, `"fit"`, `"evaluate"` or `"predict"`.
         is_outermost: bool, whether no other verb of the model is running around this one.
+        has_company: bool, whether any rank was given a callback, which may have written what others read.
+
+    Attributes:
+        backups: list of `Backup`, which take up an interrupted training.
     """
 
-    def __init__(self, owner: ReplicatedModel, verb: str, is_outermost: bool) -> None:
+    def __init__(self, owner: ReplicatedModel, verb: str, is_outermost: bool, has_company: bool) -> None:
         super().__init__()
         self._owner = owner
         self._verb = verb
         self._is_outermost = is_outermost
+        self._has_company = has_company
+        self.backups: list[Backup] = []
         self._is_checked = False
         self._num_steps = 0
         # Before the user's callbacks, which may restore another rate on the chief alone.
@@ -98,8 +65,10 @@ class Agreement(keras.callbacks.Callback):
         """Broadcasts the state, after the user's callbacks may have restored it on the chief."""
         owner = self._owner
         state.check_agreement(owner.engine, "the optimizer given to fit", self._given_rates)
+        owner.requests.withdraw("stop", "preempt")
+        for backup in self.backups:
+            backup.begin()
         owner.enter(self._verb)
-        owner.forget_stop()
         for rate in owner.rates():
             if not rate.warmup_is_known and self.params.get("steps") is not None:
                 rate.set_warmup(self._warmup_steps(self.params["steps"]))
@@ -120,13 +89,18 @@ class Agreement(keras.callbacks.Callback):
         owner = self._owner
         self._num_steps = batch + 1
         if not self._is_checked:
+            owner.requests.agree()  # a callback may have set weights on one rank already
+        if "weights" in owner.requests.granted:
+            owner.take_over_weights()
+        if not self._is_checked:
             self._is_checked = True
             state.check_equal(owner.engine, {v.path: v for v in self.model.trainable_variables})
-        if owner.stop_is_agreed:
+        if "stop" in owner.requests.granted:
             self.model.stop_training = True
         elif self.model.stop_training:
-            owner.stop_requested.assign(1.0)
+            owner.requests.ask("stop")
             self.model.stop_training = False
+        owner.requests.send()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Agrees at once: between epochs no message is due that the wish could ride in."""
@@ -136,7 +110,21 @@ class Agreement(keras.callbacks.Callback):
                 rate.set_warmup(self._warmup_steps(self._num_steps))
         for rate, requests in zip(rates, self._owner.engine.allreduce([rate.request() for rate in rates]), strict=True):
             rate.agree(requests)
-        self._owner.agree_to_stop()
+        self._owner.agree()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Agrees for the last time, when all callbacks have ended: whoever reads now finds what they wrote."""
+        self._owner.agree()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Waits until the callbacks' files are there."""
+        if self._verb == "evaluate" and self._is_outermost and self._has_company:
+            self._owner.engine.barrier()
+
+    def on_predict_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Waits until the callbacks' files are there."""
+        if self._verb == "predict" and self._is_outermost and self._has_company:
+            self._owner.engine.barrier()
 
     def _warmup_steps(self, steps_per_epoch: int) -> float:
         return num_warmup_steps(self._owner.settings.warmup_epochs, self.params.get("epochs", 1), steps_per_epoch)

@@ -1,4 +1,4 @@
-"""The arguments of a call of one of a model's verbs: read, compared and changed whatever the method's own signature."""
+"""The arguments of a call of one of a model's verbs: read and compared whatever the method's own signature."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
-
-from kdist.errors import ScopeError
 
 
 def comparable(arguments: dict[str, Any]) -> dict[str, str]:
@@ -25,24 +23,12 @@ def comparable(arguments: dict[str, Any]) -> dict[str, str]:
 
 
 def named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Returns the dictionary in which a call's keyword arguments can be read and changed.
-
-    A user's own `fit(self, *args, **kwargs)` keeps them in its `kwargs`.
-
-    Raises:
-        ScopeError: if the method takes no callbacks, by which the ranks agree.
-    """
-    parameters = bound.signature.parameters
-    if "callbacks" in parameters:
-        return bound.arguments
-    for name, parameter in parameters.items():
+    """Returns a call's arguments by name, those in a user's own `fit(self, *args, **kwargs)` too."""
+    named = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            return bound.arguments.setdefault(name, {})
-    raise ScopeError(
-        f"A model's own method takes no callbacks, by which the ranks agree. Received: a method with the arguments "
-        f"{', '.join(parameters) or 'none'}. Expected Keras' own arguments, `callbacks` among them. Fix: let it take "
-        "`**kwargs` and pass them on to `super()`."
-    )
+            named.update(named.pop(name, {}))
+    return named
 
 
 def like(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from kdist.data.py_dataset import PyDatasetSource
 from kdist.data.shard import Shard
 from kdist.data.source import Source, no_samples
 from kdist.training import _keras_internals as internals
+from kdist.training.position import Position
 from kdist.training.sources import batch_to_build_on
+from kdist.training.state import random_state, set_random_state
+from kdist.training.step_wrappers import replaced
 
 
 class SourceAdapter(internals.DataAdapter):
@@ -20,11 +26,15 @@ class SourceAdapter(internals.DataAdapter):
     Args:
         source: `Source`, this rank's shards.
         before_hook: callable, runs on all ranks before the source's own epoch hooks: these may shuffle.
+
+    Attributes:
+        hooks: list of tuples `(name, states)`, which hooks of the user's were called, and in which random state.
     """
 
     def __init__(self, source: Source, before_hook: Callable[[], None]) -> None:
         self.source = source
         self._before_hook = before_hook
+        self.hooks: list[tuple[str, dict[str, Any]]] = []
 
     def get_tf_dataset(self) -> tf.data.Dataset:
         """Returns a dataset of `Shard`; one pass over it is an epoch."""
@@ -46,13 +56,29 @@ class SourceAdapter(internals.DataAdapter):
 
     def on_epoch_begin(self) -> None:
         """Tells the source that an epoch begins."""
-        self._before_hook()
+        self._prepare("on_epoch_begin")
         self.source.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
         """Tells the source that an epoch has ended."""
-        self._before_hook()
+        self._prepare("on_epoch_end")
         self.source.on_epoch_end()
+
+    def _prepare(self, name: str) -> None:
+        self._before_hook()
+        if self.source.has_hooks:
+            self.hooks.append((name, random_state()))
+
+    def repeat_hooks(self, hooks: list[tuple[str, dict[str, Any]]]) -> None:
+        """Calls what the user's hooks were called for before an interruption, in the random states that were.
+
+        Args:
+            hooks: list as in `hooks`, from the beginning of `fit`.
+        """
+        for name, states in hooks[len(self.hooks) :]:
+            set_random_state(states)
+            self.source.repeat_hook(name)
+        self.hooks = list(hooks)
 
 
 class ShardedEpochIterator(internals.TFEpochIterator):
@@ -62,10 +88,12 @@ class ShardedEpochIterator(internals.TFEpochIterator):
         adapter: `SourceAdapter`, the data.
         strategy: the strategy, as Keras' own iterator takes it.
         steps_per_epoch: int or `None`, steps of an epoch if the user gave their number.
-        steps_per_execution: int, steps a call of the training function makes.
+        steps_per_execution: int, steps a call of the model's function makes during a pass.
+        model: `keras.Model`, which makes them.
         begin_pass: callable, runs on all ranks before the first step of a pass.
         end_pass: callable, runs on all ranks after the last step of a pass.
         is_chief: bool, whether this rank gives Keras' warnings.
+        remake: callable that makes the source anew, with another base of its orders.
     """
 
     def __init__(
@@ -75,19 +103,28 @@ class ShardedEpochIterator(internals.TFEpochIterator):
         strategy: tf.distribute.Strategy,
         steps_per_epoch: int | None,
         steps_per_execution: int,
+        model: keras.Model,
         begin_pass: Callable[[], None],
         end_pass: Callable[[], None],
         is_chief: bool,
+        remake: Callable[[int], Source],
     ) -> None:
         internals.EpochIterator.__init__(
             self, adapter, steps_per_epoch=steps_per_epoch, steps_per_execution=steps_per_execution
         )
         self._distribute_strategy = strategy
         self._distributed_dataset = adapter.get_tf_dataset()
+        self._model = model
         self._begin_pass = begin_pass
         self._end_pass = end_pass
         self._is_chief = is_chief
+        self._remake = remake
         self._is_first_pass = True
+        # Where training stands: see `Position`.
+        self._source_epoch = -1
+        self._pass_epoch = -1
+        self._num_passes = 0
+        self._resumed: Position | None = None
 
     def __iter__(self) -> ShardedEpochIterator:
         """Begins a pass."""
@@ -101,7 +138,8 @@ class ShardedEpochIterator(internals.TFEpochIterator):
         Raises:
             DataError: on all ranks, if the very first step found no data.
         """
-        with super().catch_stop_iteration():
+        executions = replaced(self._model, "steps_per_execution", self.steps_per_execution)
+        with super().catch_stop_iteration(), executions:
             try:
                 yield
             except (StopIteration, tf.errors.OutOfRangeError):
@@ -112,10 +150,99 @@ class ShardedEpochIterator(internals.TFEpochIterator):
         self._is_first_pass = False
         self._end_pass()
 
+    # Where training stands, and how it gets there again.
+
+    def position(self, epoch_step: int) -> Position:
+        """Returns where training stands.
+
+        Args:
+            epoch_step: int, the steps that the current epoch has made; 0 between epochs.
+        """
+        source = self.data_adapter.source
+        keeps_iterator = self.steps_per_epoch is not None
+        return Position(
+            kind=type(source).__name__,
+            seed=source.plan.seed,
+            group_size=source.plan.group_size,
+            batch_size=source.batch_size,
+            extent=source.extent,
+            steps_per_epoch=source.plan.steps_per_epoch,
+            num_steps=self._num_batches,
+            source_epoch=self._source_epoch,
+            num_passes=self._num_passes,
+            pass_epoch=self._pass_epoch,
+            pass_step=self._steps_seen if keeps_iterator else epoch_step,
+            epoch_step=epoch_step,
+        )
+
+    def is_last(self, epoch_step: int) -> bool:
+        """Returns whether an epoch that has made so many steps is known to be through."""
+        num_steps = self.steps_per_epoch or self._num_batches
+        is_pass_over = self._num_batches is not None and self._steps_seen >= self._num_batches
+        return is_pass_over or (num_steps is not None and epoch_step >= num_steps)
+
+    def resume(self, position: Position) -> Position:
+        """Goes to where an interrupted training stood, before the first pass begins.
+
+        Args:
+            position: `Position`, of any number of ranks.
+
+        Returns:
+            The same place in this data.
+        """
+        source = self.data_adapter.source
+        if position.seed != source.plan.seed and self._remakes(source):
+            source = self.data_adapter.source = self._remake(position.seed)
+            self._distributed_dataset = self.data_adapter.get_tf_dataset()
+        position = position.of_source(source)
+        ragged = position.epoch_step % self.steps_per_execution
+        position = dataclasses.replace(
+            position, epoch_step=position.epoch_step - ragged, pass_step=position.pass_step - ragged
+        )
+        is_within = position.epoch_step > 0
+        self._source_epoch = position.source_epoch - is_within
+        self._pass_epoch = position.pass_epoch
+        self._is_first_pass = False
+        if self._num_batches is None and not self.steps_per_epoch:
+            self._num_batches: int | None = position.num_steps
+        source.resume(self._source_epoch, position.pass_epoch if position.pass_step else None, position.pass_step)
+        begins_later = not is_within and self.steps_per_epoch is None
+        for _ in range(position.num_passes - (not begins_later) if source.follows_iterators else 0):
+            iter(self._distributed_dataset)
+        self._num_passes = position.num_passes - (not begins_later)
+        self._resumed = position
+        if not begins_later and self.steps_per_epoch is not None:
+            self._current_iterator = iter(self._get_iterator())
+            self._steps_seen = position.pass_step - position.epoch_step
+        return position
+
+    def _remakes(self, source: Source) -> bool:
+        return not source.draws_in_background or isinstance(source, PyDatasetSource)
+
+    def _get_iterator(self) -> tf.data.Dataset:
+        """Returns the dataset over which the next pass goes."""
+        self._num_passes += 1
+        resumed = self._resumed
+        if resumed is not None and resumed.pass_step:
+            return self._distributed_dataset.skip(resumed.pass_step)
+        return self._distributed_dataset
+
+    def _enumerate_iterator(self) -> Iterator[Any]:
+        """Yields the steps of an epoch; of an interrupted one those that it did not make."""
+        self._source_epoch += 1
+        made = self._resumed.epoch_step if self._resumed else 0
+        for begin, end, iterator in super()._enumerate_iterator():
+            self._resumed = None  # a second iterator begins from the beginning
+            if begin < made:
+                continue
+            if self._steps_seen == self.steps_per_execution:
+                self._pass_epoch = self._source_epoch
+            yield begin, end, iterator
+
     def _interrupted_warning(self) -> None:
         if self._is_chief:
             super()._interrupted_warning()
 
-    def batch_to_build_on(self) -> Any:
-        """Returns a batch, or its signature where that is enough, without taking one from the epoch."""
-        return batch_to_build_on(self.data_adapter.source)
+    def batch_to_build_on(self, model: keras.Model) -> Any:
+        """Returns what a model is built on, without taking a batch from the epoch."""
+        return batch_to_build_on(self.data_adapter.source, model)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
@@ -74,6 +75,66 @@ def add_over_ranks(engine: Engine, variables: Sequence[keras.Variable], before: 
         if variable.aggregation == "mean":
             total = total / tf.cast(engine.size, total.dtype)
         variable.assign(tf.cast(_numeric(start) + total, variable.dtype))
+
+
+class MetricsOfPass:
+    """A model's metrics in a pass over the data: each rank counts its own rows, and at the end all are added.
+
+    Args:
+        model: `keras.Model`.
+        engine: `Engine`, how the ranks talk to each other.
+    """
+
+    def __init__(self, model: keras.Model, engine: Engine) -> None:
+        self._model = model
+        self._engine = engine
+        self._start: dict[int, tf.Tensor] = {}
+        self._resumed: list[Any] | None = None
+
+    def begin(self) -> None:
+        """Notes what all ranks have in common."""
+        self._start = {id(v): tf.identity(v.value) for v in self._model.metrics_variables}
+        if self._resumed is not None:
+            for variable, value in zip(self._model.metrics_variables, self._resumed, strict=True):
+                variable.assign(value)
+            self._resumed = None
+
+    def end(self) -> None:
+        """Adds what each rank has counted since.
+
+        Collective: every rank must call this, in the same order.
+        """
+        variables = self._model.metrics_variables
+        add_over_ranks(self._engine, variables, [self._start.get(id(v), tf.zeros_like(v.value)) for v in variables])
+        self.begin()  # an evaluation within an epoch: what follows is added to what all ranks have now
+
+    def shares(self) -> list[Any]:
+        """Returns what each rank has, arrays with one entry a rank.
+
+        Collective: every rank must call this, in the same order.
+        """
+        values = [tf.convert_to_tensor(variable.value)[tf.newaxis] for variable in self._model.metrics_variables]
+        return [np.asarray(value) for value in self._engine.allgather(values)]
+
+    def resume(self, shares: Sequence[Any]) -> None:
+        """Goes on, when the next pass begins, with what the ranks of an interrupted training had.
+
+        Args:
+            shares: sequence of arrays, as `shares` has returned them, of any number of ranks.
+        """
+        self._resumed = [
+            _share(variable, share, self._engine)
+            for variable, share in zip(self._model.metrics_variables, shares, strict=True)
+        ]
+
+
+def _share(variable: keras.Variable, shares: Any, engine: Engine) -> Any:
+    if len(shares) == engine.size:
+        return shares[engine.rank]
+    if variable.aggregation == "mean":
+        return shares.mean(axis=0)
+    total = shares.any(axis=0) if shares.dtype == bool else shares.sum(axis=0, dtype=shares.dtype)
+    return total if engine.rank == 0 else np.zeros_like(total)
 
 
 def _numeric(value: tf.Tensor) -> tf.Tensor:

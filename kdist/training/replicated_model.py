@@ -7,7 +7,6 @@ Keras' own and call them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import inspect
@@ -20,37 +19,24 @@ import keras
 import tensorflow as tf
 
 from kdist.data.shard import Shard
-from kdist.scaling import learning_rate_rule
+from kdist.errors import ScopeError
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.training import _keras_internals as internals
-from kdist.training import state
-from kdist.training.agreement import with_agreement
+from kdist.training import saving, state
 from kdist.training.arguments import comparable, like, named_arguments
+from kdist.training.callback_list import replicated_callbacks
 from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
-from kdist.training.learning_rate import EffectiveRate, innermost
-from kdist.training.logs import flat_logs, mean_logs
-from kdist.training.metrics import add_over_ranks
-from kdist.training.sources import describe_source, holds_random_state, make_source, split_batch
-from kdist.training.step import Step, TrainStep, optimizers_of
+from kdist.training.learning_rate import EffectiveRate, EffectiveRates
+from kdist.training.logs import measured_logs
+from kdist.training.metrics import MetricsOfPass, add_over_ranks, flat_metrics
+from kdist.training.optimizers import optimizers_of
+from kdist.training.predictions import gather_rows, restored
+from kdist.training.requests import Requests
+from kdist.training.settings import Settings
+from kdist.training.sources import describe_source, has_fixed_shapes, holds_random_state, make_source, split_batch
+from kdist.training.step import Step, TrainStep
 
 logger = logging.getLogger("kdist")
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What a scope was asked to do with the models made in it.
-
-    Attributes:
-        scale_batch: bool, whether `batch_size` is what each replica sees.
-        scale_lr: `"auto"`, `"linear"`, `"sqrt"`, a number or `None`.
-        warmup_epochs: `"auto"` or a number of epochs.
-        auto_shard: bool, whether kdist shares the data out.
-    """
-
-    scale_batch: bool = True
-    scale_lr: str | float | None = "auto"
-    warmup_epochs: str | float = "auto"
-    auto_shard: bool = True
 
 
 def replicate(model: keras.Model, strategy: AllReduceStrategy, settings: Settings) -> None:
@@ -84,15 +70,21 @@ class ReplicatedModel:
         self.engine = strategy.engine
         self.settings = settings
         self._verbs: list[str] = []
-        self._rates: dict[int, EffectiveRate] = {}
-        self._pass_start: dict[int, tf.Tensor] = {}
+        self._rates = EffectiveRates(
+            model, scale_lr=settings.scale_lr, scale_batch=settings.scale_batch, size=self.engine.size
+        )
+        self.metrics = MetricsOfPass(model, self.engine)
+        self._widths_differ = False
+        self._dense_outputs: list[bool] = []
+        self._results: dict[str, dict[str, Callable[[], Any]]] = {}
         self._holds_random_state = False
+        self._random_state = ""  # as it was when the outermost verb began: a generator may have drawn from it since
         self._num_sources = 0
         self._warned_of_jit = False
         self._on_batch_ready: set[tuple[str, int]] = set()
-        self.stop_is_agreed = False
-        with tf.init_scope():
-            self.stop_requested = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="kdist_stop_requested")
+        self.requests = Requests(self.engine)
+        self.writes = self.engine.rank == 0
+        self.training_data: ShardedEpochIterator | None = None
 
     def install(self) -> None:
         """Puts the wrappers on the instance, in front of what its class says."""
@@ -107,6 +99,8 @@ class ReplicatedModel:
             "test_step": self.test_step,
             "predict_step": self.predict_step,
             "_maybe_symbolic_build": self._maybe_symbolic_build,
+            "_get_metrics_result_or_logs": self._get_metrics_result_or_logs,
+            **saving.wrappers(self),
         }
         for name, wrapper in wrappers.items():
             self.model.__dict__[name] = like(getattr(type(self.model), name), wrapper)
@@ -119,24 +113,28 @@ class ReplicatedModel:
 
     def _verb(self, name: str, *args: Any, **kwargs: Any) -> Any:
         original = self._original(name)
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        given = named_arguments(bound)
-        if isinstance(given.get("callbacks"), keras.callbacks.CallbackList) and self._verbs:
+        if isinstance(kwargs.get("callbacks"), keras.callbacks.CallbackList) and self._verbs:
             with self._running(name):  # validation within fit: everything is set up
                 return original(*args, **kwargs)
         is_outermost = not self._verbs
         self._agree_random_state()
+        if is_outermost:
+            self._random_state = repr(random.getstate())
+        else:
+            self.agree()  # a callback may have loaded weights on this rank
+        given = named_arguments(inspect.signature(original).bind(*args, **kwargs))
         state.check_agreement(self.engine, f"the arguments of {name}", comparable(given))
         self._without_jit()
-        if self.engine.rank != 0:
-            given["verbose"] = 0
+        if name == "fit":
+            self.training_data = None
         with (
-            with_agreement(given.get("callbacks"), self, name, is_outermost) as given["callbacks"],
             self._running(name),
+            replicated_callbacks(self, name, is_outermost),
             internals.epoch_iterators(self._make_iterator, self.strategy),
         ):
             try:
-                return original(*bound.args, **bound.kwargs)
+                result = original(*args, **kwargs)
+                return restored(result, self._dense_outputs) if name == "predict" else result
             finally:
                 if is_outermost:
                     self._holds_random_state = False
@@ -147,12 +145,26 @@ class ReplicatedModel:
         if key not in self._on_batch_ready:
             self._agree_random_state()
             self._without_jit()
+            if name == "predict_on_batch":  # the others enter when Keras builds the model; here it does not
+                built = self.model.built
+                state.check_agreement(self.engine, f"the model given to {name}", {"whether it is built": built})
+                if built:
+                    self.enter(name)
+        else:
+            self.agree()  # a rank may have loaded weights since
         with self._running(name):
             result = self._original(name)(*args, **kwargs)
+        if name == "predict_on_batch":
+            result = restored(result, self._dense_outputs)
         if key not in self._on_batch_ready and name == "train_on_batch":
             state.check_equal(self.engine, {v.path: v for v in self.model.trainable_variables})
         self._on_batch_ready.add(key)
         return result
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one of the verbs runs: who asks is a callback, or the model's own code."""
+        return bool(self._verbs)
 
     @contextlib.contextmanager
     def _running(self, name: str) -> Iterator[None]:
@@ -175,55 +187,55 @@ class ReplicatedModel:
     # Data.
 
     def _make_iterator(
-        self,
-        x: Any = None,
-        y: Any = None,
-        sample_weight: Any = None,
-        batch_size: int | None = None,
-        steps_per_epoch: int | None = None,
-        shuffle: bool | str = False,
-        class_weight: Any = None,
-        distribute_strategy: Any = None,
-        steps_per_execution: int = 1,
+        self, adapter: Any, *, steps_per_epoch: int | None, steps_per_execution: int
     ) -> ShardedEpochIterator:
-        adapter = internals.get_data_adapter(
-            x=x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps_per_epoch,
-            shuffle=shuffle,
-            class_weight=class_weight,
-        )
-        source = make_source(
+        remake = functools.partial(
+            make_source,
             adapter,
             self.engine,
             scale_batch=self.settings.scale_batch,
             auto_shard=self.settings.auto_shard,
-            seed=self._next_seed(),
             steps_per_epoch=steps_per_epoch,
         )
+        source = remake(seed=self._next_seed())
         state.check_agreement(self.engine, f"the data given to {self._verbs[-1]}", describe_source(source))
-        if holds_random_state(source) and self._verbs[-1] == "fit":
+        if self._verbs[-1] == "predict" and self._widths_differ != (widths_differ := not has_fixed_shapes(source)):
+            self._widths_differ, self.model.predict_function = widths_differ, None
+        is_for_training = self._verbs[-1] == "fit" and self.training_data is None  # what fit makes later validates
+        if is_for_training and holds_random_state(source):
             self._holds_random_state = True
-        return ShardedEpochIterator(
+        iterator = ShardedEpochIterator(
             SourceAdapter(source, self._agree_random_state),
-            strategy=distribute_strategy,
+            strategy=self.strategy,
             steps_per_epoch=source.plan.job_steps_per_epoch,
-            steps_per_execution=steps_per_execution,
+            # The end of such data is noticed while a step is made: what an execution made before would be lost.
+            steps_per_execution=1 if source.ends_by_agreement else steps_per_execution,
+            model=self.model,
             begin_pass=self._begin_pass,
             end_pass=self._end_pass,
             is_chief=self.engine.rank == 0,
+            remake=lambda seed: remake(seed=seed),
         )
+        if is_for_training:
+            self.training_data = iterator
+        return iterator
+
+    @property
+    def data(self) -> ShardedEpochIterator:
+        """The data that the running `fit` trains on."""
+        if self.training_data is None:
+            raise ScopeError("Received: a question for the data of fit. Expected a running fit. Fix: call fit.")
+        return self.training_data
 
     def _next_seed(self) -> int:
         """Returns the base of the next input's orders: equal on all ranks, another at each call.
 
-        It follows from Python's random state, which `keras.utils.set_random_seed` sets, and takes nothing from it: what
-        the user's script draws later, the weights of the next model say, stays what it is in one process.
+        It follows from Python's random state as the verb began, which `keras.utils.set_random_seed` sets, and takes
+        nothing from it: what the user's script draws later, the weights of the next model say, stays what it is in one
+        process.
         """
         self._num_sources += 1
-        text = f"{random.getstate()} {self._num_sources}"
+        text = f"{self._random_state} {self._num_sources}"
         return int(hashlib.sha256(text.encode()).hexdigest()[:7], 16)
 
     def _agree_random_state(self) -> None:
@@ -233,44 +245,44 @@ class ReplicatedModel:
 
     def _begin_pass(self) -> None:
         if self._verbs[-1] != "predict":
-            self._note_metrics()
+            self.metrics.begin()
 
     def _end_pass(self) -> None:
         if self._verbs[-1] == "predict":
             return
-        variables = self.model.metrics_variables
-        before = [self._pass_start.get(id(v), tf.zeros_like(v.value)) for v in variables]
-        add_over_ranks(self.engine, variables, before)
-        self._note_metrics()  # an evaluation within an epoch: what follows is added to what all ranks have now
+        self.metrics.end()
         if self._verbs[-1] == "fit":
-            self.agree_to_stop()
+            self.agree()
 
-    def _note_metrics(self) -> None:
-        self._pass_start = {id(v): tf.identity(v.value) for v in self.model.metrics_variables}
-
-    def agree_to_stop(self) -> None:
-        """Makes all ranks stop training if one of them asks to.
+    def agree(self) -> None:
+        """Makes all ranks do at once what one of them asks for: stop training, take over its weights.
 
         Collective: every rank must call this, in the same order.
         """
-        asks = bool(self.model.stop_training) or bool(self.stop_requested > 0)
-        (total,) = self.engine.allreduce([tf.constant(int(asks), tf.int32)])
-        self.model.stop_training = bool(total > 0)
-        self.forget_stop()
+        if self.model.stop_training:
+            self.requests.ask("stop")
+        self.requests.agree()
+        self.model.stop_training = "stop" in self.requests.granted
+        self.requests.withdraw("stop")
+        if "weights" in self.requests.granted:
+            self.take_over_weights()
 
-    def forget_stop(self) -> None:
-        """Withdraws this rank's wish to stop, and what was agreed."""
-        self.stop_requested.assign(0.0)
-        self.stop_is_agreed = False
+    def take_over_weights(self) -> None:
+        """Gives all ranks the state of the first one that asks for it.
 
-    def _note_stop(self) -> None:
-        self.stop_is_agreed = True
+        Collective: every rank must call this, in the same order.
+        """
+        asking = self.engine.gather_objects(self.requests.asks("weights"))
+        self.requests.withdraw("weights")
+        state.broadcast_state(
+            self.engine, state.variables_of(self.model), root=asking.index(True) if any(asking) else 0
+        )
 
     # State.
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if isinstance(iterator, ShardedEpochIterator):
-            data_batch, iterator = iterator.batch_to_build_on(), None
+            data_batch, iterator = iterator.batch_to_build_on(self.model), None
         for optimizer in optimizers_of(self.model):
             # Made outside of the scope, it would not let its slots be made here.
             internals.set_optimizer_strategy(optimizer, self.strategy)
@@ -296,33 +308,15 @@ class ReplicatedModel:
             verb: str, what begins, for messages.
         """
         model = self.model
-        optimizers = optimizers_of(model)
         state.check_agreement(self.engine, f"the model given to {verb}", state.describe_model(model))
-        variables = {id(v): v for v in [*model.variables, *(v for o in optimizers for v in o.variables)]}
-        for generator in internals.seed_generators(model):
-            variables.setdefault(id(generator.state), generator.state)
-        state.broadcast_state(self.engine, list(variables.values()))
+        state.broadcast_state(self.engine, state.variables_of(model))
+        self.requests.withdraw("weights")
         if verb == "fit":
             model._initial_epoch = self.engine.broadcast_object(model._initial_epoch)
 
-    def rate_of(self, optimizer: keras.optimizers.Optimizer) -> EffectiveRate:
-        """Returns the effective rate of an innermost optimizer, made when it is first asked for."""
-        if id(optimizer) not in self._rates or self._rates[id(optimizer)].optimizer is not optimizer:
-            settings, size = self.settings, self.engine.size
-            rule = learning_rate_rule(
-                settings.scale_lr, type(optimizer).__name__, size, scale_batch=settings.scale_batch
-            )
-            # With a larger global batch an epoch has fewer steps: a schedule is to cover it all the same.
-            stretch = float(size) if settings.scale_batch and settings.scale_lr is not None else 1.0
-            held = {id(innermost(each)) for each in optimizers_of(self.model)}
-            self._rates = {key: rate for key, rate in self._rates.items() if key in held}  # not those of old compiles
-            with tf.init_scope():
-                self._rates[id(optimizer)] = EffectiveRate(optimizer, rule, stretch)
-        return self._rates[id(optimizer)]
-
     def rates(self) -> list[EffectiveRate]:
         """Returns the effective rates of the model's optimizers."""
-        return [self.rate_of(innermost(optimizer)) for optimizer in optimizers_of(self.model)]
+        return self._rates.all()
 
     # The steps: traced once, or run at every step in eager mode.
 
@@ -334,10 +328,9 @@ class ReplicatedModel:
         step = TrainStep(
             self.strategy.extended,
             data if is_shard else split_batch(data, self.engine),
-            rate_of=self.rate_of,
+            rate_of=self._rates.of,
             scaled=is_shard,
-            stop_requested=self.stop_requested,
-            on_stop_agreed=self._note_stop,
+            requests=self.requests,
         )
         return self._measured_step("train_step", step, alone=not is_shard)
 
@@ -364,10 +357,8 @@ class ReplicatedModel:
         # At the end of data of unknown length nothing of one more step may run, not even what needs no data: the count
         # of iterations, weight decay. (In plain Keras they may.)
         with step.running(model), tf.control_dependencies(arrived):
-            logs = flat_logs(self._original(name)(step.data))
-            is_metrics = isinstance(logs, dict) and set(logs) == set(model.get_metrics_result())
-            if not is_metrics:
-                logs = mean_logs(logs, step)
+            logs, results = measured_logs(lambda: self._original(name)(step.data), flat_metrics(model), step)
+        self._results[name] = results
 
         def undo() -> None:
             for variable, value in zip(variables, before, strict=True):
@@ -376,9 +367,19 @@ class ReplicatedModel:
         tf.cond(step.active, lambda: None, undo)
         if alone:
             add_over_ranks(self.engine, variables, before)
-            if is_metrics:
-                logs = model.get_metrics_result()
+            logs = self._with_results(name, logs)
         return logs
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        """Returns an epoch's logs: what is a metric's result is read from the metric, now that it is added up."""
+        name = "train_step" if self._verbs[-1] == "fit" else "test_step"
+        return self._with_results(name, self._original("_get_metrics_result_or_logs")(logs))
+
+    def _with_results(self, step_name: str, logs: Any) -> Any:
+        results = self._results.get(step_name, {})
+        if not isinstance(logs, dict):
+            return logs
+        return {key: results[key]() if key in results else value for key, value in logs.items()}
 
     def predict_step(self, data: Any) -> Any:
         """Predicts this rank's share and returns all ranks' predictions, in the order of the rows."""
@@ -388,5 +389,7 @@ class ReplicatedModel:
         step = Step(self.strategy.extended, shard)
         with step.running(self.model):
             outputs = self._original("predict_step")(step.data)
-        leaves = [output[: tf.cast(step.rows, tf.int32)] for output in keras.tree.flatten(outputs)]
-        return keras.tree.pack_sequence_as(outputs, self.engine.allgather(leaves))
+        leaves = keras.tree.flatten(outputs)
+        self._dense_outputs = [not isinstance(leaf, tf.RaggedTensor) for leaf in leaves]
+        gathered = [gather_rows(self.engine, leaf, step.rows, widths_differ=self._widths_differ) for leaf in leaves]
+        return keras.tree.pack_sequence_as(outputs, gathered)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from kdist.data.arrays import ArraySource
@@ -101,16 +102,14 @@ def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset
 
 def describe_source(source: Source) -> dict[str, Any]:
     """Returns what must be equal of a source on all ranks, as JSON values by name."""
-    described: dict[str, Any] = {
+    return {
         "kind": type(source).__name__,
         "signature": repr(source.signature),
         "number of samples or batches": source.extent,
         "number of steps": source.num_steps,
-    }
-    if isinstance(source, ArraySource):
         # An unseeded split or shuffle before the scope gives each rank other rows of the same shape.
-        described["means of some rows"] = source.glimpse()
-    return described
+        "seeds and means of some rows": source.glimpse(),
+    }
 
 
 def holds_random_state(source: Source) -> bool:
@@ -122,10 +121,24 @@ def holds_random_state(source: Source) -> bool:
     return source.draws_in_background and not isinstance(source, PyDatasetSource)
 
 
-def batch_to_build_on(source: Source) -> Any:
-    """Returns a batch, or its signature where that tells all shapes, without taking one from an epoch."""
-    signature = source.signature
-    shapes = [leaf.shape for leaf in tf.nest.flatten(signature) if leaf is not None]
-    if all(shape.rank is not None and shape[1:].is_fully_defined() for shape in shapes):
-        return signature
+def has_fixed_shapes(source: Source) -> bool:
+    """Returns whether all batches have the same shape but for the number of rows."""
+    shapes = [leaf.shape for leaf in tf.nest.flatten(source.signature) if leaf is not None]
+    return all(shape.rank is not None and shape[1:].is_fully_defined() for shape in shapes)
+
+
+def batch_to_build_on(source: Source, model: keras.Model) -> Any:
+    """Returns a batch, or its signature where that tells enough, without taking one from an epoch.
+
+    Args:
+        source: `Source`.
+        model: `keras.Model` that is to be built. If its weights are there, losses and metrics do without lengths, and
+            if all is there nothing is needed.
+    """
+    has_weights, has_losses = internals.is_built(model)
+    if has_weights and has_losses:
+        return None
+    ranks_are_known = all(leaf.shape.rank is not None for leaf in tf.nest.flatten(source.signature) if leaf is not None)
+    if has_fixed_shapes(source) or (has_weights and ranks_are_known):
+        return source.signature
     return source.example()

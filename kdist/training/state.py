@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -17,6 +17,7 @@ import tensorflow as tf
 from kdist.engines.engine import Engine
 from kdist.errors import MismatchError, NotSynchronizedError
 from kdist.training import _keras_internals as internals
+from kdist.training.optimizers import optimizers_of
 
 
 def check_agreement(engine: Engine, what: str, mine: Mapping[str, Any]) -> None:
@@ -137,6 +138,28 @@ def _raw(variable: Any) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def random_state() -> dict[str, Any]:
+    """Returns Python's and NumPy's random states (and PyTorch's, if it is loaded), as JSON can write them."""
+    torch = sys.modules.get("torch")
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": None if torch is None else torch.get_rng_state().tolist(),
+    }
+
+
+def set_random_state(states: Mapping[str, Any]) -> None:
+    """Sets what `random_state` has returned, here or elsewhere."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    torch = sys.modules.get("torch")
+    if torch is not None and states["torch"] is not None:
+        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+
+
 def agree_random_state(engine: Engine) -> None:
     """Gives every rank the root's Python and NumPy random states (and PyTorch's, if it is loaded).
 
@@ -145,22 +168,67 @@ def agree_random_state(engine: Engine) -> None:
     Args:
         engine: `Engine`, how the ranks talk to each other.
     """
-    torch = sys.modules.get("torch")
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    mine = {
-        "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": None if torch is None else torch.get_rng_state().tolist(),
-    }
-    root = engine.broadcast_object(mine if engine.rank == 0 else None)
-    if engine.rank == 0:
-        return
-    version, internal, gauss = root["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = root["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    if torch is not None and root["torch"] is not None:
-        torch.set_rng_state(torch.tensor(root["torch"], dtype=torch.uint8))
+    root = engine.broadcast_object(random_state() if engine.rank == 0 else None)
+    if engine.rank != 0:
+        set_random_state(root)
+
+
+def variables_of(model: keras.Model) -> list[Any]:
+    """Returns what all ranks hold alike: weights, statistics, random states and what the optimizers keep.
+
+    Metrics are not among it: each rank counts its own rows.
+
+    Args:
+        model: `keras.Model`.
+
+    Returns:
+        A list of `keras.Variable` and `tf.Variable`, each once, in an order that is the same on all ranks.
+    """
+    found = {id(variable): variable for variable in model.variables}
+    for optimizer in optimizers_of(model):
+        found.update({id(variable): variable for variable in optimizer.variables})
+    for generator in internals.seed_generators(model):
+        found.setdefault(id(generator.state), generator.state)
+    return list(found.values())
+
+
+class Difference(NamedTuple):
+    """Where ranks differ.
+
+    Attributes:
+        place: int, the number of the first variable that differs.
+        ranks: list of int, the ranks whose value is not that of most.
+        root: int, the lowest of the ranks that have what most have.
+    """
+
+    place: int
+    ranks: list[int]
+    root: int
+
+
+def first_difference(engine: Engine, variables: Sequence[Any]) -> Difference | None:
+    """Compares the bytes of variables over the ranks by a checksum of each; returns the same on all ranks.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks talk to each other.
+        variables: sequence of `keras.Variable` or `tf.Variable`, the same on all ranks.
+
+    Returns:
+        The first difference, or `None`.
+    """
+    variables = [variable for variable in variables if variable.dtype != "string"]
+    arrays = [np.ascontiguousarray(np.asarray(tf.convert_to_tensor(_raw(variable)))) for variable in variables]
+    mine = np.array([[zlib.crc32(array.reshape(-1).view(np.uint8).data) for array in arrays]], np.int64)
+    everyone = np.asarray(engine.allgather([tf.constant(mine)])[0])
+    differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))
+    if not differing.size:
+        return None
+    place = int(differing[0])
+    column = everyone[:, place].tolist()
+    usual = max(column, key=column.count)  # of several, what the lowest rank has
+    return Difference(place, [rank for rank, value in enumerate(column) if value != usual], column.index(usual))
 
 
 def check_equal(engine: Engine, named: Mapping[str, Any]) -> None:
@@ -175,15 +243,12 @@ def check_equal(engine: Engine, named: Mapping[str, Any]) -> None:
     Raises:
         NotSynchronizedError: naming the first variable that differs, and the ranks.
     """
-    digests = [hashlib.sha1(np.ascontiguousarray(np.asarray(_raw(v))).tobytes()).hexdigest() for v in named.values()]
-    everyone = engine.gather_objects(digests)
-    for number, name in enumerate(named):
-        differing = [rank for rank, theirs in enumerate(everyone) if theirs[number] != everyone[0][number]]
-        if differing:
-            raise NotSynchronizedError(
-                f"After the first training step {name!r} differs between the ranks. Received: other values on rank(s) "
-                f"{differing} than on rank 0. Expected every update to follow a reduction over the ranks. Fix: update "
-                "weights through an optimizer that is an attribute of the model (`self.optimizer.apply(...)`), not by "
-                f"`assign`. Versions: Keras {keras.__version__}, TensorFlow {tf.__version__}; if the training step is "
-                "Keras' own, this Keras does something that kdist does not know."
-            )
+    found = first_difference(engine, list(named.values()))
+    if found is not None:
+        raise NotSynchronizedError(
+            f"After the first training step {list(named)[found.place]!r} differs between the ranks. Received: other "
+            f"values on rank(s) {found.ranks} than on rank {found.root}. Expected every update to follow a reduction "
+            "over the ranks. Fix: update weights through an optimizer that is an attribute of the model "
+            f"(`self.optimizer.apply(...)`), not by `assign`. Versions: Keras {keras.__version__}, TensorFlow "
+            f"{tf.__version__}; if the training step is Keras' own, this Keras does something that kdist does not know."
+        )

@@ -13,30 +13,11 @@ from kdist.data.shard import Shard
 from kdist.errors import NotSynchronizedError
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.training import _keras_internals as internals
-from kdist.training.learning_rate import EffectiveRate, innermost
+from kdist.training.learning_rate import EffectiveRate
 from kdist.training.losses import GlobalLoss
 from kdist.training.metrics import flat_metrics, scalars_weighted
-
-
-def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers that a model holds, each once, in a fixed order: the compiled one and any attribute."""
-    found: dict[int, keras.optimizers.Optimizer] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, keras.optimizers.Optimizer):
-            found.setdefault(id(value), value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                visit(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                visit(item)
-
-    for layer in model._flatten_layers():
-        for value in list(vars(layer).values()):
-            visit(value)
-    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
-    return [optimizer for key, optimizer in found.items() if key not in inner]
+from kdist.training.optimizers import innermost, optimizers_of
+from kdist.training.requests import Requests
 
 
 class Step:
@@ -118,8 +99,10 @@ class TrainStep(Step):
         shard: `Shard`, this rank's rows and the counts.
         rate_of: callable that returns the `EffectiveRate` of an innermost optimizer.
         scaled: bool, whether updates take the scaled rate: not where the user's own batch is split.
-        stop_requested: scalar `float64` variable, 1 if this rank's callbacks ask to stop.
-        on_stop_agreed: callable, called while the step runs, on all ranks, if a rank asks to stop.
+        requests: `Requests`, what this rank's callbacks ask of all ranks.
+
+    Attributes:
+        local_gradients: list of tensors and `None`, this rank's own part of the gradients that an optimizer applies.
     """
 
     def __init__(
@@ -129,17 +112,16 @@ class TrainStep(Step):
         *,
         rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate],
         scaled: bool,
-        stop_requested: tf.Variable,
-        on_stop_agreed: Callable[[], None],
+        requests: Requests,
     ) -> None:
         super().__init__(extended, shard)
         self._rate_of = rate_of
         self._scaled = scaled
-        self._stop_requested = stop_requested
-        self._on_stop_agreed = on_stop_agreed
+        self._requests = requests
         self._state: _AssignedState | None = None
         self._weighted_losses: list[int] = []
         self._any_loss_was_scaled = False
+        self.local_gradients: list[Any] = []
 
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[None]:
@@ -166,13 +148,14 @@ class TrainStep(Step):
             return scale_loss(loss * tf.cast(self.weight, loss.dtype))
 
         def reduce_and_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-            with self._reduced(list(grads), optimizer) as reduced:
+            variables = trainable_variables or innermost(optimizer)._trainable_variables
+            with self._reduced(list(grads), variables, optimizer) as reduced:
                 return apply(reduced, trainable_variables)
 
         def reduce_and_apply_gradients(grads_and_vars: Any) -> Any:
             # Of its own, for an optimizer of the user's may clip here before it calls `apply`.
             grads, variables = zip(*grads_and_vars, strict=True)
-            with self._reduced(list(grads), optimizer) as reduced:
+            with self._reduced(list(grads), variables, optimizer) as reduced:
                 return apply_gradients(zip(reduced, variables, strict=True))
 
         wrappers = {
@@ -188,13 +171,25 @@ class TrainStep(Step):
                 del optimizer.__dict__[name]
 
     @contextlib.contextmanager
-    def _reduced(self, grads: list[Any], optimizer: keras.optimizers.Optimizer) -> Iterator[list[Any]]:
+    def _reduced(
+        self, grads: list[Any], variables: Sequence[Any], optimizer: keras.optimizers.Optimizer
+    ) -> Iterator[list[Any]]:
         """Gives the global gradients, and the effective rate to the optimizer while they are applied."""
         if self.applying or not grads:
             yield grads  # an inner optimizer, or the same one further down: they are reduced
             return
+        self.local_gradients = grads
         rate = self._rate_of(innermost(optimizer))
-        grads = self._reduce(grads, rate, loss_is_weighted=self._take_weighted_loss(optimizer))
+        overwriting = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
+        reduced = self._reduce(
+            [None if overwrites else grad for grad, overwrites in zip(grads, overwriting, strict=True)],
+            rate,
+            loss_is_weighted=self._take_weighted_loss(optimizer),
+        )
+        largest = self._largest(
+            [grad if overwrites else None for grad, overwrites in zip(grads, overwriting, strict=True)]
+        )
+        grads = [grad if other is None else other for grad, other in zip(reduced, largest, strict=True)]
         self.applying = True
         try:
             with rate.applied() if self._scaled else contextlib.nullcontext():
@@ -224,13 +219,24 @@ class TrainStep(Step):
             raise NotSynchronizedError("A gradient was reduced outside of a running step.")
         given = [grad for grad in grads if grad is not None]
         statistics = state.contributions(self)
-        request = tf.concat([[self._stop_requested], rate.request()], axis=0)
+        request = tf.concat([self._requests.sent, rate.request()], axis=0)
         addends = self._zeros_if_idle(given) if loss_is_weighted else [self.weighted(grad) for grad in given]
         *reduced, requests = self._extended.reduce_sum([*addends, *statistics, request])
         state.merge(reduced[len(given) :])
         self._grant(requests, rate)
         arrived = iter(reduced[: len(given)])
         return [None if grad is None else next(arrived) for grad in grads]
+
+    def _largest(self, values: list[Any]) -> list[Any]:
+        """Returns the elementwise maxima over the active ranks.
+
+        The scales and histories of float8 layers come as gradients, but are the largest absolute values in a batch:
+        that of all rows is the largest of the ranks'.
+        """
+        given = [tf.where(self.active, value, tf.zeros_like(value)) for value in values if value is not None]
+        gathered = self._extended.engine.allgather([value[tf.newaxis] for value in given]) if given else []
+        largest = iter([tf.reduce_max(value, axis=0) for value in gathered])
+        return [None if value is None else next(largest) for value in values]
 
     def _zeros_if_idle(self, grads: list[Any]) -> list[Any]:
         """Returns gradients of a weighted loss; zeros on an idle rank, where 0 times NaN would be NaN."""
@@ -243,14 +249,11 @@ class TrainStep(Step):
 
     def _grant(self, requests: tf.Tensor, rate: EffectiveRate) -> None:
         """Does what some rank asked for, on all ranks; nearly always nobody asks, and little is run."""
-
-        def note_stop(num_asking: Any) -> None:
-            if num_asking > 0:
-                self._on_stop_agreed()
+        num_names = self._requests.sent.shape[0]
 
         def grant() -> None:
-            rate.agree(requests[1:])
-            tf.numpy_function(note_stop, [requests[0]], [])
+            rate.agree(requests[num_names:])
+            tf.numpy_function(self._requests.note, [requests[:num_names]], [])
 
         tf.cond(tf.reduce_any(requests > 0), grant, lambda: None)
 

@@ -6,8 +6,6 @@ import pytest
 
 from tests.helpers import spmd
 
-pytest.importorskip("tensorflow")
-
 COMMAND = [sys.executable, "-m", "kdist.cli.main", "check", "-np", "2"]
 
 

@@ -2,11 +2,7 @@
 
 import sys
 
-import pytest
-
 from tests.helpers import spmd
-
-pytest.importorskip("tensorflow")
 
 COMMAND = [sys.executable, "-m", "kdist.cli.main", "env"]
 

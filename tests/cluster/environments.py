@@ -76,6 +76,8 @@ HOROVOD_GLOO = {
     "HOROVOD_RANK": "2",
     "HOROVOD_SIZE": "4",
 }
+# What `horovodrun --mpi` makes of Open MPI's mpirun, recorded.
+HOROVOD_MPI = {**OPENMPI_5, "NCCL_SOCKET_IFNAME": "lo", "OMPI_MCA_btl": "^openib", "OMPI_MCA_pml": "ob1"}
 SLURM_BATCH = {
     "SLURM_JOB_ID": "77",
     "SLURM_JOB_NUM_NODES": "2",
@@ -96,3 +98,40 @@ SLURM_STEP = {
     "SLURM_STEP_TASKS_PER_NODE": "3,2",
 }
 TPU_VM = {"TPU_ACCELERATOR_TYPE": "v4-8", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1", "TPU_WORKER_HOSTNAMES": "localhost"}
+
+# Open MPI 4, by its documentation and its orted: the same variables as version 5, beside others.
+OPENMPI_4 = {
+    "OMPI_APP_CTX_NUM_PROCS": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_FIRST_RANKS": "0",
+    "OMPI_MCA_ess": "^singleton",
+    "OMPI_MCA_orte_ess_num_procs": "4",
+    "OMPI_UNIVERSE_SIZE": "4",
+    "PMIX_ID": "1234567809.3",
+    "PMIX_NAMESPACE": "1234567809",
+    "PMIX_RANK": "3",
+    "PMIX_SERVER_TMPDIR": "/tmp/ompi.node1.1000/pid.77",
+}
+
+# `srun --mpi=pmix` and `srun --mpi=pmi2`, by Slurm's documentation.
+SLURM_PMIX = {**SLURM_STEP, "PMIX_NAMESPACE": "slurm.pmix.77.0", "PMIX_RANK": "4", "PMIX_SERVER_URI41": "pmix-server"}
+SLURM_PMI2 = {**SLURM_STEP, "PMI_FD": "9", "PMI_JOBID": "77.0", "PMI_RANK": "4", "PMI_SIZE": "5"}
+
+# TF_CONFIG of platforms, by their documentation.
+KUBEFLOW = {
+    "TF_CONFIG": '{"cluster": {"chief": ["mnist-chief-0.ns.svc:2222"], "worker": ["mnist-worker-0.ns.svc:2222", '
+    '"mnist-worker-1.ns.svc:2222"]}, "task": {"type": "worker", "index": 1}, "environment": "cloud"}'
+}
+SAGEMAKER = {
+    "TF_CONFIG": '{"cluster": {"worker": ["algo-1:8890", "algo-2:8890"]}, "environment": "cloud", '
+    '"task": {"index": 1, "type": "worker"}}'
+}
+VERTEX_AI = {
+    "CLUSTER_SPEC": '{"cluster": {"workerpool0": ["cmle-training-workerpool0-0:2222"]}}',
+    "TF_CONFIG": '{"cluster": {"chief": ["cmle-training-chief-0:2222"], "worker": ["cmle-training-worker-0:2222"]}, '
+    '"environment": "cloud", "job": "{}", "task": {"index": 0, "type": "chief"}}',
+}

@@ -20,14 +20,25 @@ ONE_WORKER = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}, "task": {
         ({}, ("none", 0, 1, 0, 1)),
         (envs.PREPARED_SHELL, ("none", 0, 1, 0, 1)),
         (envs.OPENMPI_5, ("openmpi", 1, 2, 1, 2)),
+        (envs.OPENMPI_4, ("openmpi", 3, 4, 1, 2)),
         (envs.MPICH_5, ("mpich", 1, 2, 1, 2)),
         (envs.INTEL_MPI, ("intel_mpi", 2, 4, 0, 2)),
         (envs.MVAPICH_2, ("mvapich", 5, 8, 1, 4)),
         (envs.HOROVOD_GLOO, ("horovod", 2, 4, 0, 2)),
+        (envs.HOROVOD_MPI, ("horovod", 1, 2, 1, 2)),
+        # Settings of Open MPI that are also written by hand.
+        ({**envs.OPENMPI_5, "OMPI_MCA_btl": "^openib", "OMPI_MCA_pml": "ob1"}, ("openmpi", 1, 2, 1, 2)),
         (envs.SLURM_BATCH, ("none", 0, 1, 0, 1)),
         (envs.SLURM_STEP, ("slurm", 4, 5, 1, 2)),
         (envs.TPU_VM, ("tpu", 0, 1, 0, 1)),
         (TWO_WORKERS, ("tf_config", 1, 2, 0, 1)),
+        (envs.KUBEFLOW, ("tf_config", 2, 3, 0, 1)),
+        (envs.SAGEMAKER, ("tf_config", 1, 2, 0, 1)),
+        (envs.VERTEX_AI, ("tf_config", 0, 2, 0, 1)),
+        (envs.SLURM_PMIX, ("slurm", 4, 5, 1, 2)),
+        (envs.SLURM_PMI2, ("slurm", 4, 5, 1, 2)),
+        # Where four ranks are started on a TPU's host, they train together; the TPU is left aside, and that is said.
+        ({**envs.OPENMPI_4, "TPU_NAME": "my-tpu"}, ("openmpi", 3, 4, 1, 2)),
         # A launcher inside a Slurm step, whose own variables are those of the launcher's daemon.
         ({**envs.SLURM_STEP, **envs.OPENMPI_5}, ("openmpi", 1, 2, 1, 2)),
         ({**envs.SLURM_STEP, **envs.MPICH_5}, ("mpich", 1, 2, 1, 2)),
@@ -54,7 +65,8 @@ def test_place(env, expected):
 def test_reasons_quote_what_decided():
     assert "OMPI_COMM_WORLD_RANK=1" in detect(envs.OPENMPI_5).reason
     assert "single task of TF_CONFIG" in detect({**ONE_WORKER, **envs.OPENMPI_5}).reason
-    assert "single task" not in detect(envs.OPENMPI_5).reason
+    assert detect({**envs.OPENMPI_4, "TPU_NAME": "my-tpu"}).reason.endswith("; the TPU was left aside")
+    assert "aside" not in detect(envs.OPENMPI_5).reason
     assert dict(detect(envs.SLURM_BATCH).rejected)["slurm"].startswith("a Slurm job, but not a step")
     assert all(row.why_here and "\n" not in row.why_here for row in TABLE)
 

@@ -113,8 +113,47 @@ def test_shuffled_file_names_follow_one_order(tmp_path):
     assert one[0] != one[1]
 
 
+# Seeded shuffles, known as a step or closed in a graph.
+SEEDED = {
+    "a step": lambda: Dataset.range(9).shuffle(9, seed=1).map(lambda x: x).batch(2),
+    "two": lambda: Dataset.range(9).shuffle(4, seed=1).batch(2).shuffle(3, seed=2),
+    "with an unseeded one": lambda: Dataset.range(1).repeat(9).shuffle(9).enumerate().shuffle(9, seed=1),
+    "repeated": lambda: Dataset.range(9).shuffle(9, seed=1).repeat(2),
+    "filtered": lambda: Dataset.range(9).shuffle(9, seed=1).filter(lambda x: x != 3).batch(2),
+    "cached": lambda: Dataset.range(9).shuffle(9, seed=1).cache().shuffle(9, seed=2),
+    "interleaved": lambda: Dataset.range(9).shuffle(9, seed=1).interleave(inner),
+    "random": lambda: Dataset.random(seed=1, rerandomize_each_iteration=True).take(4),
+    "zipped": lambda: Dataset.zip(Dataset.range(9).shuffle(9, seed=1), Dataset.range(9).shuffle(9, seed=2)),
+    "a generator": lambda: (
+        Dataset.from_generator(lambda: iter(range(8)), output_signature=tf.TensorSpec([], tf.int64))
+        .shuffle(8, seed=1)
+        .filter(lambda x: x != 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+@pytest.mark.parametrize("looks", [0, 1])
+def test_seeded_shuffles_yield_the_orders_of_one_process_whoever_looks(name, looks):
+    expected, dataset = epochs(SEEDED[name](), 4), SEEDED[name]()
+    for _ in range(looks):
+        next(iter(dataset))
+    found = epochs(Pipeline(dataset, seed=7).dataset())
+    for _ in range(looks):
+        next(iter(dataset))
+    assert found + epochs(Pipeline(dataset, seed=8).dataset()) == expected
+    assert expected[0] != expected[1]
+
+
+def test_a_seeded_shuffle_that_cannot_be_made_anew_is_told(caplog, monkeypatch):
+    monkeypatch.setattr(pipeline.graph_order, "_graph", lambda _: 1 / 0)
+    dataset = SEEDED["filtered"]()
+    assert epochs(Pipeline(dataset, seed=7).dataset()) == epochs(SEEDED["filtered"]())
+    assert "look into another one" in caplog.text
+
+
 def test_an_orderly_pipeline_stays_the_users_own():
-    dataset = Dataset.range(8).shuffle(8, seed=1).map(lambda x: x).batch(2)
+    dataset = Dataset.range(8).shuffle(8, seed=1, reshuffle_each_iteration=False).map(lambda x: x).batch(2)
     assert Pipeline(dataset, seed=7).dataset() is dataset
     grouped = Dataset.range(8).group_by_window(lambda x: x % 2, lambda _, part: part.batch(2), window_size=2)
     assert Pipeline(grouped, seed=7).dataset() is grouped
@@ -131,7 +170,7 @@ def test_a_global_seed_is_a_seed():
     tf.random.set_seed(3)
     try:
         dataset = Dataset.range(8).shuffle(8)
-        assert Pipeline(dataset, seed=7).dataset() is dataset
+        assert epochs(Pipeline(dataset, seed=7).dataset()) == epochs(dataset)
     finally:
         tf.random.set_seed(None)
 

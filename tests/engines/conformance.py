@@ -3,6 +3,7 @@
 Bound to an engine by a test module, see `tests/helpers/spmd.py`. Each case is given the engine.
 """
 
+import contextlib
 import hashlib
 import itertools
 import time
@@ -120,17 +121,21 @@ def case_allreduce_passes_on_what_is_not_finite(engine):
         same(tf.cast(result, tf.float32), np.array([np.inf, np.nan, engine.size], np.float32), dtype.name)
 
 
-def case_allreduce_is_equal_to_the_bit_on_all_ranks(engine):
+def case_allreduce_is_equal_to_the_bit_on_all_ranks_and_every_time(engine):
+    """Sums are not exact, so that their order shows: what is resumed must add in the same one."""
+    every_time = []
     mixture = [(np.float32, (LARGE,)), (np.float64, (LARGE // 2,)), (np.float32, (33, 7)), (np.float16, (500,))]
     mine = [tf.constant(randoms(engine.rank, dtype, shape)) for dtype, shape in mixture]
     for _, allreduce in both_ways(engine.allreduce):
         results = [np.asarray(result) for result in allreduce(mine)]
         digests = engine.gather_objects([hashlib.sha256(result.tobytes()).hexdigest() for result in results])
         assert digests == [digests[0]] * engine.size
+        every_time.append(digests[0])
         for result, (dtype, shape) in zip(results, mixture, strict=True):
             everyone = [randoms(rank, dtype, shape).astype(np.float64) for rank in range(engine.size)]
             atol = np.finfo(dtype).eps * 10
             np.testing.assert_allclose(result.astype(np.float64), sum(everyone), rtol=atol, atol=atol)
+    assert every_time[0] == every_time[1]
 
 
 def case_allreduce_of_nothing_is_nothing(engine):
@@ -396,6 +401,24 @@ def case_collectives_run_in_a_branch(engine):
     same(exchange(tf.constant(False)), np.array([engine.size], np.float32))
 
 
+def case_collectives_in_branches_keep_the_programs_order(engine):
+    # A branch that holds a variable is ordered by TensorFlow with what uses that variable alone.
+    variable = tf.Variable(0.0)
+
+    def exchange(x):
+        one = 1.0 + _slow(x, engine.rank % 2 == 0)
+        ten = 10.0 + _slow(x, engine.rank % 2 == 1)
+        first = tf.cond(one > 0, lambda: variable.assign(engine.allreduce([one])[0]), variable.value)
+        [second] = engine.allreduce([ten])
+        return first, second
+
+    function = tf.function(exchange, autograph=False)
+    for _ in range(5):
+        first, second = function(tf.constant(1e-3))
+        same(first, np.float32(engine.size))
+        same(second, np.float32(10 * engine.size))
+
+
 def case_a_result_that_nobody_uses_is_still_exchanged(engine):
     @tf.function(autograph=False)
     def exchange(x):
@@ -502,3 +525,30 @@ def case_wrong_arguments_are_refused(engine):
             with pytest.raises(EngineError, match=f"(?s){message}"):
                 call()
     same(engine.allreduce([x])[0], np.array([engine.size], np.float32))
+
+
+def case_what_one_rank_runs_alone_may_not_start_a_collective(engine):
+    x = tf.constant([1.0])
+    calls = [
+        lambda: engine.allreduce([x]),
+        lambda: engine.allgather([x]),
+        lambda: engine.broadcast([x]),
+        engine.barrier,
+        lambda: engine.gather_objects(1),
+        lambda: engine.broadcast_object(1),
+    ]
+    traced = tf.function(lambda: engine.allreduce([x])[0], autograph=False)
+    same(traced(), np.array([engine.size], np.float32))
+    with engine.refusing("A callback runs on rank 0 alone") if engine.rank == 0 else contextlib.nullcontext():
+        if engine.rank == 0 and engine.size > 1:
+            for call in calls:
+                with pytest.raises(EngineError, match="A callback runs on rank 0 alone.*never come"):
+                    call()
+            with pytest.raises(tf.errors.OpError) as caught:
+                traced()
+            assert "A callback runs on rank 0 alone" in str(engine.explain(caught.value) or caught.value)
+        if engine.size == 1:
+            for call in calls:
+                call()
+    same(engine.allreduce([x])[0], np.array([engine.size], np.float32))
+    same(traced(), np.array([engine.size], np.float32))

@@ -57,7 +57,24 @@ def case_what_is_too_long_for_one_message_is_gathered_in_pieces(engine):
 
 def case_an_error_from_mpi_says_what_to_look_for(engine):
     with pytest.raises(EngineError, match="(?s)Received from MPI.*same order.*Fix"):
-        engine._exchange(lambda _: engine._comm.Bcast(np.zeros(1), root=engine.size))  # MPI refuses this by itself
+        # MPI refuses this by itself.
+        engine._exchange("broadcast", 0, lambda _: engine._comm.Bcast(np.zeros(1), root=engine.size))
+
+
+def case_time_in_collectives_is_counted(engine):
+    """Waiting included; in a graph too, where a refusal holds when the graph runs."""
+    total = tf.function(lambda x: engine.allreduce([x])[0], autograph=False)
+    for exchange in (total, lambda x: engine.allreduce([x])[0]):
+        exchange(tf.constant(1.0))
+        before = engine.seconds
+        if engine.rank == 0:
+            time.sleep(0.3)
+        exchange(tf.constant(1.0))
+        spent = engine.seconds - before
+        assert spent < 0.2 if engine.rank == 0 else spent > 0.2, spent
+    if engine.rank == 0 and engine.size > 1:
+        with engine.refusing("This runs alone"), pytest.raises(Exception, match="This runs alone"):
+            total(tf.constant(1.0))
 
 
 def case_threads_take_turns(engine):
@@ -72,7 +89,7 @@ def case_threads_take_turns(engine):
         inside.pop()
         return []
 
-    threads = [threading.Thread(target=engine._exchange, args=(exchange,)) for _ in range(4)]
+    threads = [threading.Thread(target=engine._exchange, args=("barrier", 0, exchange)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -92,12 +109,12 @@ def ends_early_and_waits_nearly_idle():
     if engine.rank == 0:
         return None
     time.sleep(1)  # rank 0 gets to its exit
-    start = _processor_seconds(pid)
+    start = processor_seconds(pid)
     time.sleep(2)
-    return _processor_seconds(pid) - start
+    return processor_seconds(pid) - start
 
 
-def _processor_seconds(pid):
+def processor_seconds(pid):
     import os
 
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -32,7 +32,7 @@ def cases_of(target: str) -> Mapping[str, Callable[..., Any]]:
 def main(directory: Path) -> None:
     """Runs the requested cases and reports each as one line of JSON."""
     request = json.loads((directory / "request.json").read_text())
-    rank = int(os.environ[request["rank_variable"]])
+    rank = _rank(os.environ[request["rank_variable"]])
     with open(directory / f"{rank}.out", "wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -55,6 +55,12 @@ def main(directory: Path) -> None:
             _wait_for_the_others(directory, request["ranks"], name)
             _end_job()
     faulthandler.cancel_dump_traceback_later()
+
+
+def _rank(text: str) -> int:
+    """Returns the rank: the variable's number, or in a `TF_CONFIG` of workers this task's index."""
+    value = json.loads(text)
+    return value["task"]["index"] if isinstance(value, dict) else value
 
 
 def _takes_argument(case: Callable[..., Any]) -> bool:

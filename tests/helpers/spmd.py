@@ -88,9 +88,28 @@ def _mpich(python: str, ranks: int) -> list[str]:
     return [_beside(python, "mpirun"), "-np", str(ranks), "-bind-to", "none"]
 
 
+def _local_cluster(python: str, ranks: int) -> list[str]:
+    return [python, "-m", "kdist.launch.local_cluster", "-np", str(ranks)]
+
+
+def _horovodrun_gloo(python: str, ranks: int) -> list[str]:
+    return [python, _beside(python, "horovodrun"), "-np", str(ranks), "--gloo"]
+
+
+def _horovodrun_mpi(python: str, ranks: int) -> list[str]:
+    # The binding is named, as Open MPI 5 does not take Horovod's way to write it.
+    binding = "--binding-args=--bind-to none --map-by slot"
+    line = [python, _beside(python, "horovodrun"), "-np", str(ranks), "--mpi", binding]
+    # horovodrun looks for mpirun on the path.
+    return ["env", f"PATH={Path(python).parent}:{os.environ.get('PATH', '')}", *line]
+
+
 LAUNCHERS = {
     "openmpi": Launcher(_openmpi, "OMPI_COMM_WORLD_RANK"),
     "mpich": Launcher(_mpich, "PMI_RANK"),
+    "horovodrun_gloo": Launcher(_horovodrun_gloo, "HOROVOD_RANK"),
+    "horovodrun_mpi": Launcher(_horovodrun_mpi, "OMPI_COMM_WORLD_RANK"),
+    "local_cluster": Launcher(_local_cluster, "TF_CONFIG"),
 }
 
 

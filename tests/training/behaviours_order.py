@@ -224,6 +224,11 @@ def an_own_stream_may_be_empty() -> None:
     for ranks in zip(*everyone(callback.epochs), strict=True):
         assert sorted(flat(list(ranks))) == expected
     assert len(predicted) == len(expected)
+    ragged = dataset.map(lambda x, y: (tf.ensure_shape(tf.repeat(x, 1 + tf.shape(x)[0] // BATCH, 1), (None, None)), y))
+    with kdist.scope(scale_lr=None, auto_shard=False):
+        model = keras.Sequential([keras.layers.Lambda(lambda x: x[:, :1]), keras.layers.Rescaling(1.0)])
+        model.compile(loss="mse")
+        model.evaluate(ragged, verbose=0)
 
 
 def predictions_of_own_streams_come_step_by_step() -> None:
@@ -238,6 +243,101 @@ def predictions_of_own_streams_come_step_by_step() -> None:
         predicted = model.predict(dataset, verbose=0)
         assert np.ravel(predicted).tolist() == expected
         assert np.ravel(model.predict(shares[rank], batch_size=BATCH, verbose=0)).tolist() == expected
+
+
+def own_streams_and_several_steps_an_execution() -> None:
+    """Their end may come at any step of an execution: in the first one too. Other data is still taken by several."""
+    rank, size = kdist.rank(), kdist.size()
+    shares = [own_rows(r, size) for r in range(size)]
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    own = tf.data.Dataset.from_tensor_slices(shares[rank]).batch(BATCH).with_options(options)
+    everything = np.concatenate(shares)
+    beginning = np.concatenate([share[:BATCH] for share in shares])
+    ends: list[int] = []
+    callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(batch))]
+    with kdist.scope(scale_lr=None):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.0), lambda y, p: p, steps_per_execution=3)
+        for data, rows in ((own.take(1), beginning), (own, everything)):
+            predicted = model.predict(data, verbose=0)
+            assert sorted(np.ravel(predicted)) == sorted(np.ravel(rows))
+            pairs = data.map(lambda x: (x, x))
+            np.testing.assert_allclose(model.evaluate(pairs, verbose=0), np.mean(rows), rtol=1e-6)
+            history = model.fit(pairs, verbose=0, validation_data=PAIRS, validation_batch_size=BATCH).history
+            np.testing.assert_allclose(history["loss"], [np.mean(rows)], rtol=1e-6)
+            np.testing.assert_allclose(history["val_loss"], [np.mean(IDS)], rtol=1e-6)
+        assert np.array_equal(model.predict(IDS, batch_size=BATCH, verbose=0), IDS)
+        np.testing.assert_allclose(model.evaluate(*PAIRS, batch_size=BATCH, verbose=0), np.mean(IDS), rtol=1e-6)
+        model.fit(*PAIRS, batch_size=2, verbose=0, callbacks=callbacks)
+        assert ends[0] == 2, ends
+        assert model.steps_per_execution == 3
+
+
+def validation_data_that_draws_for_itself() -> None:
+    """A generator to validate on draws in the background: the order of training is agreed on all the same."""
+
+    class Augments(ShufflesItself):
+        def __getitem__(self, index: int) -> Any:
+            np.random.normal(size=1 + index)  # unequal on the ranks
+            return super().__getitem__(index)
+
+    def held_out() -> Iterator[Any]:
+        while True:
+            rows = -1 - np.random.randint(0, 5, size=(BATCH, 1)).astype("float32")
+            yield rows, rows
+
+    keras.utils.set_random_seed(5)
+    arguments = {"x": Augments(), "shuffle": False, "validation_data": held_out(), "validation_steps": 2}
+    epochs = seen_by_all(arguments, epochs=5)
+    orders = [[row for row in flat(ranks) if row >= 0] for ranks in epochs]
+    assert all(sorted(order) == list(range(ROWS)) for order in orders), orders
+    assert len(set(map(tuple, orders))) == 5
+
+
+def seeded_shuffles_that_one_rank_has_looked_into() -> None:
+    """They give the orders that one process would see, and go on with them in a second `fit`."""
+    first = lambda x, _: x  # noqa: E731
+    pipelines = (
+        lambda: pairs().shuffle(ROWS, seed=1).batch(BATCH),
+        lambda: pairs().shuffle(ROWS, seed=1).batch(BATCH).map(lambda x, y: (x, y)).shuffle(3, seed=2),
+        lambda: tf.data.Dataset.zip(pairs().shuffle(ROWS, seed=1).map(first), pairs().map(first)).batch(BATCH),
+        lambda: (
+            tf.data.Dataset.range(9)
+            .shuffle(9, seed=1)
+            .interleave(lambda part: pairs().shard(9, part), cycle_length=2)
+            .batch(BATCH)
+        ),
+    )
+    for number, pipeline in enumerate(pipelines):
+        plain, callback, dataset = pipeline(), SeenOfEachEpoch(), pipeline()
+        model = Recorder()
+        model.fit(plain, epochs=EPOCHS - 1, verbose=0, callbacks=[callback])
+        model.fit(plain, verbose=0, callbacks=[callback])
+        expected = [sum(batches, []) for batches in callback.epochs]
+        assert expected[0] != expected[1] != expected[2]
+        if kdist.is_chief():
+            next(iter(dataset))
+        epochs = [*seen_by_all({"x": dataset}, EPOCHS - 1), *seen_by_all({"x": dataset}, 1)]
+        found = [flat(ranks) for ranks in epochs]
+        assert found == expected, (number, found, expected)
+
+
+def streams_that_can_be_read_once() -> None:
+    """Batches of unknown width: none is taken to see what they look like, where the model knows its weights."""
+
+    def once(begin: int, end: int) -> tf.data.Dataset:
+        stream = ((IDS[i : i + 2], IDS[i : i + 2]) for i in range(begin, end, 2))
+        spec = tf.TensorSpec([None, None])
+        return tf.data.Dataset.from_generator(lambda: stream, output_signature=(spec, spec))
+
+    with kdist.scope(scale_lr=None):
+        model = Recorder()
+        model(IDS)
+        model.fit(once(0, 12), verbose=0)
+        assert flat(everyone(model.take_seen())) == list(range(12))
+        model.evaluate(once(6, 12), verbose=0)
+        assert flat(everyone(model.take_seen())) == list(range(6, 12))
 
 
 def auto_shard_policy_off() -> None:
@@ -284,6 +384,10 @@ OTHERS = {
         own_streams_of_unequal_lengths,
         an_own_stream_may_be_empty,
         predictions_of_own_streams_come_step_by_step,
+        own_streams_and_several_steps_an_execution,
+        validation_data_that_draws_for_itself,
+        seeded_shuffles_that_one_rank_has_looked_into,
+        streams_that_can_be_read_once,
         auto_shard_policy_off,
         auto_shard_policy_file,
     )

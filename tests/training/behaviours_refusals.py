@@ -256,7 +256,7 @@ def scopes_that_cannot_be() -> None:
         pass
     for wrong in (
         {"strategy": "mpirun"},
-        {"strategy": "horovod"},
+        {"strategy": "tpu"},
         {"strategy": kdist.AllReduce(engine="nccl")},
         {"strategy": 3},
         {"scale_lr": "cubic"},
@@ -282,6 +282,17 @@ def a_model_that_overrides_fit_was_made_outside() -> None:
         inside.compile("sgd", "mse")
         fit(inside)
     assert_equal_everywhere([np.asarray(v).tolist() for v in inside.weights])
+
+
+def a_model_built_on_one_rank_alone() -> None:
+    """`predict_on_batch` is the one verb before which Keras does not build it on the others."""
+    x, _ = rows("even")
+    with kdist.scope():
+        model = keras.Sequential([keras.layers.Dense(2)])
+        if kdist.is_chief():
+            model.build((None, 5))
+        with refused(MismatchError, "predict_on_batch", "built"):
+            model.predict_on_batch(x)
 
 
 def good_models_are_not_refused() -> None:
@@ -322,6 +333,7 @@ CASES = {
         no_samples,
         scopes_that_cannot_be,
         a_model_that_overrides_fit_was_made_outside,
+        a_model_built_on_one_rank_alone,
         good_models_are_not_refused,
     )
 }

@@ -12,7 +12,9 @@ import keras
 import numpy as np
 
 import kdist
-from kdist.scaling import num_warmup_steps, warmup_multiplier
+from kdist.scaling import LearningRateRule, num_warmup_steps, warmup_multiplier
+from kdist.training.learning_rate import EffectiveRate
+from kdist.training.optimizers import innermost
 from tests.training.behaviours import assert_equal_everywhere
 from tests.training.fidelity import BATCH, compare, fresh, mlp, rows, size
 
@@ -34,18 +36,23 @@ class ByHand(keras.callbacks.Callback):
     def __init__(self, factor: float, warmup_steps: float) -> None:
         super().__init__()
         self._factor, self._warmup_steps, self._step = factor, warmup_steps, 0
+        self.ends: list[float] = []
 
     def _multiplier(self, step: int) -> float:
-        return warmup_multiplier(max(step, 0), self._factor, self._warmup_steps)
+        return warmup_multiplier(step, self._factor, self._warmup_steps)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        now, before = self._multiplier(self._step), self._multiplier(self._step - 1)
-        optimizer = self.model.optimizer
+        optimizer = innermost(self.model.optimizer)
+        step = int(optimizer._iterations)  # one that is left out, for its gradients are not finite, is not counted
+        now, before = self._multiplier(step), self._multiplier(self._step)
         optimizer.learning_rate = RATE * now
-        if type(optimizer).__name__ == "SGD" and optimizer.momentum and self._step:
+        if type(optimizer).__name__ == "SGD" and optimizer.momentum and step:
             for velocity in optimizer.momentums:
                 velocity.assign(np.asarray(velocity) * (now / before))
-        self._step += 1
+        self._step = step
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.ends.append(RATE * self._multiplier(int(innermost(self.model.optimizer)._iterations)))
 
 
 def outcome(model: keras.Model) -> dict[str, Any]:
@@ -56,15 +63,17 @@ def outcome(model: keras.Model) -> dict[str, Any]:
     }
 
 
-def scaled_as_by_hand(make: Any, factor: float, *, epochs: int = 4, warmup: Any = 1.5, **scope: Any) -> None:
+def scaled_as_by_hand(
+    make: Any, factor: float, *, epochs: int = 4, warmup: Any = 1.5, spoilt: int | None = None, **scope: Any
+) -> None:
     x, y = data()
+    if spoilt is not None:
+        y[spoilt] = np.nan
     fresh()
     plain = mlp()
     plain.compile(make(), "mse")
-    steps = num_warmup_steps(warmup, epochs, steps_of_epoch())
-    plain.fit(
-        x, y, batch_size=size() * BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[ByHand(factor, steps)]
-    )
+    by_hand = ByHand(factor, num_warmup_steps(warmup, epochs, steps_of_epoch()))
+    plain.fit(x, y, batch_size=size() * BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[by_hand])
     fresh()
     with kdist.scope(warmup_epochs=warmup, **scope):
         model = mlp()
@@ -73,8 +82,8 @@ def scaled_as_by_hand(make: Any, factor: float, *, epochs: int = 4, warmup: Any 
     compare(outcome(plain), outcome(model), rtol=1e-6)  # the multiplier is a float32
     np.testing.assert_allclose(float(model.optimizer.learning_rate), RATE, rtol=1e-7)
     effective = history.history["effective_learning_rate"]
-    ends = [RATE * warmup_multiplier((epoch + 1) * steps_of_epoch(), factor, steps) for epoch in range(epochs)]
-    np.testing.assert_allclose(effective, ends, rtol=1e-6)
+    np.testing.assert_allclose(effective, by_hand.ends, rtol=1e-6)
+    np.testing.assert_allclose(effective[-1], RATE * factor, rtol=1e-6)
     assert_equal_everywhere(effective)
 
 
@@ -88,6 +97,35 @@ def momentum_linear_with_correction() -> None:
 
 def nesterov_linear_with_correction() -> None:
     scaled_as_by_hand(lambda: keras.optimizers.SGD(RATE, momentum=0.9, nesterov=True), float(size()), warmup="auto")
+
+
+def momentum_while_gradients_accumulate() -> None:
+    """The warm-up counts steps, of which several make an update; an update's velocity holds the last update's rate."""
+    scaled_as_by_hand(lambda: keras.optimizers.SGD(RATE, momentum=0.9, gradient_accumulation_steps=4), float(size()))
+
+
+def momentum_where_updates_are_left_out() -> None:
+    """A step whose gradients are not finite changes nothing, velocities neither."""
+
+    def make() -> keras.optimizers.Optimizer:
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE, momentum=0.9))
+
+    scaled_as_by_hand(make, float(size()), spoilt=2 * size() * BATCH)
+
+
+def a_schedule_goes_on_in_steps_while_gradients_accumulate() -> None:
+    """On another number of ranks: the schedule where it was, the warm-up as far as it was."""
+    schedule = keras.optimizers.schedules.PolynomialDecay(RATE, 100, 0.0)
+    optimizer = keras.optimizers.SGD(schedule, gradient_accumulation_steps=4)
+    optimizer.build(mlp().trainable_variables)
+    of_two = EffectiveRate(optimizer, LearningRateRule(2.0, "linear", "2 ranks"), 2.0)
+    of_two.set_warmup(10)
+    optimizer._iterations.assign(6)
+    np.testing.assert_allclose(of_two.effective(), float(schedule(12)) * 1.6, rtol=1e-6)
+    of_four = EffectiveRate(optimizer, LearningRateRule(4.0, "linear", "4 ranks"), 4.0)
+    of_four.resume(of_two.progress())
+    of_four.set_warmup(5)
+    np.testing.assert_allclose(of_four.effective(), float(schedule(12)) * (1 + 3 * 0.6), rtol=1e-6)
 
 
 def adam_sqrt() -> None:
@@ -249,6 +287,9 @@ CASES = {
         sgd_linear,
         momentum_linear_with_correction,
         nesterov_linear_with_correction,
+        momentum_while_gradients_accumulate,
+        momentum_where_updates_are_left_out,
+        a_schedule_goes_on_in_steps_while_gradients_accumulate,
         adam_sqrt,
         rules_by_name,
         a_number_and_no_warmup,

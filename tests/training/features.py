@@ -21,6 +21,7 @@ from tests.training.fidelity import (
     both,
     compare,
     deterministic_weights,
+    endless,
     fed,
     fit_evaluate_predict,
     fresh,
@@ -68,6 +69,35 @@ def validation_split() -> None:
 @feature
 def validation_data_arrays() -> None:
     simple(dict, validation_data=rows("ragged", seed=9), validation_freq=2)
+
+
+@feature
+def validation_in_larger_batches() -> None:
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        # A mean of the batches' maxima: another size of batches gives another one.
+        model.compile(keras.optimizers.SGD(0.05), "mse", metrics=[lambda y, p: tf.reduce_max(tf.abs(y - p), axis=-1)])
+        validation = {"validation_data": rows("even", seed=9), "validation_batch_size": 3 * batch}
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch, **validation)
+
+    both(script)
+
+
+@feature
+def validation_data_generator() -> None:
+    x, y = rows("ragged")
+    # One global batch again and again: Keras begins anew at each epoch, and loses what its thread has drawn ahead.
+    held_out = tuple(a[: size() * BATCH] for a in rows("even", seed=9))
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+        validation = {"validation_data": endless(held_out, batch), "validation_steps": 3 * size() * BATCH // batch}
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch, **validation)
+
+    both(script)
 
 
 @feature
@@ -243,6 +273,41 @@ def sequences_of_unknown_length() -> None:
 
 
 @feature
+def py_dataset_of_batches_of_other_lengths() -> None:
+    """Batches padded for themselves: all of a rank's may have one length, another than the other ranks'."""
+
+    class Trimmed(Batches):
+        def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
+            x, y = super().__getitem__(index)
+            return x[:, : np.count_nonzero(np.any(x, axis=(0, 2)))], y
+
+    def sequences_in(num_batches: int) -> tuple[np.ndarray, np.ndarray]:
+        x = np.random.default_rng(num_batches).normal(size=(num_batches * BATCH, 9, 3))
+        for number in range(num_batches):
+            x[number * BATCH : (number + 1) * BATCH, 4 + number % size() :] = 0
+        return x, np.sum(x, axis=(1, 2))[:, None]
+
+    def script(batch: int) -> dict[str, Any]:
+        model = keras.Sequential(
+            [
+                keras.Input((None, 3)),
+                keras.layers.Dense(4, activation="tanh", use_bias=False),
+                keras.layers.Lambda(lambda h: keras.ops.sum(h, axis=1)),
+                keras.layers.Dense(1),
+            ]
+        )
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+        held_out = Trimmed(sequences_in(size()), batch)  # one step
+        history = model.fit(
+            Trimmed(sequences_in(3 * size()), batch), epochs=2, shuffle=False, validation_data=held_out, verbose=0
+        )
+        return outcome(model, history)
+
+    both(script)
+
+
+@feature
 def loss_reductions() -> None:
     weight = np.linspace(0.1, 3.0, len(rows("ragged")[0]))
     x, y = rows("ragged")
@@ -281,7 +346,11 @@ def regularizers_and_add_loss() -> None:
 @feature
 def several_outputs() -> None:
     """Two outputs with losses of different denominators, loss weights, weights for one output, a metric for each."""
-    x, y = rows("ragged")
+    for shape in ("ragged", "one short"):
+        _several_outputs(*rows(shape))
+
+
+def _several_outputs(x: np.ndarray, y: np.ndarray) -> None:
     x2 = x[:, :3] * 2
     weight = np.linspace(0.0, 2.0, len(x))
 
@@ -427,6 +496,25 @@ def mixed_precision_scales_as_one() -> None:
             keras.config.set_dtype_policy("float32")
 
     both(script)
+
+
+@feature
+def mixed_bfloat16() -> None:
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        try:
+            model = mlp()
+            model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+            assert model.layers[0].compute_dtype == "bfloat16"
+            model.fit(x, y, batch_size=batch, epochs=3, shuffle=False, verbose=0)
+            return {"weights": model.get_weights()}
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    both(script, rtol=0.02)  # a rounding of bfloat16 is 0.004
 
 
 # Layers.
@@ -636,6 +724,59 @@ def custom_train_step_with_own_logs() -> None:
 
 
 @feature
+def custom_train_step_that_returns_some_metrics() -> None:
+    """Running values of a metric among other logs: an epoch's are those of the rows of all ranks."""
+
+    class Own(OwnStep):
+        @property
+        def metrics(self) -> list[Any]:
+            return [*super().metrics, self.tracker, self.unseen]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tracker = keras.metrics.RootMeanSquaredError(name="root", dtype=keras.config.floatx())
+            self.unseen = keras.metrics.Mean(name="unseen")
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            self.tracker.update_state(y, self(x))
+            return {**super().train_step(data), "renamed": self.tracker.result(), "square": self.tracker.result() ** 2}
+
+        def test_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            self.tracker.update_state(y, self(x))
+            return {"renamed": self.tracker.result()}
+
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Own()
+        model.build((None, 5))
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, validation_data=(x, y), verbose=0)
+        history.history.pop("square")  # no metric's result any more: the last step's, averaged over the ranks
+        return outcome(model, history, evaluated=model.evaluate(x, y, batch_size=batch, return_dict=True, verbose=0))
+
+    both(script)
+
+
+@feature
+def float8_layers() -> None:
+    """Their scales come as gradients, but are maxima over the batch, not sums."""
+    x, y = (a.astype("float32") for a in rows("ragged"))
+
+    def script(batch: int) -> dict[str, Any]:
+        keras.config.set_floatx("float32")
+        model = mlp()
+        model.quantize("float8")
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+    both(script, rtol=1e-2)  # rounding to 8 bits turns the least difference into 1e-4; sums would be off by 2
+
+
+@feature
 def two_optimizers() -> None:
     """A GAN: two optimizers in one step, each with its own variables; one of them clips."""
 
@@ -720,6 +861,96 @@ def unbuilt_models() -> None:
             return fit_evaluate_predict(model, fed(kind, (x, y), batch), x, y, batch)
 
         both(script)
+
+
+@feature
+def predictions_that_are_no_plain_arrays() -> None:
+    """Text, ragged tensors, and sequences whose padding differs from batch to batch."""
+    x, _ = rows("ragged")
+    lengths = np.arange(len(x)) % 4
+
+    class Verdict(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return {
+                "text": tf.strings.as_string(inputs[:, 0], precision=3),
+                "ragged": tf.RaggedTensor.from_tensor(inputs, lengths=tf.cast(tf.abs(inputs[:, 0]) * 2, tf.int64)),
+            }
+
+        def compute_output_spec(self, inputs: Any) -> Any:
+            return keras.KerasTensor((inputs.shape[0],))
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.verdict = Verdict()
+
+        def predict_step(self, data: Any) -> Any:
+            return self.verdict.call(data)
+
+    class Pad(keras.Model):
+        def predict_step(self, data: Any) -> Any:
+            return tf.one_hot(data, 3)
+
+    def script(batch: int) -> dict[str, Any]:
+        predicted = Model().predict(x, batch_size=batch, verbose=0)
+        ragged = predicted["ragged"]
+        sequences = tf.data.Dataset.from_tensor_slices(lengths).map(lambda n: tf.range(n) % 3)
+        # The user's own batches in both, for their padding is what differs.
+        padded = Pad().predict(sequences.padded_batch(BATCH, [None]), verbose=0)
+        even = Pad().predict(sequences.take(8).padded_batch(4, [None]), verbose=0)
+        assert isinstance(even, np.ndarray), type(even)
+        return {
+            "text": [text.decode() for text in predicted["text"]],
+            "values": ragged.flat_values.numpy(),
+            "splits": ragged.row_splits.numpy(),
+            "padded": padded.to_list() if isinstance(padded, tf.RaggedTensor) else padded.tolist(),
+            "even": even,
+        }
+
+    both(script)
+
+
+@feature
+def predictions_of_several_rows_a_sample() -> None:
+    """A model that puts out more rows than it takes: all of them come back, in order."""
+    for shape in ("ragged", "few"):
+        x, _ = rows(shape)
+
+        def script(batch: int, x: np.ndarray = x) -> dict[str, Any]:
+            inputs = keras.Input((5,))
+            outputs = keras.ops.reshape(keras.layers.Dense(6)(inputs), (-1, 2))
+            model = keras.Model(inputs, outputs)
+            deterministic_weights(model)
+            return {"predict": model.predict(x, batch_size=batch, verbose=0)}
+
+        both(script)
+
+
+@feature
+def weights_loaded_by_the_chief_before_it_evaluates() -> None:
+    """By a callback that all ranks run; and before a first `predict_on_batch`."""
+    x, y = rows("ragged")
+
+    class Restores(keras.callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            if kdist.is_chief():
+                self.model.set_weights([np.full(v.shape, 0.25) for v in self.model.get_weights()])
+            self.result = self.model.evaluate(x, y, batch_size=BATCH, verbose=0)
+
+    def script(batch: int) -> dict[str, Any]:
+        model, restores = mlp(), Restores()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, y, batch_size=batch, verbose=0, callbacks=[restores])
+        other = mlp()
+        if kdist.is_chief() or batch != BATCH:
+            other.set_weights([np.full(v.shape, 0.5) for v in other.get_weights()])
+        plain = batch != BATCH
+        if plain:  # every rank is one process here
+            model.set_weights([np.full(v.shape, 0.25) for v in model.get_weights()])
+            restores.result = model.evaluate(x, y, batch_size=batch, verbose=0)
+        return {"result": restores.result, "on batch": other.predict_on_batch(x)}
+
+    both(script)
 
 
 @feature
@@ -866,6 +1097,17 @@ def arrays_in_another_order_on_each_rank_are_refused() -> None:
         model.compile("sgd", "mse")
         with pytest.raises(MismatchError, match="means of some rows"):
             model.fit(x[order], y[order], verbose=0)
+        batches = tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(BATCH)
+        with pytest.raises(MismatchError, match="means of some rows"):
+            model.fit(batches, verbose=0)
+        drawn = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(9, seed=kdist.rank() + 1).batch(BATCH)
+        with pytest.raises(MismatchError, match="_ShuffleDataset of seeds"):
+            model.fit(drawn, verbose=0)
+        own = tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(BATCH)
+    with kdist.scope(auto_shard=False):
+        model = mlp()
+        model.compile("sgd", "mse")
+        model.fit(own, verbose=0)
 
 
 @feature
@@ -954,6 +1196,52 @@ def statistics_written_after_the_update() -> None:
     mean = model.norm.moving_mean.numpy().tolist()
     everyone = kdist._process.open_engine(kdist.cluster_info()).gather_objects(mean)
     assert all(theirs == everyone[0] for theirs in everyone)
+
+
+@feature
+def shuffled_batches() -> None:
+    """What the ranks train on in shuffled epochs, trained on by one process in the same batches."""
+    x, y = rows("even")
+    numbers = np.arange(len(x))
+
+    def shuffled(kind: str) -> dict[str, Any]:
+        arrays = ({"x": x, "number": numbers}, y)
+        if kind == "arrays":
+            return {"x": arrays[0], "y": y, "batch_size": BATCH}
+        data = tf.data.Dataset.from_tensor_slices(arrays)
+        return {"x": data.shuffle(len(x), seed=1).batch(BATCH)}
+
+    class Noting(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+            self.numbers: list[list[int]] = []
+
+        def call(self, inputs: Any) -> Any:
+            return self.inner(inputs["x"])
+
+        def train_step(self, data: Any) -> Any:
+            note = lambda numbers: self.numbers.append(numbers.tolist())  # noqa: E731
+            tf.numpy_function(note, [data[0]["number"]], [])
+            return super().train_step(data)
+
+    engine = kdist._process.open_engine(kdist.cluster_info())
+    for kind in ("arrays", "tf_data"):
+        fresh()
+        with kdist.scope(scale_lr=None):
+            ours = Noting()
+            ours.compile(keras.optimizers.Adam(0.01), "mse")
+            ours.fit(**shuffled(kind), epochs=2, verbose=0)
+        steps = [sum(step, []) for step in zip(*engine.gather_objects(ours.numbers), strict=True)]
+        first, second = sum(steps[: len(steps) // 2], []), sum(steps[len(steps) // 2 :], [])
+        assert sorted(first) == sorted(second) == numbers.tolist()
+        assert first != second != numbers.tolist() != first
+        fresh()
+        plain = mlp()
+        plain.compile(keras.optimizers.Adam(0.01), "mse")
+        order = first + second
+        plain.fit(x[order], y[order], batch_size=size() * BATCH, shuffle=False, verbose=0)
+        compare({"weights": plain.get_weights()}, {"weights": ours.inner.get_weights()})
 
 
 @feature

@@ -1,11 +1,11 @@
-"""What a user may count on beyond equal weights: the cases of behaviours_*.py, on 2 ranks, and some on 3."""
+"""What a user may count on beyond equal weights: the cases of behaviours_*.py, on 2 ranks or on 3."""
 
 import pytest
 
 from tests.helpers import spmd
 
 LAUNCHES = (
-    *((module, 2) for module in ("order", "refusals", "callbacks", "scaling", "randomness")),
+    *((module, 2) for module in ("refusals", "callbacks", "scaling", "randomness")),
     ("order", 3),
 )
 

@@ -1,0 +1,228 @@
+"""Samples a second, and where the time of each rank goes."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.callbacks.engine_callback import EngineCallback
+from kdist.data.shard import Shard, count_rows
+from kdist.engines.engine import Engine
+from kdist.training._keras_internals import print_msg
+from kdist.training.step_wrappers import replaced, step_wrappers
+
+NOTABLE = 0.1  # of the time: what a rank loses by less is not called slow
+
+
+class Times(NamedTuple):
+    """Where one rank's time went.
+
+    Attributes:
+        rows: number of samples that it has trained on.
+        seconds: float, all of its time.
+        input: float, seconds in which its step waited for data.
+        waiting: float, seconds in collectives: it waited for other ranks, or for the network.
+    """
+
+    rows: float
+    seconds: float
+    input: float
+    waiting: float
+
+    @property
+    def compute(self) -> float:
+        """Seconds of all else: computing, callbacks."""
+        return max(0.0, self.seconds - self.input - self.waiting)
+
+    def shares(self) -> dict[str, float]:
+        """Returns the parts of the time, from 0 to 1, by name."""
+        parts = {"input": self.input, "compute": self.compute, "waiting": self.waiting}
+        return {name: part / self.seconds if self.seconds > 0 else 0.0 for name, part in parts.items()}
+
+
+class Throughput(EngineCallback):
+    """Measures samples a second over all ranks, and each rank's time in input, compute and waiting for others.
+
+    At the end of an epoch it adds to the logs, and so to the progress bar, `CSVLogger` and `TensorBoard`, which
+    belong after it in the list: `samples_per_second`, the sum over the ranks; and of each rank `r` the shares
+    `input_rank_r`, `compute_rank_r` and `waiting_rank_r`, which sum to 1. After training, the chief prints a table,
+    and which rank is slow and why: `input-bound` or `slow compute`, if the others wait for it for more than a tenth
+    of the time; `slow link`, if nobody is late and still all spend a third of the time in messages. Steps in which
+    TensorFlow traces are left out, and so is validation.
+
+    On GPUs, with an engine that does not count its own time (Horovod, TensorFlow's collective ops), what the device
+    still computes when a message is due counts as waiting.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        per_rank: bool, whether each rank's shares are in the logs. With many ranks that is a long line.
+        engine: `Engine` or `None`, how the ranks talk to each other: by default as those of the model's scope do.
+
+    Attributes:
+        slowest: `(rank, why)` of the whole training, once it is over; `None` if no rank is slow.
+
+    Example:
+    ```python
+    model.fit(x, y, callbacks=[kdist.callbacks.Throughput(), keras.callbacks.CSVLogger("log.csv")])
+    ```
+    """
+
+    def __init__(self, *, per_rank: bool = True, engine: Engine | None = None) -> None:
+        super().__init__(engine)
+        self.per_rank = per_rank
+        self.slowest: tuple[int, str] | None = None
+        self._totals: list[Times] = []
+        self._num_epochs = 0
+        self._was_traced = False
+        self._timed: Callable[[Any], Any] | None = None
+        self._began = self._ended = 0.0
+        self._waited_before: float | None = None
+        self._waited_after: float | None = None
+        with tf.init_scope():
+            self._input = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="kdist_seconds_of_input")
+            self._last = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="kdist_end_of_last_step")
+            self._waiting = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="kdist_seconds_of_waiting")
+            self._rows = tf.Variable(0, dtype=tf.int64, trainable=False, name="kdist_rows")
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Puts the clock into the model's step."""
+        self._totals, self._num_epochs, self.slowest = [Times(0, 0.0, 0.0, 0.0)] * self.engine.size, 0, None
+        step_wrappers(self.model).put(self._around_step)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Sets the clock."""
+        train_function = self.model.train_function
+        if train_function is not self._timed:  # now that all callbacks have had it made anew
+            self._timed = self.model.train_function = self._starting_the_clock(train_function)
+        self._restart()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reads the clock."""
+        if self._was_traced:
+            self._restart()
+        self._ended, self._waited_after = time.perf_counter(), self.engine.seconds
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds what all ranks have measured to the logs."""
+        if self._waited_before is None or self._waited_after is None:
+            waiting = float(self._waiting)
+        else:
+            waiting = self._waited_after - self._waited_before
+        mine = Times(int(self._rows), self._ended - self._began, float(self._input), waiting)
+        everyone = [Times(*each) for each in self.engine.gather_objects(mine)]
+        seconds = max(each.seconds for each in everyone)
+        rate = sum(each.rows for each in everyone) / seconds if seconds > 0 else float("nan")
+        if logs is not None:
+            logs["samples_per_second"] = rate
+            for rank, each in enumerate(everyone if self.per_rank else []):
+                logs.update({f"{name}_rank_{rank}": share for name, share in each.shares().items()})
+        self._totals = [Times(*np.add(a, b).tolist()) for a, b in zip(self._totals, everyone, strict=True)]
+        self._num_epochs += 1
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Takes the clock out, and prints the table on the chief, unless `fit` is silent."""
+        step_wrappers(self.model).take_off(self._around_step)
+        self.slowest = diagnose(self._totals)
+        if self.engine.rank == 0 and self.params.get("verbose"):
+            print_msg(table(self._totals, self._num_epochs, self.slowest))
+
+    def _restart(self) -> None:
+        self._was_traced = False
+        self._input.assign(0.0)
+        self._rows.assign(0)
+        self._began = self._ended = time.perf_counter()
+        self._waiting.assign(0.0)
+        self._waited_before = self._waited_after = self.engine.seconds
+
+    def _starting_the_clock(self, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(iterator: Any) -> Any:
+            self._last.assign(tf.timestamp())  # from here on the step waits for data
+            return train_function(iterator)
+
+        return timed
+
+    def _around_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+        self._was_traced = not tf.executing_eagerly()  # this runs when a graph is traced, or at every eager step
+        rows = data.rows if isinstance(data, Shard) else count_rows(data)
+        arrived = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
+        with tf.control_dependencies(arrived):
+            self._input.assign_add(tf.timestamp() - self._last)
+            self._rows.assign_add(tf.reshape(rows, ()))
+        clocked = {} if self.engine.seconds is not None else {"allreduce": self._clocked_allreduce()}
+        with contextlib.ExitStack() as stack:
+            for name, method in clocked.items():
+                stack.enter_context(replaced(self.engine, name, method))
+            logs = step(data)
+        with tf.control_dependencies([leaf for leaf in keras.tree.flatten(logs) if tf.is_tensor(leaf)]):
+            self._last.assign(tf.timestamp())  # for the next one, if an execution has several
+        return logs
+
+    def _clocked_allreduce(self) -> Callable[[Sequence[Any]], list[Any]]:
+        """Returns the engine's own, with a clock around it, for an engine that does not count its time."""
+        allreduce = self.engine.allreduce
+
+        def clocked(tensors: Sequence[Any]) -> list[Any]:
+            with tf.control_dependencies(tf.nest.flatten(list(tensors), expand_composites=True)):
+                began = tf.timestamp()
+            with tf.control_dependencies([began]):
+                received = allreduce(tensors)
+            with tf.control_dependencies(tf.nest.flatten(received, expand_composites=True)):
+                self._waiting.assign_add(tf.timestamp() - began)
+            return received
+
+        return clocked
+
+
+def diagnose(times: Sequence[Times]) -> tuple[int, str] | None:
+    """Returns the slowest rank and why it is slow, `None` if no rank loses much time.
+
+    Args:
+        times: sequence of `Times`, one a rank.
+
+    Example:
+    >>> diagnose([Times(64, 10.0, 0.1, 4.0), Times(64, 10.0, 4.2, 0.1)])
+    (1, 'input-bound')
+    """
+    seconds = max(each.seconds for each in times)
+    if len(times) < 2 or seconds <= 0:
+        return None
+    slowest = min(range(len(times)), key=lambda rank: times[rank].waiting)
+    others = [each for rank, each in enumerate(times) if rank != slowest]
+    if statistics.median(each.waiting for each in others) - times[slowest].waiting > NOTABLE * seconds:
+        more_input = times[slowest].input - statistics.median(each.input for each in others)
+        more_compute = times[slowest].compute - statistics.median(each.compute for each in others)
+        return slowest, "input-bound" if more_input > more_compute else "slow compute"
+    if times[slowest].waiting > seconds / 3:
+        return slowest, "slow link"
+    return None
+
+
+def table(times: Sequence[Times], num_epochs: int, slowest: tuple[int, str] | None) -> str:
+    """Returns what is printed at the end.
+
+    Args:
+        times: sequence of `Times`, one a rank, summed over the epochs.
+        num_epochs: int, how many epochs.
+        slowest: what `diagnose` says.
+    """
+    seconds = max(each.seconds for each in times)
+    rate = sum(each.rows for each in times) / seconds if seconds > 0 else float("nan")
+    lines = [
+        f"Throughput: {rate:.0f} samples/s over {len(times)} rank(s), {num_epochs} epoch(s)",
+        "rank   input  compute  waiting",
+    ]
+    for rank, each in enumerate(times):
+        shares = each.shares()
+        why = f"  slowest: {slowest[1]}" if slowest and slowest[0] == rank else ""
+        lines.append(
+            f"{rank:4d}  {shares['input']:6.1%}  {shares['compute']:7.1%}  {shares['waiting']:7.1%}{why}".rstrip()
+        )
+    return "\n".join(lines)

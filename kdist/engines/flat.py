@@ -1,0 +1,84 @@
+"""Tensors as flat buffers that TensorFlow's collective ops take, eagerly and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+# The ops sum four dtypes that hold all others: what is narrower is summed wider (halves are to be summed in float32
+# anyway), what is unsigned has the bits of what is signed, and a complex number is two real ones.
+_CAST = {
+    tf.float16: tf.float32,
+    tf.bfloat16: tf.float32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint8: tf.int32,
+    tf.uint16: tf.int32,
+}
+_SAME_BITS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
+
+
+def to_summable(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor's values as a 1-D tensor of `float32`, `float64`, `int32` or `int64`."""
+    if tensor.dtype in _SAME_BITS:
+        tensor = tf.bitcast(tensor, _SAME_BITS[tensor.dtype])
+    elif tensor.dtype in _CAST:
+        tensor = tf.cast(tensor, _CAST[tensor.dtype])
+    return tf.reshape(tensor, [-1])
+
+
+def from_summable(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Undoes `to_summable`: returns values of `like`'s shape and dtype."""
+    if like.dtype.is_complex:
+        flat = tf.bitcast(tf.reshape(flat, [-1, 2]), like.dtype)
+    elif like.dtype in _SAME_BITS:
+        flat = tf.bitcast(flat, like.dtype)
+    elif like.dtype in _CAST:
+        flat = tf.cast(flat, like.dtype)
+    return shaped(flat, like)
+
+
+def to_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor's memory as a 1-D tensor of `uint8`."""
+    if tensor.dtype == tf.bool:
+        tensor = tf.cast(tensor, tf.uint8)
+    return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
+
+
+def from_bytes(flat: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Undoes `to_bytes`; the values are 1-D."""
+    if dtype == tf.bool:
+        return tf.cast(flat, tf.bool)
+    if dtype.size > 1:
+        flat = tf.reshape(flat, [-1, dtype.size])
+    return tf.bitcast(flat, dtype)
+
+
+def to_words(flat: tf.Tensor, num_words: tf.Tensor | int) -> tf.Tensor:
+    """Returns bytes as so many words of `int32`, the last ones filled up with zeros."""
+    filled = tf.pad(flat, [[0, 4 * num_words - tf.size(flat)]])
+    return tf.bitcast(tf.reshape(filled, [-1, 4]), tf.int32)
+
+
+def from_words(words: tf.Tensor) -> tf.Tensor:
+    """Returns the bytes of a tensor of words, along its last axis."""
+    shape = tf.shape(words)
+    return tf.reshape(tf.bitcast(words, tf.uint8), tf.concat([shape[:-1], [4 * shape[-1]]], 0))
+
+
+def size(tensor: tf.Tensor) -> tf.Tensor | int:
+    """Returns the number of elements: an int where it is known, else a scalar tensor."""
+    known = tensor.shape.num_elements()
+    return tf.size(tensor) if known is None else known
+
+
+def split(flat: tf.Tensor, sizes: Sequence[tf.Tensor | int]) -> list[tf.Tensor]:
+    """Cuts a 1-D tensor into parts of the given sizes."""
+    return [flat] if len(sizes) == 1 else tf.split(flat, tf.stack(sizes), num=len(sizes))
+
+
+def shaped(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Returns the values in the shape of `like`."""
+    known = like.shape.is_fully_defined()
+    return tf.ensure_shape(tf.reshape(flat, like.shape if known else tf.shape(like)), like.shape)

@@ -1,0 +1,278 @@
+"""Collectives over Horovod's tensor operations: the only file that names it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import tensorflow as tf
+
+from kdist.engines import arguments, flat, slices
+from kdist.engines.engine import Engine
+from kdist.errors import EngineError, EngineNotFoundError
+
+_INSTALL = "`kdist install-horovod`, which builds it for the installed TensorFlow and MPI"
+_REBUILD = "`kdist install-horovod --force`, which builds it for the installed TensorFlow and MPI"
+
+_REFUSED = "kdist: a collective of one rank alone"  # what a graph says, in which nobody can raise
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _not_converted(method: _Method) -> _Method:
+    """Keeps AutoGraph, which would rewrite what a `tf.function` calls, away from a method."""
+    return tf.autograph.experimental.do_not_convert(method)
+
+
+class HorovodEngine(Engine):
+    """Collectives over Horovod, by its MPI or its Gloo controller; on GPUs over NCCL, if Horovod was built so.
+
+    A group of tensors costs one Horovod operation for each dtype that is summed. Horovod matches operations by their
+    names, which are made of what is sent: ranks that trace other functions, or more often, agree about them. A
+    variable, read before and written after, keeps a graph's collectives in program order and alive. With
+    `jit_compile=True` they cannot be compiled. Ranks that disagree about what comes next, or about its shapes, wait,
+    and after a minute Horovod says for what (`HOROVOD_STALL_CHECK_TIME_SECONDS`).
+
+    A process that ends waits until all ranks have ended: the first to leave would shut Horovod down for all.
+
+    Args:
+        controller: str or `None`, `"mpi"` or `"gloo"`: what the launcher needs Horovod to be built with. Collective:
+            every rank must construct its engine, in the same order.
+
+    Raises:
+        EngineNotFoundError: if Horovod does not load, or was built without TensorFlow or the controller.
+        EngineError: if Horovod does not start.
+
+    Example:
+        >>> engine = HorovodEngine()  # doctest: +SKIP
+        >>> [total] = engine.allreduce([tf.constant([1.0, 2.0])])  # doctest: +SKIP
+    """
+
+    name = "horovod"
+
+    def __init__(self, controller: str | None = None):
+        self._hvd = _import_horovod()
+        _check_controller(self._hvd, controller)
+        try:
+            self._hvd.init()
+        except Exception as err:
+            raise EngineError(
+                f"Horovod does not start. Received from it: {err}. Expected all ranks to find each other. Fix: look "
+                "for the first error above; start the job by horovodrun, or by the mpirun of the MPI that Horovod was "
+                "built with."
+            ) from err
+        self.rank: int = self._hvd.rank()
+        self.size: int = self._hvd.size()
+        self.local_rank: int = self._hvd.local_rank()
+        self.local_size: int = self._hvd.local_size()
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._order = tf.Variable(0, trainable=False, name="kdist_horovod_order")
+        if self.size > 1:
+            atexit.register(self._wait_for_the_others)  # after Horovod's own, so that it comes before
+
+    @_not_converted
+    def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
+        """Sums in one grouped operation for each dtype on the wire; see `Engine.allreduce`."""
+        tensors = arguments.for_allreduce(tensors)
+        dense, parts = slices.apart(tensors)
+        with self._exchange() as send:
+            return slices.together(tensors, self._sum(send, dense), self._gather(send, parts))
+
+    @_not_converted
+    def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Gathers all tensors in one grouped operation, as bytes; see `Engine.allgather`."""
+        tensors = arguments.for_allgather(tensors)
+        with self._exchange() as send:
+            return self._gather(send, tensors)
+
+    @_not_converted
+    def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
+        """Sends all tensors as one buffer of bytes; see `Engine.broadcast`."""
+        tensors = arguments.for_broadcast(tensors, root, self.size)
+        if not tensors:
+            return []
+        parts = [flat.to_bytes(tensor) for tensor in tensors]
+        buffer = tf.concat([*parts, tf.zeros([1], tf.uint8)], 0)  # Horovod sends nothing that is empty
+
+        def operation(buffers: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
+            return [self._hvd.broadcast(buffers[0], root, **names)]
+
+        with self._exchange() as send:
+            [received] = send(f"broadcast_{root}", operation, [buffer], [buffer.shape])
+        received_parts = flat.split(received, [*[flat.size(part) for part in parts], 1])
+        return [
+            flat.shaped(flat.from_bytes(part, tensor.dtype), tensor)
+            for part, tensor in zip(received_parts, tensors, strict=False)
+        ]
+
+    @_not_converted
+    def barrier(self) -> None:
+        """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
+        with self._exchange() as send:
+            self._sum(send, [tf.zeros([1])])
+
+    def abort(self, code: int = 1) -> NoReturn:
+        """Flushes the standard streams and ends this process; its launcher ends the others. See `Engine.abort`."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    @contextlib.contextmanager
+    def refusing(self, why: str) -> Iterator[None]:
+        """Refuses collectives of graphs that were traced before, too; see `Engine.refusing`."""
+        with super().refusing(why), tf.init_scope():
+            self._order.assign(1)
+            try:
+                yield
+            finally:
+                self._order.assign(0)
+
+    def explain(self, error: BaseException) -> EngineError | None:
+        """Returns what an error of Horovod's operations means; see `Engine.explain`."""
+        if not isinstance(error, tf.errors.OpError):
+            return None
+        if _REFUSED in error.message:
+            try:
+                self.check_allowed()
+            except EngineError as refusal:
+                return refusal
+        if "orovod" not in error.message:
+            return None
+        said = error.message.rpartition("\n\n")[2]  # a graph's message begins with where its nodes were made
+        explained = EngineError(
+            f"A collective failed on rank {self.rank} of {self.size}. Received from Horovod: {said}. Expected: every "
+            "rank lives, and calls the same collectives in the same order, with equal shapes and dtypes. Fix: look "
+            "for another rank's error, and for a branch, a shape or a number of steps that depends on the rank."
+        )
+        explained.is_echo = "has been shut down" in said
+        return explained
+
+    def _sum(self, send: _Send, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        def operation(group: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
+            return self._hvd.grouped_allreduce(group, op=self._hvd.Sum, **names)
+
+        wire = [flat.to_summable(tensor) for tensor in tensors]
+        sums = list(wire)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in wire):
+            places = [place for place, tensor in enumerate(wire) if tensor.dtype == dtype]
+            group = [wire[place] for place in places]
+            for place, total in zip(places, send("sum", operation, group, [t.shape for t in group]), strict=True):
+                sums[place] = total
+        return [flat.from_summable(total, tensor) for total, tensor in zip(sums, tensors, strict=True)]
+
+    def _gather(self, send: _Send, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if not tensors:
+            return []
+        wire = [_rows_to_bytes(tensor) for tensor in tensors]
+        shapes = [slices.any_length(part.shape) for part in wire]
+        received = send("gather", self._hvd.grouped_allgather, wire, shapes)
+        return [
+            _rows_from_bytes(part, tensor.dtype, slices.any_length(tensor.shape))
+            for part, tensor in zip(received, tensors, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[_Send]:
+        """Gives the function that sends one group of tensors, all of one dtype, after what was sent before.
+
+        TensorFlow takes Horovod's operations for pure functions: it may compute those of constants once and for all,
+        leave out those whose result nobody uses, and run the others in any order. In a graph the tensors are
+        therefore made to depend on a variable that is written when the results are there.
+        """
+        self.check_allowed()
+        if tf.executing_eagerly():
+            try:
+                yield lambda kind, operation, tensors, shapes: operation(tensors, name=_name(kind, tensors))
+            except tf.errors.OpError as err:
+                raise self.explain(err) or err from err
+            return
+        sizes: list[tf.Tensor] = []
+        zero = self._order.read_value()
+        allowed = tf.debugging.Assert(zero == 0, [_REFUSED])
+
+        def send(kind: str, operation: _Operation, tensors: list[tf.Tensor], shapes: list[Any]) -> list[tf.Tensor]:
+            first, *others = [tf.stop_gradient(tensor) for tensor in tensors]
+            dims = [tf.rank(first)]
+            first = tf.slice(first, tf.fill(dims, zero), tf.fill(dims, -1))  # all of it, without a copy
+            with tf.control_dependencies([allowed]):
+                received = operation([first, *others], name=_name(kind, tensors), ignore_name_scope=True)
+            sizes.append(tf.size(received[0]))
+            for result, shape in zip(received, shapes, strict=True):
+                result.set_shape(shape)
+            return received
+
+        yield send
+        if sizes:
+            # Zero again, which only the results can tell: a mere control dependency would not keep them alive.
+            self._order.assign(tf.minimum(zero, tf.add_n(sizes)))
+
+    def _wait_for_the_others(self) -> None:
+        """Waits until every rank is at its exit."""
+        if self._hvd.is_initialized():
+            with contextlib.suppress(EngineError):  # another rank has failed, and has said so
+                self.barrier()
+
+
+_Operation = Callable[..., list[tf.Tensor]]
+_Send = Callable[[str, _Operation, list[tf.Tensor], list[Any]], list[tf.Tensor]]
+
+
+def _name(kind: str, tensors: Sequence[tf.Tensor]) -> str:
+    """Returns the name by which the ranks' operations find each other: made of what is sent, equal on all ranks."""
+    signature = [(tensor.dtype.name, str(tensor.shape if kind != "gather" else tensor.shape[1:])) for tensor in tensors]
+    return f"kdist_{kind}_{hashlib.sha256(repr(signature).encode()).hexdigest()[:12]}"
+
+
+def _rows_to_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor's bytes, with an axis more if its elements have several: the rows stay what they are."""
+    return tf.cast(tensor, tf.uint8) if tensor.dtype.is_bool else tf.bitcast(tensor, tf.uint8)
+
+
+def _rows_from_bytes(wire: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
+    tensor = tf.cast(wire, dtype) if dtype.is_bool else tf.bitcast(wire, dtype)
+    tensor.set_shape(shape)
+    return tensor
+
+
+def built_with_nccl() -> bool:
+    """Returns whether there is a Horovod that was built to sum over NCCL."""
+    try:
+        return bool(_import_horovod().nccl_built())
+    except EngineNotFoundError:
+        return False
+
+
+def _import_horovod() -> Any:
+    try:
+        import horovod.tensorflow as hvd
+    except (ImportError, tf.errors.OpError, OSError) as err:
+        raise EngineNotFoundError(_why_not_imported(err)) from err
+    return hvd
+
+
+def _why_not_imported(err: Exception) -> str:
+    said = f"Received: {type(err).__name__}: {err}"
+    if isinstance(err, ModuleNotFoundError) and err.name in ("horovod", "horovod.tensorflow"):
+        return f"Horovod is not installed. {said}. Expected the package horovod. Fix: {_INSTALL}."
+    if "has not been built" in str(err):
+        return f"Horovod was built without TensorFlow. {said}. Expected its TensorFlow library. Fix: {_REBUILD}."
+    return (
+        f"Horovod does not load: it was built for another TensorFlow or MPI than the installed ones. {said}. Expected "
+        f"one that was built for TensorFlow {tf.__version__}. Fix: {_REBUILD}."
+    )
+
+
+def _check_controller(hvd: Any, controller: str | None) -> None:
+    built = {"mpi": hvd.mpi_built(), "gloo": hvd.gloo_built()}
+    if controller is not None and not built[controller]:
+        present = ", ".join(name for name, there in built.items() if there) or "none"
+        raise EngineNotFoundError(
+            f"Horovod was built without the controller that this launch needs. Received: a job that needs "
+            f"{controller!r} and a Horovod with {present}. Expected {controller!r} among them. Fix: {_REBUILD}, with "
+            "an MPI's mpicxx on PATH; or start the job by `horovodrun --gloo`."
+        )

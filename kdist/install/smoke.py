@@ -1,0 +1,28 @@
+"""What each rank runs to see whether an installed Horovod works: one all-reduce."""
+
+from __future__ import annotations
+
+import sys
+
+import tensorflow as tf
+
+from kdist.engines.horovod import HorovodEngine
+
+
+def main() -> int:
+    """Sums the ranks' numbers.
+
+    Collective: every rank must call this, in the same order.
+
+    Returns:
+        0 if the sum is right and there are several ranks, else 1.
+    """
+    engine = HorovodEngine()
+    with tf.device("CPU:0"):  # there may be one GPU for both
+        [total] = engine.allreduce([tf.fill([1000], engine.rank + 1.0)])
+    right = engine.size > 1 and bool(tf.reduce_all(total == engine.size * (engine.size + 1) / 2))
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

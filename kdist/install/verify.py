@@ -1,0 +1,39 @@
+"""Tries an installed Horovod: an all-reduce between two processes, by each of its controllers that is wanted."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from kdist.errors import InstallError
+from kdist.install import programs
+from kdist.launch import horovodrun, mpirun
+from kdist.launch.command import Command
+
+_PROGRAM = (sys.executable, "-m", "kdist.install.smoke")
+_TIMEOUT = 300.0  # seconds
+_RANKS = 2
+
+
+def verify(*, with_mpi: bool) -> None:
+    """Runs two processes over Gloo and, if wanted, two over MPI.
+
+    Args:
+        with_mpi: bool, whether MPI is wanted.
+
+    Raises:
+        InstallError: if they do not come to the right sum.
+        LaunchError: if they cannot be started.
+    """
+    search_path = os.environ.get("PATH", "")
+    _run("Gloo", horovodrun.build(horovodrun.find(sys.executable, search_path), _PROGRAM, np=_RANKS))
+    if with_mpi:
+        found = mpirun.find(sys.executable, search_path)
+        _run("MPI", mpirun.build(found, _PROGRAM, np=_RANKS, root=os.geteuid() == 0, oversubscribe=True))
+
+
+def _run(controller: str, command: Command) -> None:
+    try:
+        programs.run(command.argv, env={**os.environ, **command.env}, timeout=_TIMEOUT)
+    except InstallError as err:
+        raise InstallError(f"Horovod is installed, but does not work over {controller}. {err}") from err

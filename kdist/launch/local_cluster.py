@@ -1,0 +1,181 @@
+"""A TensorFlow cluster on this machine, `python -m kdist.launch.local_cluster`: N ranks by TF_CONFIG, without MPI.
+
+It stands where `mpirun` would: it starts the ranks, ends all of them when one fails, and ends with that one's code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+
+from kdist.errors import LaunchError
+from kdist.launch.command import Command
+from kdist.launch.output import REPORT
+from kdist.launch.ports import free_ports
+
+_LOG = logging.getLogger("kdist")
+_RESTARTS = 10  # of each rank that can be replaced
+_GRACE = 5.0  # seconds that ranks have to end when they are told to
+
+
+def build(python: str, program: Sequence[str], *, np: int, env: Mapping[str, str], ps: int = 0) -> Command:
+    """Builds the command that starts a job.
+
+    Args:
+        python: str, the Python that runs this module.
+        program: sequence of str, what each rank runs.
+        np: int, the number of ranks.
+        env: mapping of variable name to value, what is added to the ranks' environment.
+        ps: int, how many of the ranks are parameter servers; the others are then a chief and workers.
+
+    Returns:
+        A `Command`.
+
+    Raises:
+        LaunchError: if the number of ranks is not positive, or leaves no worker beside a chief and the ps.
+    """
+    if np < 1:
+        raise LaunchError(f"No ranks to start. Received: -np {np}. Expected at least 1. Fix: give -np 1 or more.")
+    if ps and np < ps + 2:
+        raise LaunchError(
+            f"Too few ranks for parameter servers. Received: -np {np} --ps {ps}. Expected a chief, a worker and {ps} "
+            f"ps: at least -np {ps + 2}. Fix: start more ranks."
+        )
+    roles = ("--ps", str(ps)) if ps else ()
+    return Command((python, "-m", "kdist.launch.local_cluster", "-np", str(np), *roles, *program), env)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs N copies of a program to their end.
+
+    Args:
+        argv: sequence of str, the arguments; by default those of the process.
+
+    Returns:
+        The code of the first rank that failed (128 plus the number of the signal that ended it), or 0.
+    """
+    parser = argparse.ArgumentParser(prog="python -m kdist.launch.local_cluster", allow_abbrev=False)
+    parser.add_argument("-np", type=int, required=True)
+    parser.add_argument("--ps", type=int, default=0)
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    logging.basicConfig(format="[kdist] %(message)s")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    ranks: dict[int, int] = {}
+    configs = configurations(options.np, options.ps)
+
+    def start(rank: int) -> None:
+        process = subprocess.Popen(
+            options.program,
+            env={**os.environ, "TF_CONFIG": configs[rank]},
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+        )
+        ranks[process.pid] = rank
+
+    # Between the chief and the ps: what a worker was doing is done by another, and one started again joins.
+    replaceable = range(1, options.np - options.ps) if options.ps else range(0)
+    try:
+        for rank in range(options.np):
+            start(rank)
+        return _wait(ranks, options.np, start, dict.fromkeys(replaceable, _RESTARTS))
+    except OSError as error:
+        _LOG.error("a rank does not start: %s", error)
+        return 1
+    except _Stopped as stopped:
+        return 128 + stopped.number
+    finally:
+        _end(ranks)
+
+
+def configurations(np: int, ps: int = 0) -> list[str]:
+    """Returns each rank's `TF_CONFIG`: tasks on this machine's loopback, at ports that are free now.
+
+    Args:
+        np: int, the number of ranks.
+        ps: int, how many are parameter servers, the last ones; the first is then the chief. Without any, all are
+            workers.
+
+    Returns:
+        A list of str, in rank order.
+    """
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(np)]
+    if not ps:
+        tasks = [("worker", addresses)]
+    else:
+        tasks = [("chief", addresses[:1]), ("worker", addresses[1 : np - ps]), ("ps", addresses[np - ps :])]
+    places = [{"type": job, "index": index} for job, own in tasks for index in range(len(own))]
+    return [json.dumps({"cluster": dict(tasks), "task": place}) for place in places]
+
+
+class _Stopped(Exception):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise _Stopped(number)
+
+
+def _wait(ranks: dict[int, int], np: int, start: Callable[[int], None], restarts: dict[int, int]) -> int:
+    """Returns when all ranks have ended well, or one has not; those that ended are taken out of `ranks`.
+
+    A rank that a signal ended is started again as often as `restarts` says.
+    """
+    while ranks:
+        pid, status = os.wait()
+        rank = ranks.pop(pid, None)
+        if rank is None or status == 0:
+            continue
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            # Nobody else says so: what a signal ends has no last words.
+            _LOG.error("%s%d of %d was ended by %s", REPORT.removeprefix("[kdist] "), rank, np, _name(-code))
+            if restarts.get(rank):
+                restarts[rank] -= 1
+                _LOG.warning("rank %d is started again", rank)
+                start(rank)
+                continue
+        return 128 - code if code < 0 else code
+    return 0
+
+
+def _name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def _end(ranks: dict[int, int]) -> None:
+    """Ends the ranks that are left: first asked to, then by force."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE
+    while ranks:
+        with contextlib.suppress(ChildProcessError):
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            ranks.pop(pid, None)
+            if pid:
+                continue
+        if time.monotonic() > deadline:
+            for pid in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

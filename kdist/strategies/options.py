@@ -1,0 +1,118 @@
+"""Strategies with options of their own, as a user names them: without TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+STALENESS = ("ignore", "scale", "drop")
+
+START_TIMEOUT = 300.0
+"""Seconds in which all ranks must appear, unless the user says otherwise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce:
+    """Synchronous data parallelism, with options of its own, to be given as `kdist.scope(strategy=...)`.
+
+    Args:
+        engine: str, how the ranks talk to each other: `"auto"` (what the launcher implies), `"mpi"` or `"collective"`.
+        start_timeout: float, seconds in which all ranks must appear, where no launcher sees to that: under `TF_CONFIG`.
+
+    Example:
+    ```python
+    with kdist.scope(kdist.AllReduce(engine="mpi")):
+        ...
+    ```
+    """
+
+    engine: str = "auto"
+    start_timeout: float = START_TIMEOUT
+
+    @property
+    def word(self) -> str:
+        """The word for it, as given to `kdist.scope`."""
+        return self.engine
+
+
+@dataclasses.dataclass(frozen=True)
+class TPU:
+    """Training on a TPU by TensorFlow's own `TPUStrategy`, for `kdist.scope(strategy=...)`.
+
+    Batch and learning rate follow its replicas; the rest is left to Keras. What TensorFlow is asked to do is tested;
+    kdist has not been run on a TPU.
+
+    Args:
+        resolver: str or `tf.distribute.cluster_resolver.TPUClusterResolver`: the TPU's name, its address
+            (`"grpc://10.0.0.2:8470"`) or `"local"` on a TPU VM. `None` for what the environment names (`TPU_NAME`).
+        timeout: float, seconds in which the TPU must be reached.
+
+    Example:
+    ```python
+    with kdist.scope(kdist.TPU("local")):
+        ...
+    ```
+    """
+
+    resolver: str | tf.distribute.cluster_resolver.TPUClusterResolver | None = None
+    timeout: float = 30.0
+
+    @property
+    def word(self) -> str:
+        """The word for it, as given to `kdist.scope`."""
+        return "tpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterServer:
+    """Asynchronous training with parameter servers, with options of its own, for `kdist.scope(strategy=...)`.
+
+    An update's staleness is the number of other updates that were applied between reading the weights and applying the
+    gradient that was computed from them.
+
+    Args:
+        staleness: str, what becomes of an update that is stale: `"ignore"` applies it all the same, `"scale"` divides
+            its learning rate by its staleness, `"drop"` does not apply it where the staleness is above `bound`.
+        bound: int, the largest staleness that `"drop"` lets pass.
+        warmup_steps: int, how many first steps of each `fit` are made one at a time, by one worker, without staleness.
+        num_ps: int, how many of the ranks are parameter servers, where ranks get their roles from an MPI launcher.
+        timeout: float, seconds that tasks have to appear, that a step may take, and that training waits for a worker
+            when none is left.
+
+    Example:
+    ```python
+    with kdist.scope(kdist.ParameterServer(staleness="scale")):
+        ...
+    ```
+
+    References:
+        - Zhang et al., 2015, Staleness-aware Async-SGD for Distributed Deep Learning, https://arxiv.org/abs/1511.05950
+    """
+
+    staleness: str = "ignore"
+    bound: int | None = None
+    warmup_steps: int = 0
+    num_ps: int = 1
+    timeout: float = 600.0
+
+    @property
+    def word(self) -> str:
+        """The word for it, as given to `kdist.scope`."""
+        return "parameter_server"
+
+    def problem(self) -> str | None:
+        """Returns what is wrong with the options, or `None`."""
+        if self.staleness not in STALENESS:
+            return f"staleness={self.staleness!r}. Expected one of {', '.join(map(repr, STALENESS))}"
+        if (self.staleness == "drop") != (self.bound is not None):
+            return (
+                f"staleness={self.staleness!r} with bound={self.bound!r}. Expected a bound for 'drop' and only for it"
+            )
+        if self.bound is not None and self.bound < 0:
+            return f"bound={self.bound!r}. Expected an integer of at least 0"
+        if self.warmup_steps < 0 or self.num_ps < 1 or not self.timeout > 0:
+            return f"{self!r}. Expected warmup_steps of at least 0, num_ps of at least 1 and a positive timeout"
+        return None

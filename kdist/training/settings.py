@@ -1,0 +1,22 @@
+"""What a scope was asked to do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a scope was asked to do with the models made in it.
+
+    Attributes:
+        scale_batch: bool, whether `batch_size` is what each replica sees.
+        scale_lr: `"auto"`, `"linear"`, `"sqrt"`, a number or `None`.
+        warmup_epochs: `"auto"` or a number of epochs.
+        auto_shard: bool, whether kdist shares the data out.
+    """
+
+    scale_batch: bool = True
+    scale_lr: str | float | None = "auto"
+    warmup_epochs: str | float = "auto"
+    auto_shard: bool = True

@@ -1,0 +1,123 @@
+"""What this rank is doing: the collective that it waits in, and where its main thread is."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+_STACK_AFTER = 5.0  # seconds without a collective, after which a report says where the main thread is
+_MOST_THREADS = 8  # that are told
+_BUSY = 0.2  # of the time between two reports on the processor
+_LIBRARIES = tuple({*site.getsitepackages(), os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__)})
+_KERAS_VERBS = os.path.join("keras", "src", "backend", "tensorflow", "trainer.py")
+_KERAS_CALLBACKS = os.path.join("keras", "src", "callbacks", "callback_list.py")
+
+
+class Activity:
+    """Notes when collectives begin and end; cheap, for it is done at each.
+
+    Attributes:
+        calls: int, how many collectives have begun.
+        has_ended: bool, whether the script is through and the process only waits for the others.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.has_ended = False
+        self._waiting: tuple[str, Any, int] | None = None
+        self._since = time.monotonic()
+        self._processor = (time.monotonic(), 0.0)
+
+    def begin(self, kind: str, arrays: Sequence[Any], num_fixed: int) -> None:
+        """Notes that a collective begins.
+
+        Args:
+            kind: str, `"allreduce"`, `"allgather"`, ...
+            arrays: the NumPy arrays or tensors that are sent; only their dtypes and shapes are kept.
+            num_fixed: int, how many of them, the first ones, have the same shape on all ranks; the others are gathered.
+        """
+        self.calls += 1
+        self._waiting = (kind, [(array.dtype, array.shape) for array in arrays], num_fixed)
+        self._since = time.monotonic()
+
+    def end(self) -> None:
+        """Notes that the collective has ended."""
+        self._waiting = None
+        self._since = time.monotonic()
+
+    def report(self) -> dict[str, Any]:
+        """Returns what the other ranks are told, as JSON values: see `verdict.Sign`."""
+        waiting, since = self._waiting, time.monotonic() - self._since
+        stack = _main_stack() if since > _STACK_AFTER else []
+        threads = _other_threads() if stack else []
+        return {
+            "ended": self.has_ended,
+            "calls": self.calls,
+            "waiting": None if waiting is None else described(*waiting),
+            "since": since,
+            "busy": self._uses_processor(),
+            "own_code": _in_own_code(stack),
+            "stack": [_place(frame, line) for frame, line in _of_interest(stack)],
+            "threads": [_place(frame, frame.f_lineno) for frame in threads[:_MOST_THREADS]],
+        }
+
+    def _uses_processor(self) -> bool:
+        """Returns whether this process, all its threads, has computed since the last report."""
+        before, now = self._processor, (time.monotonic(), time.process_time())
+        self._processor = now
+        return now[1] - before[1] > _BUSY * (now[0] - before[0])
+
+
+def described(kind: str, arrays: Sequence[tuple[Any, Any]], num_fixed: int) -> str:
+    """Returns a collective as text: equal on all ranks that make the same call.
+
+    Args:
+        kind: str.
+        arrays: sequence of dtypes and shapes.
+        num_fixed: int, after how many of them the first dimensions may differ between the ranks, and are left out.
+    """
+    shapes = [shape if place < num_fixed else ("any", *shape[1:]) for place, (_, shape) in enumerate(arrays)]
+    sent = [f"{dtype}[{', '.join(map(str, shape))}]" for (dtype, _), shape in zip(arrays, shapes, strict=True)]
+    shown = sent if len(sent) <= 6 else [*sent[:3], f"({len(sent) - 6} more)", *sent[-3:]]
+    return f"{kind} of {len(sent)} tensor(s) {' '.join(shown)}".strip()
+
+
+def _main_stack() -> list[tuple[FrameType, int]]:
+    """Returns the main thread's frames with their line numbers, the outermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [] if frame is None else list(traceback.walk_stack(frame))[::-1]
+
+
+def _other_threads() -> list[FrameType]:
+    """Returns where the other Python threads are: a generator of the user's runs in one of TensorFlow's."""
+    known = {threading.main_thread().ident, threading.get_ident()}
+    return [frame for ident, frame in sys._current_frames().items() if ident not in known]
+
+
+def _of_interest(stack: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
+    """Returns the frames of the user's own files, Keras' verbs, and the innermost one."""
+    return [
+        (frame, line)
+        for place, (frame, line) in enumerate(stack)
+        if place == len(stack) - 1
+        or frame.f_code.co_filename.endswith(_KERAS_VERBS)
+        or not frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
+    ]
+
+
+def _place(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+
+
+def _in_own_code(stack: list[tuple[FrameType, int]]) -> bool:
+    """Returns whether the user's own code runs: between Keras' verbs, or in a callback, where it may take its time."""
+    files = [frame.f_code.co_filename for frame, _ in stack]
+    verbs = [place for place, name in enumerate(files) if name.endswith(_KERAS_VERBS)]
+    return not verbs or any(name.endswith(_KERAS_CALLBACKS) for name in files[verbs[-1] :])

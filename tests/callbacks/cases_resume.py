@@ -1,0 +1,547 @@
+"""An interrupted training, taken up again, against one that was not: bit for bit, on as many ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kdist
+from kdist._process import open_engine
+from kdist.errors import CheckpointError, ScopeError
+from kdist.training.checkpoint_files import Checkpoint, CheckpointFolder
+from tests.training.behaviours import assert_equal_everywhere
+from tests.training.fidelity import BATCH, deterministic_weights, fresh
+
+STEPS = 6  # of an epoch, whatever the number of ranks
+EPOCHS = 3
+
+
+class Interrupted(Exception):
+    """Stands for the end of the process."""
+
+
+class InterruptAt(keras.callbacks.Callback):
+    """Ends `fit` on all ranks, after a step or at the end of an epoch."""
+
+    def __init__(self, epoch: int, batch: int | None) -> None:
+        super().__init__()
+        self._place, self._epoch = (epoch, batch), 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        if self._place == (epoch - 1, None):
+            raise Interrupted
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if (self._epoch, batch) == self._place:
+            raise Interrupted
+
+
+class Shuffled(keras.utils.PyDataset):
+    """Shuffles as Keras' own examples do: with NumPy's global state, when an epoch ends."""
+
+    def __init__(self, x: Any, y: Any, batch: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.x, self.y, self.batch = x, y, batch
+        self.indices = np.arange(len(x))
+
+    def __len__(self) -> int:
+        return -(-len(self.x) // self.batch)
+
+    def __getitem__(self, index: int) -> Any:
+        chosen = self.indices[index * self.batch : (index + 1) * self.batch]
+        return self.x[chosen], self.y[chosen]
+
+
+class ShuffledByItself(Shuffled):
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self.indices)
+
+
+def arrays() -> tuple[Any, Any]:
+    generator = np.random.default_rng(5)
+    n = STEPS * kdist.size() * BATCH - 3
+    x = generator.normal(size=(n, 5))
+    return x, x @ generator.normal(size=(5, 2))
+
+
+def stream(x: Any, y: Any) -> Iterator[Any]:
+    generator = np.random.default_rng(0)
+    while True:
+        chosen = generator.integers(len(x), size=BATCH)
+        yield x[chosen], y[chosen]
+
+
+def inputs(kind: str) -> dict[str, Any]:
+    """Returns the arguments of `fit` that feed it."""
+    x, y = arrays()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    per_epoch = STEPS * kdist.size()
+    if kind == "arrays":
+        return {"x": x, "y": y, "batch_size": BATCH}
+    if kind == "arrays_steps":  # a pass holds more than an epoch
+        return {"x": x, "y": y, "batch_size": BATCH, "steps_per_epoch": per_epoch - 2 * kdist.size()}
+    if kind == "tf_data":
+        return {"x": dataset.shuffle(40, seed=7).batch(BATCH)}
+    if kind == "tf_data_unseeded":
+        return {"x": dataset.shuffle(40).batch(BATCH)}
+    if kind == "tf_data_repeat":
+        return {"x": dataset.shuffle(40, seed=7).repeat().batch(BATCH), "steps_per_epoch": per_epoch}
+    if kind == "tf_data_unknown":
+        return {"x": dataset.shuffle(40, seed=7).batch(BATCH).filter(lambda *_: True)}
+    if kind == "py_dataset":
+        return {"x": Shuffled(x, y, BATCH), "shuffle": True}
+    if kind == "py_dataset_workers":
+        return {"x": Shuffled(x, y, BATCH, workers=2), "shuffle": True}
+    if kind == "py_dataset_by_itself":
+        return {"x": ShuffledByItself(x, y, BATCH), "shuffle": False}
+    if kind == "generator":
+        return {"x": stream(x, y), "steps_per_epoch": per_epoch}
+    raise ValueError(kind)
+
+
+def network() -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(2),
+        ]
+    )
+    deterministic_weights(model)
+    return model
+
+
+def others() -> list[Any]:
+    return [
+        keras.callbacks.EarlyStopping(monitor="loss", patience=1, min_delta=0.2, restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, factor=0.5, min_delta=0.5),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+    ]
+
+
+def train(
+    kind: str,
+    folder: str,
+    callbacks: list[Any],
+    *,
+    save_freq: Any = 2,
+    epochs: int = EPOCHS,
+    optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.02),
+    scope: dict[str, Any] | None = None,
+    backup: Any = kdist.callbacks.BackupAndRestore,
+    **compile_: Any,
+) -> dict[str, Any]:
+    """Trains as a script does from its first line, and returns all that must be equal."""
+    fresh()
+    with kdist.scope(**(scope or {})):
+        model = network()
+        model.compile(optimizer(), "mse", metrics=["mae", keras.metrics.R2Score()], **compile_)
+        history = model.fit(
+            **inputs(kind),
+            epochs=epochs,
+            verbose=0,
+            callbacks=[*callbacks, backup(folder, save_freq=save_freq, delete_checkpoint=False)],
+        )
+    return {
+        "weights": [np.asarray(v).tolist() for v in model.weights],
+        "optimizer": [np.asarray(v).tolist() for v in model.optimizer.variables],
+        "history": history.history,
+        "epochs": history.epoch,
+    }
+
+
+def shared_folder() -> str:
+    return open_engine(kdist.cluster_info()).broadcast_object(tempfile.mkdtemp() if kdist.is_chief() else None)
+
+
+class Log(logging.Handler):
+    """Notes what kdist says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Log:
+        logging.getLogger("kdist").addHandler(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        logging.getLogger("kdist").removeHandler(self)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+def resumed(kind: str, places: list[tuple[int, int | None]], **settings: Any) -> None:
+    """Trains without an interruption, and with some, and compares."""
+    expected = train(kind, shared_folder(), others(), **settings)
+    folder = shared_folder()
+    with Log() as log:
+        for place in places:
+            with pytest.raises(Interrupted):
+                train(kind, folder, [InterruptAt(*place), *others()], **settings)
+        found = train(kind, folder, others(), **settings)
+    if kdist.is_chief():
+        assert log.text.count("training goes on from checkpoint-") == len(places), log.text
+    for part in expected:
+        assert expected[part] == found[part], part
+    assert_equal_everywhere(found)
+
+
+def between_epochs() -> None:
+    for kind in ("arrays", "tf_data", "py_dataset"):
+        resumed(kind, [(0, None)], save_freq="epoch")
+
+
+def in_an_epoch(kind: str) -> None:
+    # After the step that was saved, and a step later, which is made again.
+    resumed(kind, [(0, 3), (1, 0 if kind == "arrays_steps" else 4)])
+
+
+def the_newest_is_damaged() -> None:
+    """The one before it is used, and that is said; nothing is deleted."""
+    expected = train("arrays", shared_folder(), others())
+    for damage in (_cut_off, _flip, _take_away):
+        folder = shared_folder()
+        with pytest.raises(Interrupted):
+            train("arrays", folder, [InterruptAt(1, 3), *others()])
+        newest = sorted(Path(folder).iterdir())[-1] if kdist.is_chief() else None
+        if newest is not None:
+            damage(newest)
+        with Log() as log:
+            found = train("arrays", folder, others())
+        assert expected == found
+        if newest is not None:
+            assert f"{newest} cannot be read" in log.text, log.text
+            assert newest.is_dir()
+            assert len([each for each in Path(folder).iterdir() if each != newest]) == 2
+
+
+def _cut_off(newest: Path) -> None:
+    with open(newest / "arrays.npz", "r+b") as file:
+        file.truncate(1000)
+
+
+def _flip(newest: Path) -> None:
+    data = bytearray((newest / "arrays.npz").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "arrays.npz").write_bytes(bytes(data))
+
+
+def _take_away(newest: Path) -> None:
+    (newest / "state.json").unlink()
+
+
+def none_can_be_read() -> None:
+    folder = shared_folder()
+    with pytest.raises(Interrupted):
+        train("arrays", folder, [InterruptAt(1, 3)])
+    if kdist.is_chief():
+        for each in Path(folder).iterdir():
+            _cut_off(each)
+        with pytest.raises(CheckpointError, match="No checkpoint can be read"):
+            CheckpointFolder(folder).read()
+        assert len(list(Path(folder).iterdir())) == 2
+
+
+def another_model() -> None:
+    folder = shared_folder()
+    with pytest.raises(Interrupted):
+        train("arrays", folder, [InterruptAt(0, 3)])
+    with pytest.raises(CheckpointError, match="another model's or another optimizer's"):
+        train("arrays", folder, [], optimizer=lambda: keras.optimizers.SGD(0.1))
+
+
+def another_engine() -> None:
+    """It is said that sums may be rounded otherwise."""
+    folder, told = shared_folder(), ""
+    with pytest.raises(Interrupted):
+        train("arrays", folder, [InterruptAt(0, 3)])
+    if kdist.is_chief():
+        saved = CheckpointFolder(folder)
+        found = saved.read()[1]
+        told = f"it was saved over pigeons, and goes on over {found.state['engine']}:"
+        saved.write(Checkpoint({**found.state, "engine": "pigeons"}, found.arrays))
+    with Log() as log:
+        train("arrays", folder, [], epochs=1)
+    assert told in log.text
+
+
+def scaled_rates_and_schedules() -> None:
+    """The warm-up goes on where it was, and so does a schedule, which counts the user's own steps."""
+    schedule = keras.optimizers.schedules.CosineDecay
+    for optimizer, scope in (
+        (lambda: keras.optimizers.SGD(0.01, momentum=0.9), {"scale_lr": 3.0, "warmup_epochs": 2}),
+        (lambda: keras.optimizers.Adam(schedule(0.02, STEPS * EPOCHS * kdist.size())), {"scale_lr": 1.0}),
+    ):
+        expected = train("arrays", shared_folder(), [], optimizer=optimizer, scope=scope)
+        folder = shared_folder()
+        for place in ((0, 3), (1, 4)):
+            with pytest.raises(Interrupted):
+                train("arrays", folder, [InterruptAt(*place)], optimizer=optimizer, scope=scope)
+        assert train("arrays", folder, [], optimizer=optimizer, scope=scope) == expected
+
+
+def several_steps_an_execution() -> None:
+    resumed("arrays", [(0, 3), (1, 3)], steps_per_execution=2)
+
+
+def kerass_own_in_a_scope_is_ours() -> None:
+    resumed("arrays", [(0, 3), (1, 4)], backup=keras.callbacks.BackupAndRestore)
+    for given_on in range(kdist.size()):
+        expected = train("arrays", shared_folder(), [], backup=keras.callbacks.BackupAndRestore)
+        folder = shared_folder()
+
+        def on_one(folder: str, rank: int = given_on, **kwargs: Any) -> Any:
+            backup = keras.callbacks.BackupAndRestore(folder, **kwargs)
+            return backup if kdist.rank() == rank else keras.callbacks.Callback()
+
+        with pytest.raises(Interrupted):
+            train("arrays", folder, [InterruptAt(1, 4)], backup=on_one)
+        assert train("arrays", folder, [], backup=on_one) == expected
+
+
+def stopped_early_stays_stopped() -> None:
+    """Interrupted between the decision and the end, which restores the best weights."""
+
+    class AtEnd(keras.callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            raise Interrupted
+
+    def stopping() -> list[Any]:
+        return [keras.callbacks.EarlyStopping(monitor="loss", patience=1, min_delta=9.0, restore_best_weights=True)]
+
+    expected = train("arrays", shared_folder(), stopping(), epochs=9)
+    assert len(expected["epochs"]) < 9
+    folder = shared_folder()
+    with pytest.raises(Interrupted):
+        train("arrays", folder, [AtEnd(), *stopping()], epochs=9, save_freq="epoch")
+    assert train("arrays", folder, stopping(), epochs=9) == expected
+
+
+def deleted_at_the_end() -> None:
+    folder = shared_folder()
+    with kdist.scope():
+        model = network()
+        model.compile("sgd", "mse")
+        backup = kdist.callbacks.BackupAndRestore(folder)
+        model.fit(**inputs("arrays"), epochs=2, verbose=0, callbacks=[backup])
+        assert not os.path.exists(folder)
+        model.fit(**inputs("arrays"), epochs=2, verbose=0, callbacks=[backup])  # from the beginning
+    assert int(model.optimizer.iterations) == 4 * STEPS
+
+
+def told_to_go(kind: str, rank: int, place: tuple[int, int | None]) -> None:
+    """A signal on one rank: all leave after the same step with the same code, and can go on."""
+    expected = train(kind, shared_folder(), others(), save_freq="epoch")
+    folder = shared_folder()
+
+    class Signal(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if (self.epoch, batch) == place and kdist.rank() == rank:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if (epoch, None) == place and kdist.rank() == rank:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    fresh()
+    with Log() as log:
+        with kdist.scope():
+            model = network()
+            model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae", keras.metrics.R2Score()])
+        with pytest.raises(SystemExit) as left:  # in the scope it would end the job
+            model.fit(
+                **inputs(kind),
+                epochs=EPOCHS,
+                verbose=0,
+                callbacks=[
+                    kdist.callbacks.Preemption(exit_code=76),
+                    Signal(),
+                    *others(),
+                    kdist.callbacks.BackupAndRestore(folder, delete_checkpoint=False),
+                ],
+            )
+    assert left.value.code == 76
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert_equal_everywhere(int(model.optimizer.iterations))
+    if kdist.is_chief():
+        assert f"SIGUSR1 on rank {rank}: saved" in log.text, log.text
+    if place[1] is not None and place[1] + 2 < STEPS:
+        assert int(model.optimizer.iterations) == place[0] * STEPS + place[1] + (2 if kdist.size() > 1 else 1)
+    assert train(kind, folder, others(), save_freq="epoch") == expected
+
+
+def told_to_go_in_an_epoch() -> None:
+    for rank in range(kdist.size()):
+        told_to_go("arrays", rank, (1, 2))
+
+
+def told_to_go_in_the_last_step_and_between_epochs() -> None:
+    told_to_go("py_dataset", kdist.size() - 1, (0, STEPS - 1))
+    told_to_go("py_dataset", kdist.size() - 1, (1, STEPS - 2))
+    told_to_go("arrays", kdist.size() - 1, (0, None))
+
+
+def told_to_go_with_a_model_checkpoint() -> None:
+    folder = Path(shared_folder())
+    with kdist.scope():
+        model = network()
+        model.compile("sgd", "mse")
+        with pytest.raises(ScopeError, match="nothing to save with") if kdist.is_chief() else contextlib.nullcontext():
+            if kdist.is_chief():
+                kdist.callbacks.Preemption().on_train_begin()
+    checkpoint = keras.callbacks.ModelCheckpoint(str(folder / "{epoch}-{val_loss:.2f}.keras"), save_best_only=True)
+    tell = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: os.kill(os.getpid(), signal.SIGTERM) if batch == 1 else None
+    )
+    with pytest.raises(SystemExit) as left:
+        model.fit(**inputs("arrays"), verbose=0, callbacks=[checkpoint, tell, kdist.callbacks.Preemption()])
+    assert left.value.code == 75
+    if kdist.is_chief():
+        assert [each.name for each in folder.iterdir()] == ["1-nan.keras"]
+        saved = keras.models.load_model(folder / "1-nan.keras")
+        assert int(saved.optimizer.iterations) == int(model.optimizer.iterations)
+
+
+# Another number of ranks: what one launch leaves another takes up.
+
+FOLDER = "INTERRUPTED_TRAININGS"
+
+
+def left_for_others() -> None:
+    for kind in ("arrays", "py_dataset", "tf_data"):
+        with pytest.raises(Interrupted):
+            train(kind, str(Path(os.environ[FOLDER], kind)), [InterruptAt(1, 3)], optimizer=_scheduled)
+
+
+def _scheduled() -> Any:
+    return keras.optimizers.SGD(keras.optimizers.schedules.PolynomialDecay(0.1, 1000, 0.0))
+
+
+def taken_up_by_others() -> None:
+    """On another number of ranks: the rest of the epoch's samples, each once, but for those of a cut step."""
+    before, ranks = 2, kdist.size()
+    n = STEPS * before * BATCH - 3
+    for kind in ("arrays", "py_dataset", "tf_data"):
+        folder = str(Path(os.environ[FOLDER], kind))
+        seen: list[int] = []
+        fresh()
+        with kdist.scope(), Log() as log:
+            model = network()
+            model.compile(_scheduled(), "mse", metrics=["mae", keras.metrics.R2Score()])
+            data = _sized(kind, n)
+            history = model.fit(
+                **data,
+                epochs=EPOCHS,
+                verbose=0,
+                callbacks=[
+                    keras.callbacks.LambdaCallback(
+                        on_train_batch_end=lambda batch, logs, seen=seen: seen.append(batch)
+                    ),
+                    kdist.callbacks.BackupAndRestore(folder, save_freq=100, delete_checkpoint=False),
+                ],
+            )
+        steps = -(-n // (BATCH * ranks))
+        if ranks > 1:
+            made = 2 * before // ranks  # 2 steps of 2 batches each were saved
+            assert seen == [*range(made, steps), *range(steps)], (kind, seen)
+            (rate,) = model._kdist.rates()
+            made_before = (STEPS + 2) * before
+            user_steps = float(rate._user_steps(model.optimizer.iterations))
+            assert user_steps == made_before + len(seen) * ranks
+        else:  # Keras' own data, whose order is another
+            assert seen == [*range(steps), *range(steps)]
+        assert history.epoch == [0, 1, 2]
+        if kdist.is_chief():
+            assert "2 rank(s)" in log.text, log.text
+        kdist.barrier()
+
+
+def _sized(kind: str, n: int) -> dict[str, Any]:
+    generator = np.random.default_rng(5)
+    x = generator.normal(size=(n, 5))
+    y = x @ generator.normal(size=(5, 2))
+    return {
+        "arrays": lambda: {"x": x, "y": y, "batch_size": BATCH},
+        "py_dataset": lambda: {"x": Shuffled(x, y, BATCH), "shuffle": True},
+        "tf_data": lambda: {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(40, seed=7).batch(BATCH)},
+    }[kind]()
+
+
+KINDS = (
+    "arrays",
+    "arrays_steps",
+    "tf_data",
+    "tf_data_unseeded",
+    "tf_data_repeat",
+    "tf_data_unknown",
+    "py_dataset",
+    "py_dataset_workers",
+    "py_dataset_by_itself",
+    "generator",
+)
+
+CASES = {
+    "between_epochs": between_epochs,
+    **{f"in_an_epoch_{kind}": functools.partial(in_an_epoch, kind) for kind in KINDS},
+    **{
+        function.__name__: function
+        for function in (
+            the_newest_is_damaged,
+            none_can_be_read,
+            another_model,
+            another_engine,
+            scaled_rates_and_schedules,
+            several_steps_an_execution,
+            kerass_own_in_a_scope_is_ours,
+            stopped_early_stays_stopped,
+            deleted_at_the_end,
+            told_to_go_in_an_epoch,
+            told_to_go_in_the_last_step_and_between_epochs,
+            told_to_go_with_a_model_checkpoint,
+            left_for_others,
+        )
+    },
+}
+
+ALONE = {
+    name: CASES[name]
+    for name in (
+        "in_an_epoch_arrays",
+        "in_an_epoch_py_dataset",
+        "the_newest_is_damaged",
+        "another_model",
+        "stopped_early_stays_stopped",
+        "deleted_at_the_end",
+        "told_to_go_in_an_epoch",
+        "told_to_go_with_a_model_checkpoint",
+    )
+} | {"taken_up_by_others": taken_up_by_others}
+
+OTHERS = {"taken_up_by_others": taken_up_by_others}
+
+EVERYTHING = CASES | OTHERS

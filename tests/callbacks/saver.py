@@ -1,0 +1,26 @@
+"""Saves checkpoints without end, to be killed: `python -m tests.callbacks.saver FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from kdist.training.checkpoint_files import Checkpoint, CheckpointFolder
+
+LENGTH = 200_000
+
+
+def main(path: str) -> None:
+    """Goes on from what is there, and says each number that is saved."""
+    folder = CheckpointFolder(path)
+    found = folder.read()
+    number = found[1].state["number"] if found else 0
+    while True:
+        number += 1
+        folder.write(Checkpoint({"number": number}, {"values": np.full(LENGTH, number, np.int64)}))
+        print(number, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,60 @@
+"""Callbacks that are made wrongly, and what they do in one process."""
+
+import keras
+import numpy as np
+import pytest
+
+from kdist import callbacks
+from kdist.callbacks.learning_rate_schedule import piecewise
+from kdist.errors import NotFiniteError, StrategyError
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: callbacks.ReplicaCheck(every=0),
+        lambda: callbacks.ReplicaCheck(action="ignore"),
+        lambda: callbacks.NaNPolicy("ignore"),
+        lambda: callbacks.LearningRateWarmup(-1),
+        lambda: callbacks.LearningRateWarmup(5, start=0.0),
+        lambda: callbacks.LearningRateWarmup(5, start=1.5),
+    ],
+)
+def test_wrong_arguments_are_refused(make):
+    with pytest.raises(StrategyError, match=r"(?s)Received: .*Expected .*Fix: "):
+        make()
+
+
+def test_piecewise_multipliers():
+    multiplier = piecewise({2: 0.5, 0.5: 0.9})
+    assert [multiplier(epoch) for epoch in (0, 0.49, 0.5, 1.99, 2, 2 - 1e-12, 9)] == [1, 1, 0.9, 0.9, 0.5, 0.5, 0.5]
+
+
+def test_in_one_process_all_of_them_work_without_an_engine():
+    x, y = np.ones((24, 3), "float32"), np.ones((24, 1), "float32")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    chief = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.evaluate(x, y, verbose=0))
+    history = model.fit(
+        x,
+        y,
+        batch_size=4,
+        epochs=2,
+        verbose=0,
+        callbacks=[
+            callbacks.BroadcastVariables(),
+            callbacks.LearningRateWarmup(1),
+            callbacks.LearningRateSchedule({1: 0.5}),
+            callbacks.NaNPolicy("skip"),
+            callbacks.ReplicaCheck(2),
+            callbacks.ChiefOnly(chief),
+            callbacks.Throughput(),
+            callbacks.MetricAverage(),
+        ],
+    ).history
+    assert history["effective_learning_rate"] == pytest.approx([0.1, 0.05])
+    assert history["skipped_steps"] == [0, 0]
+    assert history["waiting_rank_0"] == [0, 0]
+    x[5] = np.nan
+    with pytest.raises(NotFiniteError, match="on rank 0 its data, a loss of nan"):
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[callbacks.NaNPolicy()])

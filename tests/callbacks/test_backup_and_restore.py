@@ -1,0 +1,106 @@
+"""Interrupted trainings go on where they were: on 2 ranks, on 3 what 2 have left, in one process, after SIGKILL."""
+
+import numpy as np
+import pytest
+
+from kdist.errors import CheckpointError
+from kdist.training.checkpoint_files import Checkpoint, CheckpointFolder
+from tests.callbacks import cases_resume as cases
+from tests.callbacks.interruptions import interrupt_training, kill_model_saver, kill_saver
+from tests.helpers import spmd
+from tests.helpers.jobs import job
+
+TARGETS = {2: f"{cases.__name__}:CASES", 1: f"{cases.__name__}:ALONE", 3: f"{cases.__name__}:OTHERS"}
+# Of the kinds of input that differ little, one; all of them by `python -m tests.callbacks.full`.
+LIKE_OTHERS = ("arrays_steps", "tf_data_unseeded", "tf_data_unknown", "py_dataset_workers")
+LEFT_OUT = [f"in_an_epoch_{kind}" for kind in LIKE_OTHERS]
+PARAMETERS = [(ranks, case) for ranks, target in TARGETS.items() for case in spmd.names(target) if case not in LEFT_OUT]
+
+
+@pytest.fixture(scope="module")
+def launches(request, tmp_path_factory):
+    """Launches each number of ranks once, 2 ranks first: they leave what the others take up."""
+    left = tmp_path_factory.mktemp("left")
+    asked = [
+        item.callspec.params
+        for item in request.session.items
+        if item.module is request.module and "ranks" in getattr(item, "callspec", _None).params
+    ]
+    only = {ranks: [each["case"] for each in asked if each["ranks"] == ranks] for ranks in TARGETS}
+    if "taken_up_by_others" in only[1] + only[3] and "left_for_others" not in only[2]:
+        only[2].append("left_for_others")
+    done = {}
+
+    def launched(ranks):
+        for each in dict.fromkeys((2, ranks)):
+            if each not in done and only[each]:
+                done[each] = spmd.run(
+                    TARGETS[each],
+                    each,
+                    only=only[each],
+                    env={cases.FOLDER: str(left)},
+                    timeout=420 if each == 2 else 240,
+                )
+        return done[ranks]
+
+    return launched
+
+
+class _None:
+    params = {}
+
+
+@pytest.mark.parametrize(("ranks", "case"), PARAMETERS)
+def test_case(launches, ranks, case):
+    launches(ranks).check(case)
+
+
+def test_killed_while_it_saves(tmp_path):
+    numbers = kill_saver(tmp_path / "saved", 10, seed=0)
+    assert len(set(numbers)) > 5
+
+
+def test_model_checkpoint_killed_while_it_saves(tmp_path):
+    numbers = kill_model_saver(tmp_path, 10, seed=0)
+    assert len(set(numbers)) > 5
+
+
+def test_a_lost_save_is_seen(tmp_path, monkeypatch):
+    """The test above can fail: a writer that writes in place is caught."""
+    folder = CheckpointFolder(tmp_path)
+    folder.write(Checkpoint({"number": 1}, {"values": np.ones(3)}))
+    target = folder.write(Checkpoint({"number": 2}, {"values": np.ones(3)}))
+    whole = (target / "arrays.npz").read_bytes()
+    for length in range(0, len(whole), 41):
+        (target / "arrays.npz").write_bytes(whole[:length])
+        path, found = CheckpointFolder(tmp_path).read()
+        assert found.state == {"number": 1}
+    (target / "arrays.npz").write_bytes(whole)
+    assert CheckpointFolder(tmp_path).read()[1].state == {"number": 2}
+
+
+def test_what_cannot_be_read_is_never_deleted(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    paths = [folder.write(Checkpoint({"number": n}, {})) for n in range(2)]
+    (paths[0] / "state.json").write_text("{")
+    paths += [folder.write(Checkpoint({"number": n}, {})) for n in range(2, 5)]
+    assert sorted(tmp_path.iterdir()) == [paths[0], *paths[-2:]]
+    folder.delete()
+    assert list(tmp_path.iterdir()) == [paths[0]]
+    with pytest.raises(CheckpointError, match="No checkpoint can be read"):
+        CheckpointFolder(tmp_path).read()
+
+
+def test_no_pickle_is_read_or_written(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    with pytest.raises(CheckpointError, match="Python objects are not saved"):
+        folder.write(Checkpoint({}, {"values": np.array([object()])}))
+    assert folder.read() is None
+    target = folder.write(Checkpoint({}, {"values": np.zeros(3)}))
+    np.savez(target / "arrays.npz", values=np.array([print]))  # somebody puts a pickle there
+    with pytest.raises(CheckpointError, match="No checkpoint can be read"):
+        folder.read()
+
+
+def test_a_training_that_found_the_disk_full_and_was_killed(tmp_path):
+    interrupt_training(tmp_path, ["ModelCheckpoint", "kill"], seed=4, on=job("mpi", 2))

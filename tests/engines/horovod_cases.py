@@ -1,0 +1,140 @@
+"""What is Horovod's own: cases for any number of ranks, and scripts that end in their own way."""
+
+import os
+import sys
+import time
+
+import pytest
+import tensorflow as tf
+
+from kdist.engines.horovod import HorovodEngine
+from kdist.errors import EngineError
+from tests.engines.mpi_cases import processor_seconds
+
+
+def engine():
+    return HorovodEngine()
+
+
+def case_the_engine_is_horovods_world(engine):
+    import horovod.tensorflow as hvd
+
+    assert (engine.name, engine.rank, engine.size) == ("horovod", hvd.rank(), hvd.size())
+    assert (engine.local_rank, engine.local_size) == (engine.rank, engine.size)  # all on this host
+
+
+def case_a_graph_that_was_traced_before_is_refused_too(engine):
+    @tf.function(autograph=False)
+    def total(x):
+        return engine.allreduce([x])[0]
+
+    x = tf.constant([1.0])
+    assert float(total(x)[0]) == engine.size
+    if engine.rank == 0:
+        with engine.refusing("A callback runs on rank 0 alone"):
+            with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+                total(x)
+            assert "A callback runs on rank 0 alone" in str(engine.explain(raised.value))
+    assert float(total(x)[0]) == engine.size
+
+
+def case_collectives_of_constants_are_not_computed_once_and_for_all(engine):
+    @tf.function(autograph=False)
+    def wait():
+        return engine.allreduce([tf.constant(1.0)])[0]
+
+    for last in range(engine.size):  # traced, and twice more
+        if engine.rank == last:
+            time.sleep(0.3)
+        arrived = time.time()
+        assert float(wait()) == engine.size
+        assert time.time() >= max(engine.gather_objects(arrived))
+
+
+def case_shapes_that_differ_are_an_error(engine):
+    with pytest.raises(EngineError, match="(?s)Received from Horovod.*hape.*Fix"):
+        engine.allreduce([tf.ones([engine.rank + 1])])
+    assert float(engine.allreduce([tf.constant(1.0)])[0]) == engine.size
+
+
+def case_gradients_do_not_pass(engine):
+    # As with any other engine: what a reduction's gradient is, the strategy knows.
+    x = tf.Variable([1.0])
+    with tf.GradientTape() as tape:
+        y = tf.function(lambda: engine.allreduce([x * 2.0])[0], autograph=False)()
+    assert tape.gradient(y, x) is None
+
+
+# Run by themselves, each in a launch of its own.
+
+
+def ends_early_and_waits():
+    """Rank 0 is done at once, the others go on: they still reach each other, and say what rank 0 burns meanwhile."""
+    engine = HorovodEngine()
+    pid = engine.broadcast_object(os.getpid())
+    if engine.rank == 0:
+        return None
+    time.sleep(1)  # rank 0 gets to its exit
+    start = processor_seconds(pid)
+    time.sleep(2)
+    return processor_seconds(pid) - start
+
+
+def initialises_mpi_first():
+    """mpi4py is there first: Horovod takes its MPI, and leaves it to mpi4py to finalise."""
+    from mpi4py import MPI
+
+    engine = HorovodEngine()
+    _both_talk(engine, MPI)
+
+
+def initialises_mpi_second():
+    """Horovod is there first, and finalises MPI while mpi4py still holds communicators."""
+    engine = HorovodEngine()
+    from mpi4py import MPI
+
+    _both_talk(engine, MPI)
+
+
+def _both_talk(engine, mpi):
+    theirs = mpi.COMM_WORLD.Dup()
+    assert float(engine.allreduce([tf.constant(1.0)])[0]) == engine.size
+    assert theirs.allreduce(1) == engine.size
+    assert float(engine.allreduce([tf.constant(2.0)])[0]) == 2 * engine.size
+    sys.kept = theirs  # until the interpreter ends
+
+
+def aborts():
+    engine = HorovodEngine()
+    if engine.rank == engine.size - 1:
+        print("last words", end="")
+        engine.abort(5)
+    engine.barrier()
+
+
+def dies():
+    engine = HorovodEngine()
+    if engine.rank == engine.size - 1:
+        os.kill(os.getpid(), 9)
+    engine.barrier()
+
+
+def keeps_the_others_waiting():
+    engine = HorovodEngine()
+    if engine.rank == engine.size - 1:
+        time.sleep(4)
+    engine.barrier()
+
+
+def trains():
+    """A fit, which says in the chief's log by what and why."""
+    import keras
+    import numpy as np
+
+    import kdist
+
+    with kdist.scope(scale_lr=None) as strategy:
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(np.ones([8, 2]), np.ones([8, 1]), batch_size=2, verbose=0)
+    return getattr(strategy, "engine", None) and strategy.engine.name

@@ -1,0 +1,152 @@
+"""HorovodEngine under mpirun with MPI and under horovodrun with Gloo, and each way in which it is not there."""
+
+import importlib.util
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from kdist.errors import EngineNotFoundError
+from tests.helpers import needs, spmd
+
+pytestmark = needs.horovod
+
+CONFORMANCE = "tests.engines.conformance"
+OWN = "tests.engines.horovod_cases"
+GLOO, MPI = "horovodrun_gloo", "mpirun"
+
+
+@pytest.fixture(scope="module", params=[(2, MPI), (3, GLOO)], ids=str)
+def conforming(request):
+    ranks, launcher = request.param
+    return spmd.run(
+        CONFORMANCE, ranks, given=f"{OWN}:engine", only=spmd.selected(request), launcher=launcher, timeout=240
+    )
+
+
+@pytest.mark.parametrize("case", spmd.names(CONFORMANCE))
+def test_conformance(conforming, case):
+    conforming.check(case)
+
+
+@pytest.fixture(scope="module", params=[(3, MPI), (2, GLOO)], ids=str)
+def own(request):
+    ranks, launcher = request.param
+    return spmd.run(OWN, ranks, given=f"{OWN}:engine", only=spmd.selected(request, "own_case"), launcher=launcher)
+
+
+@pytest.mark.parametrize("own_case", spmd.names(OWN))
+def test_own(own, own_case):
+    own.check(own_case)
+
+
+@pytest.mark.parametrize("launcher", [MPI, GLOO])
+def test_a_rank_that_ends_early_waits_for_the_others(launcher):
+    result = spmd.run(f"{OWN}:ends_early_and_waits", 2, launcher=launcher, timeout=90)
+    _, burnt = result.values("ends_early_and_waits")
+    result.check()
+    if launcher == GLOO:  # over MPI, Horovod's own thread is never idle
+        assert burnt < 1.0, "of 2 seconds of waiting"
+
+
+@pytest.mark.parametrize("case", ["initialises_mpi_first", "initialises_mpi_second"])
+def test_horovod_and_mpi4py_in_one_process_end_cleanly(case):
+    spmd.run(f"{OWN}:{case}", 2, timeout=90).check()
+
+
+@pytest.mark.parametrize("launcher", [MPI, GLOO])
+@pytest.mark.parametrize("how", ["aborts", "dies"])
+def test_a_rank_that_ends_ends_all(how, launcher):
+    ended = spmd.launch([sys.executable, "-c", f"from {OWN} import {how}; {how}()"], 2, launcher=launcher, timeout=90)
+    assert not ended.timed_out, ended.output
+    assert ended.returncode != 0
+    if how == "aborts":
+        assert "last words" in ended.output
+        assert launcher == GLOO or ended.returncode == 5  # horovodrun itself always ends with 1
+
+
+# Horovod's own settings.
+
+
+def test_horovods_timeline_and_stall_check_work(tmp_path):
+    timeline = tmp_path / "timeline.json"
+    env = {"HOROVOD_TIMELINE": str(timeline), "HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    ended = spmd.launch(
+        [sys.executable, "-c", f"from {OWN} import keeps_the_others_waiting as f; f()"], 2, env=env, timeout=90
+    )
+    assert ended.returncode == 0, ended.output
+    assert "Missing ranks:" in ended.output
+    assert "ALLREDUCE" in timeline.read_text()
+
+
+# What it is not there for.
+
+SCRIPT = """
+import os, kdist
+from kdist._process import open_engine
+try:
+    print(open_engine(kdist.cluster_info(), "horovod"))
+except (ImportError, ValueError) as err:
+    print(f"{type(err).__name__}: {err}")
+"""
+
+
+def said_by_a_rank(script=SCRIPT, env=None, before="", ranks=1):
+    ended = spmd.launch([sys.executable, "-c", before + script], ranks, env=env, timeout=90)
+    assert not ended.timed_out, ended.output
+    return ended.output
+
+
+def test_a_missing_horovod_is_an_error_that_names_the_command():
+    said = said_by_a_rank(before="import sys; sys.modules['horovod'] = None\n")
+    assert "EngineNotFoundError: Horovod is not installed" in said
+    assert "kdist install-horovod" in said
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A Horovod of which parts can be taken away, and the variables that make it the first one to be found."""
+    here = Path(importlib.util.find_spec("horovod").submodule_search_locations[0])
+    there = tmp_path / "horovod"
+    shutil.copytree(here, there, ignore=shutil.ignore_patterns("__pycache__", "torch", "spark", "ray", "mxnet"))
+    return there, {"PYTHONPATH": str(tmp_path)}
+
+
+def test_a_horovod_without_tensorflow_is_named(copy):
+    there, env = copy
+    for library in (there / "tensorflow").glob("mpi_lib*.so"):
+        library.unlink()
+    said = said_by_a_rank(env=env)
+    assert "EngineNotFoundError: Horovod was built without TensorFlow" in said
+    assert "kdist install-horovod --force" in said
+
+
+def test_a_horovod_for_another_tensorflow_is_named(copy):
+    there, env = copy
+    (library,) = (there / "tensorflow").glob("mpi_lib*.so")
+    binary = library.read_bytes()
+    symbol = b"_ZN10tensorflow"
+    assert symbol in binary
+    library.write_bytes(binary.replace(symbol, b"_ZN10tensorflaw"))
+    (there / "metadata.json").write_text(json.dumps({"tensorflow": "2.9.1"}))
+    said = said_by_a_rank(env=env)
+    assert "EngineNotFoundError: Horovod does not load: it was built for another TensorFlow" in said
+    assert "2.9.1" in said
+    assert "kdist install-horovod --force" in said
+
+
+def test_a_horovod_without_the_controller_is_named():
+    from kdist.engines.horovod import _check_controller
+
+    gloo_alone = types.SimpleNamespace(mpi_built=lambda: 0, gloo_built=lambda: 1)
+    with pytest.raises(EngineNotFoundError, match="(?s)job that needs 'mpi' and a Horovod with gloo.*--gloo"):
+        _check_controller(gloo_alone, "mpi")
+    _check_controller(gloo_alone, None)
+
+
+def test_another_size_than_the_launchers_is_refused():
+    said = said_by_a_rank(env={"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}, ranks=2)
+    assert "ClusterError: The launcher and the engine 'horovod' disagree about the size" in said

@@ -1,0 +1,88 @@
+"""Whole suites on many jobs: what passed on which job, as a table in Markdown."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+
+from tests.helpers.jobs import Job
+
+CASES_A_LAUNCH = 20  # so that one case that hangs costs one launch's time limit, and no more
+
+
+class Campaign:
+    """Runs checks and keeps what came of them, a row a case and a column a job.
+
+    Attributes:
+        errors: list of str, in Markdown, of what failed.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self._outcomes: dict[tuple[str, str], dict[str, str]] = {}
+        self._columns: list[str] = []
+        self._started = time.monotonic()
+
+    def run(
+        self,
+        part: str,
+        column: str,
+        on: Job,
+        target: str,
+        names: Sequence[str],
+        *,
+        timeout: float,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Runs some of a target's cases on a job.
+
+        Args:
+            part: str, the first cell of their rows; the second is a case's name.
+            column: str, what the job is called.
+            on: `Job`.
+            target: str, as for `spmd.run`.
+            names: sequence of str, the cases.
+            timeout: float, seconds that a launch may take.
+            env: mapping, environment variables on top.
+        """
+        for start in range(0, len(names), CASES_A_LAUNCH):
+            some = names[start : start + CASES_A_LAUNCH]
+            result = on.run(target, only=some, timeout=timeout, env=env)
+            for name in some:
+                self.attempt(part, name, column, functools.partial(result.check, name))
+        print(f"{part} on {column}: done after {time.monotonic() - self._started:.0f} s", file=sys.stderr)
+
+    def attempt(self, part: str, name: str, column: str, check: Callable[[], object]) -> None:
+        """Notes whether a check passes, and if not, why."""
+        try:
+            check()
+        except Exception as error:
+            outcome = "failed"
+            why = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+            self.errors.append(f"## {part}: {name} on {column}\n\n```\n{why[-4000:]}\n```")
+        else:
+            outcome = "passed"
+        if column not in self._columns:
+            self._columns.append(column)
+        self._outcomes.setdefault((part, name), {})[column] = outcome
+
+    def text(self) -> str:
+        """Returns the sums, the table, and what failed."""
+        cells = [outcome for by_column in self._outcomes.values() for outcome in by_column.values()]
+        head = ["part", "case", *self._columns]
+        lines = [
+            f"{cells.count('passed')} passed, {cells.count('failed')} failed",
+            "",
+            _row(head),
+            _row(["---"] * len(head)),
+            *(_row([*key, *(found.get(each, "") for each in self._columns)]) for key, found in self._outcomes.items()),
+            "",
+        ]
+        return "\n".join([*lines, *self.errors]) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

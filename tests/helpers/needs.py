@@ -1,0 +1,13 @@
+"""Marks for tests of what an environment may lack; `tests/run`, and so CI, lets none of them be skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None and "KDIST_TEST_SKIPS_NOTHING" not in os.environ,
+    reason="Horovod is not installed; `kdist install-horovod` builds it",
+)

@@ -1,0 +1,69 @@
+"""The local launcher with parameter servers: roles by TF_CONFIG, and a worker that is killed is started again."""
+
+import json
+import sys
+
+import pytest
+
+from kdist.errors import LaunchError
+from kdist.launch import local_cluster
+from tests.helpers import spmd
+
+# Every task notes that it started. What `act` says is done by the first worker when it starts for the first time.
+PROGRAM = """
+import json, os, signal, sys
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+name = f"{task['type']} {task['index']}"
+path = os.path.join(sys.argv[1], name)
+is_first = not os.path.exists(path)
+with open(path, "a") as file:
+    file.write("started ")
+if name == sys.argv[2] and is_first:
+    sys.exit(3) if sys.argv[3] == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def launched(tmp_path, who, how):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), who, how]
+    command = local_cluster.build(sys.executable, program, np=4, ps=1, env={})
+    done = spmd.execute(command.argv, timeout=60)
+    return done, {name: (tmp_path / name).read_text().split() for name in TASKS if (tmp_path / name).exists()}
+
+
+TASKS = ("chief 0", "worker 0", "worker 1", "ps 0")
+
+
+def test_a_killed_worker_is_started_again(tmp_path):
+    done, started = launched(tmp_path, "worker 1", "kill")
+    assert done.returncode == 0, done.output
+    assert {name: len(times) for name, times in started.items()} == {**dict.fromkeys(TASKS, 1), "worker 1": 2}
+    assert "SIGKILL" in done.output
+
+
+@pytest.mark.parametrize(
+    ("who", "how", "code"), [("worker 0", "exit", 3), ("ps 0", "kill", 137), ("chief 0", "kill", 137)]
+)
+def test_what_else_fails_ends_the_job(tmp_path, who, how, code):
+    done, started = launched(tmp_path, who, how)
+    assert done.returncode == code, done.output
+    assert len(started[who]) == 1
+
+
+def test_one_cluster_for_all():
+    configs = [json.loads(each) for each in local_cluster.configurations(5, ps=2)]
+    assert [f"{each['task']['type']} {each['task']['index']}" for each in configs] == [
+        "chief 0",
+        "worker 0",
+        "worker 1",
+        "ps 0",
+        "ps 1",
+    ]
+    assert all(each["cluster"] == configs[0]["cluster"] for each in configs)
+    addresses = [address for own in configs[0]["cluster"].values() for address in own]
+    assert len(set(addresses)) == 5
+
+
+def test_too_few_ranks_are_refused():
+    with pytest.raises(LaunchError, match="at least -np 4"):
+        local_cluster.build("python", ["x.py"], np=3, ps=2, env={})
