@@ -324,9 +324,15 @@ def execute(
         A `Finished`.
     """
     mark = uuid.uuid4().hex
-    environment = {**os.environ, **(env or {}), "SPMD_MARKS": os.environ.get("SPMD_MARKS", "") + mark}
     started = time.monotonic()
-    with tempfile.TemporaryFile() as output:  # a file, not a pipe: an orphan that holds it cannot block us
+    # An mpirun that is killed leaves its session directory, named by its process id: the mpirun that gets the same id
+    # later finds the old one's files and gives up. And the output is a file, not a pipe, which an orphan could hold.
+    with (
+        tempfile.TemporaryDirectory(prefix="spmd-", ignore_cleanup_errors=True) as temporary,
+        tempfile.TemporaryFile() as output,
+    ):
+        marks = os.environ.get("SPMD_MARKS", "") + mark
+        environment = {**os.environ, "TMPDIR": temporary, **(env or {}), "SPMD_MARKS": marks}
         process = subprocess.Popen(
             command,
             cwd=cwd,

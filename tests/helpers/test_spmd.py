@@ -116,3 +116,10 @@ def test_a_target_that_cannot_be_imported_is_a_failure_not_a_hang() -> None:
     with pytest.raises(AssertionError, match="No module named 'tests.no_such_module'"):
         result.check("first")
     assert all(output.count("Traceback") == 1 for output in result.outputs), "launched once"
+
+
+def test_temporary_files_of_a_killed_job_are_removed() -> None:
+    finished = spmd.execute(["bash", "-c", "touch $TMPDIR/session && echo $TMPDIR; sleep 60"], timeout=1)
+    assert finished.timed_out
+    assert finished.output.strip()
+    assert not Path(finished.output.strip()).exists()
