@@ -38,23 +38,17 @@ def test_this_is_the_floor():
 
 # What takes hold of Keras' inner parts: each wrapper of ARCHITECTURE.md at least once.
 FEATURES_HERE = (
-    "validation_data_arrays",
-    "steps_per_epoch_continues",
     "steps_per_execution",
     "run_eagerly",
     "sequences_of_unknown_length",
     "loss_reductions",
     "regularizers_and_add_loss",
     "gradient_accumulation",
-    "schedules",
     "loss_scale",
     "synchronized_batch_normalization",
-    "batch_normalization_is_merged",
     "exact_metrics",
-    "custom_train_step",
     "two_optimizers",
     "on_batch",
-    "unbuilt_models",
     "predictions_of_a_dataset",
     "adopted",
 )

@@ -31,20 +31,20 @@ PARAMETERS = [
 
 @pytest.fixture(scope="module")
 def launches(request):
-    """Launches the cases that are asked for, once by each launcher on each number of ranks."""
+    """Launches the cases that are asked for, a batch at a time, by each launcher on each number of ranks."""
     done = {}
 
-    def launched(*way):
-        if way not in done:
-            asked = [item.callspec.params for item in request.session.items if item.module is request.module]
-            only = [params["case"] for params in asked if (params["launcher"], params["ranks"]) == way]
-            launcher, ranks = way
-            done[way] = spmd.run(TARGET, ranks, only=only, launcher=launcher, timeout=570)
-        return done[way]
+    def launched(launcher, ranks, case):
+        asked = [item.callspec.params for item in request.session.items if item.module is request.module]
+        here = [each["case"] for each in asked if (each["launcher"], each["ranks"]) == (launcher, ranks)]
+        only = spmd.batch_with(case, here, size=30)
+        if (launcher, ranks, only[0]) not in done:
+            done[launcher, ranks, only[0]] = spmd.run(TARGET, ranks, only=only, launcher=launcher, timeout=570)
+        return done[launcher, ranks, only[0]]
 
     return launched
 
 
 @pytest.mark.parametrize(("launcher", "ranks", "case"), PARAMETERS)
 def test_case(launches, launcher, ranks, case):
-    launches(launcher, ranks).check(case)
+    launches(launcher, ranks, case).check(case)

@@ -1,4 +1,4 @@
-"""MPIEngine under MPICH, which needs an environment of its own: both MPIs install `bin/mpirun`.
+"""MPIEngine, and training over it, under MPICH, which needs an environment of its own: both MPIs install `bin/mpirun`.
 
 `KDIST_TEST_MPICH_PYTHON` names the interpreter of a virtual environment made by::
 
@@ -15,6 +15,7 @@ from tests.helpers import spmd
 
 CONFORMANCE = "tests.engines.conformance"
 OWN = "tests.engines.mpi_cases"
+TRAINING = "tests.training.all_cases:CASES"
 PYTHON = os.environ.get("KDIST_TEST_MPICH_PYTHON", "")
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="KDIST_TEST_MPICH_PYTHON names no environment with MPICH")
@@ -43,6 +44,16 @@ def own(request):
 @pytest.mark.parametrize("own_case", spmd.names(OWN))
 def test_own(own, own_case):
     own.check(own_case)
+
+
+@pytest.fixture(scope="module")
+def training(request):
+    return spmd.run(TRAINING, 2, only=spmd.selected(request, "trained"), python=PYTHON, timeout=300)
+
+
+@pytest.mark.parametrize("trained", ["sgd-ragged-arrays", "adam-few-tf_data", "custom_train_step", "on_batch"])
+def test_training(training, trained):
+    training.check(trained)
 
 
 def test_a_rank_that_ends_early_waits_for_the_others_nearly_idle():

@@ -218,6 +218,12 @@ def selected(request: Any, parameter: str = "case") -> list[str]:
     )
 
 
+def batch_with(case: str, cases: Sequence[str], size: int = 40) -> list[str]:
+    """Returns the batch of consecutive cases that holds a case: with more, a launch would near its time limit."""
+    start = cases.index(case) // size * size
+    return list(cases[start : start + size])
+
+
 class _NoParameters:
     params: Mapping[str, Any] = {}
 

@@ -26,7 +26,7 @@ def launches(request):
         if (module, ranks) not in done:
             asked = [item.callspec.params for item in request.session.items if item.module is request.module]
             only = [each["case"] for each in asked if (each["module"], each["ranks"]) == (module, ranks)]
-            done[module, ranks] = spmd.run(target(module), ranks, only=only, timeout=400)
+            done[module, ranks] = spmd.run(target(module), ranks, only=only, timeout=570)
         return done[module, ranks]
 
     return launched

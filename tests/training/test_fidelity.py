@@ -60,15 +60,15 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def launches(request):
-    """Launches each job once, with the cases that are asked for."""
+    """Launches each job with the cases that are asked for, a batch at a time."""
     done = {}
 
-    def launched(job):
-        if job not in done:
-            asked = [item.callspec.params for item in request.session.items if item.module is request.module]
-            only = [each["case"] for each in asked if each["job"] == job]
-            done[job] = make_job(*job).run("tests.training.all_cases:CASES", only=only, timeout=570)
-        return done[job]
+    def launched(job, case):
+        asked = [item.callspec.params for item in request.session.items if item.module is request.module]
+        only = spmd.batch_with(case, [each["case"] for each in asked if each["job"] == job])
+        if (job, only[0]) not in done:
+            done[job, only[0]] = make_job(*job).run("tests.training.all_cases:CASES", only=only, timeout=570)
+        return done[job, only[0]]
 
     return launched
 
@@ -77,4 +77,4 @@ def launches(request):
     ("job", "case"), CELLS, ids=[f"{engine} on {ranks}: {name}" for (engine, ranks), name in CELLS]
 )
 def test_case(launches, job, case):
-    launches(job).check(case)
+    launches(job, case).check(case)
