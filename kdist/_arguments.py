@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdist.errors import ScopeError, StrategyError
-from kdist.strategies.choice import ENGINES, WORDS
-from kdist.strategies.options import TPU, AllReduce, ParameterServer
+from kdist.scaling import is_learning_rate_scale, is_warmup
+from kdist.strategies.choice import WORDS
+from kdist.strategies.options import TPU, AllReduce, ParameterServer, is_positive
 
 STALL_TIMEOUT = 600.0
 """Seconds for which a rank may keep the others waiting, unless the user says otherwise."""
+
+# What each setting may be, and how that is said.
+_FIT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "scale_batch": (lambda value: isinstance(value, bool), "True or False"),
+    "scale_lr": (is_learning_rate_scale, '"auto", "linear", "sqrt", a positive number or None'),
+    "warmup_epochs": (is_warmup, '"auto" or a number that is not negative'),
+    "auto_shard": (lambda value: isinstance(value, bool), "True or False"),
+    "stall_timeout": (lambda value: value is None or is_positive(value), "seconds, above 0, or None to wait for ever"),
+}
 
 # How an environment variable's text becomes each argument's value.
 _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
@@ -84,32 +94,22 @@ def check(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
         StrategyError: if the strategy or a setting is unknown.
     """
     strategy = chosen["strategy"]
-    if isinstance(strategy, AllReduce) and strategy.engine not in ("auto", *ENGINES):
-        raise StrategyError(
-            f"Unknown engine. Received: AllReduce(engine={strategy.engine!r}). Expected one of "
-            f"{', '.join(map(repr, ('auto', *ENGINES)))}. Fix: choose one."
-        )
-    if isinstance(strategy, ParameterServer) and (problem := strategy.problem()):
-        raise StrategyError(f"Impossible options. Received: {problem}. Fix: change it in kdist.ParameterServer(...).")
     if not isinstance(strategy, (str, AllReduce, ParameterServer, TPU)) and not hasattr(strategy, "extended"):
         raise StrategyError(
             f"`strategy` is of no known kind. Received: strategy={strategy!r} of type {type(strategy).__name__}. "
             f"Expected one of {', '.join(map(repr, WORDS))}, a kdist.AllReduce, a kdist.ParameterServer, a kdist.TPU "
             "or a tf.distribute.Strategy. Fix: choose one of these."
         )
-    patience = chosen["stall_timeout"]
-    if patience is not None and (isinstance(patience, (str, bool)) or not patience > 0):
+    if isinstance(strategy, (AllReduce, ParameterServer, TPU)) and (problem := strategy.problem()):
         raise StrategyError(
-            f"`stall_timeout` is no time. Received: stall_timeout={patience!r}. Expected seconds, above 0, or None. "
-            "Fix: give a number of seconds, or None to wait for ever."
+            f"Impossible options. Received: {problem}. Fix: change it in kdist.{type(strategy).__name__}(...)."
         )
-    from kdist.scaling import learning_rate_rule, num_warmup_steps
-
-    try:
-        learning_rate_rule(chosen["scale_lr"], "SGD", 2, scale_batch=True)
-        num_warmup_steps(chosen["warmup_epochs"], 1, 1)
-    except ValueError as error:
-        raise StrategyError(str(error)) from error
+    for name, (is_fit, expected) in _FIT.items():
+        if not is_fit(chosen[name]):
+            raise StrategyError(
+                f"`{name}` is not understood. Received: {name}={chosen[name]!r}. Expected {expected}. Fix: give one of "
+                "these."
+            )
     _check_backend(env)
 
 

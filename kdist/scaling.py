@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+from typing import TypeGuard
 
 LINEAR_RULE_OPTIMIZERS = frozenset({"SGD"})
 """Optimizers whose step is proportional to the gradient: the linear rule is theirs (Goyal et al., 2017)."""
@@ -45,6 +47,23 @@ class LearningRateRule:
     is_known: bool = True
 
 
+def is_learning_rate_scale(value: object) -> bool:
+    """Returns whether a value is one that `learning_rate_rule` takes as `scale_lr`."""
+    if isinstance(value, str):
+        return value in ("auto", "linear", "sqrt")
+    return value is None or (_is_finite(value) and value > 0)
+
+
+def is_warmup(value: object) -> bool:
+    """Returns whether a value is one that `num_warmup_steps` takes as `warmup_epochs`."""
+    return value == "auto" if isinstance(value, str) else _is_finite(value) and value >= 0
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
+    # NumPy's numbers are `Real` too.
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def learning_rate_rule(
     scale_lr: str | float | None, optimizer: str, num_replicas: int, *, scale_batch: bool
 ) -> LearningRateRule:
@@ -72,14 +91,12 @@ def learning_rate_rule(
     """
     if scale_lr is None:
         return LearningRateRule(1.0, "none", "scale_lr=None leaves it alone")
-    if isinstance(scale_lr, (int, float)) and not isinstance(scale_lr, bool):
-        if not (math.isfinite(scale_lr) and scale_lr > 0):
-            raise ValueError(f"`scale_lr` must be positive and finite. Received: scale_lr={scale_lr}.")
-        return LearningRateRule(float(scale_lr), "given", "scale_lr is a number")
-    if scale_lr not in ("auto", "linear", "sqrt"):
+    if not is_learning_rate_scale(scale_lr):
         raise ValueError(
             f'`scale_lr` must be "auto", "linear", "sqrt", a positive number or None. Received: scale_lr={scale_lr!r}.'
         )
+    if not isinstance(scale_lr, str):
+        return LearningRateRule(float(scale_lr), "given", "scale_lr is a number")
     if not scale_batch or num_replicas == 1:
         return LearningRateRule(1.0, "none", "the global batch did not grow")
     if scale_lr == "linear":
@@ -111,17 +128,13 @@ def num_warmup_steps(warmup_epochs: str | float, num_epochs: int, steps_per_epoc
     Raises:
         ValueError: if `warmup_epochs` is negative or no number.
     """
-    if warmup_epochs == "auto":
-        return min(5.0, num_epochs / 10) * steps_per_epoch
-    if (
-        isinstance(warmup_epochs, bool)
-        or not isinstance(warmup_epochs, (int, float))
-        or not 0 <= warmup_epochs < math.inf
-    ):
+    if not is_warmup(warmup_epochs):
         raise ValueError(
             '`warmup_epochs` must be "auto" or a number that is not negative. '
             f"Received: warmup_epochs={warmup_epochs!r}."
         )
+    if isinstance(warmup_epochs, str):
+        return min(5.0, num_epochs / 10) * steps_per_epoch
     return float(warmup_epochs) * steps_per_epoch
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import TYPE_CHECKING
+
+from kdist.strategies.choice import ENGINES
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -37,6 +40,13 @@ class AllReduce:
         """The word for it, as given to `kdist.scope`."""
         return self.engine
 
+    def problem(self) -> str | None:
+        """Returns what is wrong with the options, or `None`."""
+        engines = ("auto", *ENGINES)
+        if not isinstance(self.engine, str) or self.engine not in engines:
+            return f"engine={self.engine!r}. Expected one of {', '.join(map(repr, engines))}"
+        return _no_time("start_timeout", self.start_timeout)
+
 
 @dataclasses.dataclass(frozen=True)
 class TPU:
@@ -64,6 +74,10 @@ class TPU:
     def word(self) -> str:
         """The word for it, as given to `kdist.scope`."""
         return "tpu"
+
+    def problem(self) -> str | None:
+        """Returns what is wrong with the options, or `None`."""
+        return _no_time("timeout", self.timeout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +119,30 @@ class ParameterServer:
 
     def problem(self) -> str | None:
         """Returns what is wrong with the options, or `None`."""
-        if self.staleness not in STALENESS:
+        if not isinstance(self.staleness, str) or self.staleness not in STALENESS:
             return f"staleness={self.staleness!r}. Expected one of {', '.join(map(repr, STALENESS))}"
         if (self.staleness == "drop") != (self.bound is not None):
             return (
                 f"staleness={self.staleness!r} with bound={self.bound!r}. Expected a bound for 'drop' and only for it"
             )
-        if self.bound is not None and self.bound < 0:
-            return f"bound={self.bound!r}. Expected an integer of at least 0"
-        if self.warmup_steps < 0 or self.num_ps < 1 or not self.timeout > 0:
-            return f"{self!r}. Expected warmup_steps of at least 0, num_ps of at least 1 and a positive timeout"
-        return None
+        least = {"bound": 0, "warmup_steps": 0, "num_ps": 1}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if not (value is None and name == "bound") and not (
+                _is_number(value, numbers.Integral) and value >= lowest
+            ):
+                return f"{name}={value!r}. Expected an integer of at least {lowest}"
+        return _no_time("timeout", self.timeout)
+
+
+def is_positive(value: object) -> bool:
+    """Returns whether a value is a number above 0."""
+    return _is_number(value, numbers.Real) and value > 0  # type: ignore[operator]
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)  # NumPy's numbers are of these kinds too
+
+
+def _no_time(name: str, value: object) -> str | None:
+    return None if is_positive(value) else f"{name}={value!r}. Expected seconds, above 0"

@@ -1,0 +1,118 @@
+"""Whatever a scope is given: it is taken, or refused by an error of kdist's with what came, what fits and the fix."""
+
+import contextlib
+import math
+
+import keras  # noqa: F401  loaded before anything is timed
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kdist
+from kdist import _arguments
+from kdist.errors import KDistError
+
+DEFAULTS = {
+    "strategy": "auto",
+    "scale_batch": True,
+    "scale_lr": "auto",
+    "warmup_epochs": "auto",
+    "auto_shard": True,
+    "stall_timeout": 600.0,
+}
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.sampled_from(["auto", "linear", "sqrt", "none", "mpi", "drop", "1", "", "0.5"]),
+    st.text(max_size=5),
+    st.binary(max_size=3),
+    st.complex_numbers(max_magnitude=3),
+    st.builds(object),
+    st.sampled_from([np.float32(0.5), np.int64(2), np.bool_(True), np.array([1.0, 2.0]), np.array(["auto", "b"])]),
+)
+anything = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner), max_leaves=4
+)
+
+
+@contextlib.contextmanager
+def refused_by_kdist_if_at_all():
+    message = "Received: Expected Fix:"
+    try:
+        yield
+    except KDistError as error:
+        message = str(error)
+    assert all(word in message for word in ("Received:", "Expected", "Fix:")), message
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+@given(value=anything)
+def test_of_the_scope(name, value):
+    with refused_by_kdist_if_at_all():
+        _arguments.check({**DEFAULTS, name: value}, {})
+
+
+@given(engine=anything, start_timeout=anything)
+def test_of_all_reduce(engine, start_timeout):
+    strategy = kdist.AllReduce(engine=engine, start_timeout=start_timeout)
+    with refused_by_kdist_if_at_all():
+        _arguments.check({**DEFAULTS, "strategy": strategy}, {})
+
+
+@given(
+    options=st.fixed_dictionaries(
+        {}, optional=dict.fromkeys(("staleness", "bound", "warmup_steps", "num_ps", "timeout"), anything)
+    )
+)
+def test_of_parameter_servers(options):
+    with refused_by_kdist_if_at_all():
+        _arguments.check({**DEFAULTS, "strategy": kdist.ParameterServer(**options)}, {})
+
+
+@given(timeout=anything)
+def test_of_a_tpu(timeout):
+    with refused_by_kdist_if_at_all():
+        _arguments.check({**DEFAULTS, "strategy": kdist.TPU("local", timeout=timeout)}, {})
+
+
+@given(
+    env=st.dictionaries(st.sampled_from([f"KDIST_{name.upper()}" for name in DEFAULTS]), st.text(max_size=8)),
+)
+def test_of_the_launch(env):
+    with refused_by_kdist_if_at_all():
+        _arguments.check(_arguments.with_environment(DEFAULTS, env), env)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scale_batch", "no"),  # true, for Python
+        ("scale_batch", None),
+        ("auto_shard", "False"),
+        ("scale_lr", math.nan),
+        ("scale_lr", True),
+        ("warmup_epochs", -1),
+        ("warmup_epochs", "five"),
+        ("stall_timeout", 0),
+        ("stall_timeout", "600"),
+        ("strategy", kdist.AllReduce(start_timeout=-1)),
+        ("strategy", kdist.TPU(timeout=0)),
+        ("strategy", kdist.ParameterServer(num_ps=1.5)),
+    ],
+)
+def test_what_would_be_misunderstood_is_refused(name, value):
+    with pytest.raises(KDistError, match="Received:"):
+        _arguments.check({**DEFAULTS, name: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("scale_lr", np.float32(0.5)), ("scale_lr", 2), ("scale_lr", None), ("warmup_epochs", np.int64(2))]
+    + [("warmup_epochs", 0), ("stall_timeout", None), ("stall_timeout", math.inf), ("stall_timeout", np.float64(3))],
+)
+def test_numbers_of_any_kind_are_taken(name, value):
+    _arguments.check({**DEFAULTS, name: value}, {})
