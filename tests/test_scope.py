@@ -41,7 +41,9 @@ def test_an_unknown_strategy_lists_the_known_ones(word):
 
 def test_something_that_is_no_strategy_is_refused():
     assert "of type int" in refused(StrategyError, strategy=4)
-    assert "AllReduce(engine='smoke')" in refused(StrategyError, strategy=kdist.AllReduce(engine="smoke"))
+    message = refused(StrategyError, strategy=kdist.AllReduce(engine="smoke"))
+    assert "Received: engine='smoke'" in message
+    assert "kdist.AllReduce(...)" in message
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_impossible_options_of_parameter_servers_are_refused(options):
 @pytest.mark.parametrize("settings", [{"scale_lr": "cubic"}, {"scale_lr": -1}, {"warmup_epochs": -1}])
 def test_a_setting_that_cannot_be_is_refused_before_anything_is_opened(settings):
     ((name, value),) = settings.items()
-    with pytest.raises(StrategyError, match=f"`{name}` must be .*Received: {name}={value!r}"):
+    with pytest.raises(StrategyError, match=f"`{name}` is not understood. Received: {name}={value!r}"):
         kdist.scope(**settings).__enter__()
 
 
