@@ -26,7 +26,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kdist import callbacks, errors
+    from kdist import callbacks, errors, testing
     from kdist._process import (
         barrier,
         chief_first,
@@ -59,6 +59,7 @@ __all__ = [
     "rank",
     "scope",
     "size",
+    "testing",
 ]
 
 # Public names and where they live. They are looked up when first used: `import kdist` loads neither TensorFlow nor MPI.
@@ -80,7 +81,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("callbacks", "errors"):
+    if name in ("callbacks", "errors", "testing"):
         return importlib.import_module(f"kdist.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kdist' has no attribute {name!r}")

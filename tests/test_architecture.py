@@ -24,6 +24,7 @@ ROOMS = (
     "kdist.strategies",
     "kdist.training",
     "kdist.callbacks",
+    "kdist.testing",
     "kdist._process",
     "kdist._arguments",
     "kdist._scope",

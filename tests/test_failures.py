@@ -12,7 +12,7 @@ from tests.helpers import spmd
 LIMIT = 90  # seconds; a generous guard, for a machine that is busy with other things
 
 HEAD = """
-import os, signal, sys, time
+import sys, time
 import keras, numpy as np
 import kdist
 rank = kdist.rank()
@@ -21,15 +21,8 @@ def model(width=2):
     made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(width), keras.layers.Dense(2)])
     made.compile("sgd", "mse")
     return made
-class At(keras.callbacks.Callback):
-    def __init__(self, act):
-        super().__init__()
-        self.act = act
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 1 and rank == 1:
-            self.act()
-def train(act=lambda: None, **kwargs):
-    model().fit(x, y, batch_size=2, epochs=200, verbose=0, callbacks=[At(act)], **kwargs)
+def train(*callbacks):
+    model().fit(x, y, batch_size=2, epochs=200, verbose=0, callbacks=callbacks)
 """
 
 
@@ -45,12 +38,11 @@ def ended(tmp_path):
     return run
 
 
-def raises(lines):
+def breaks(kind, **options):
+    given = "".join(f", {name}={value!r}" for name, value in {"rank": 1, "step": 5, **options}.items())
     return f"""
-def act():
-    {lines}
-with kdist.scope():
-    train(act)
+with kdist.scope(stall_timeout=6):
+    train(kdist.testing.Fault({kind!r}{given}))
 """
 
 
@@ -63,9 +55,9 @@ def test_the_twin_that_ends_well(ended):
 
 
 def test_a_rank_that_raises_in_a_callback_ends_the_job(ended):
-    done = ended(raises("raise ValueError('boom')"), ranks=3)
+    done = ended(breaks("raise"), ranks=3)
     assert done.returncode != 0
-    assert done.output.count("ValueError: boom") == 1, done.output
+    assert done.output.count("FaultError: rank 1 was told to fail in step 5") == 1, done.output
     assert "[kdist] rank 1 of 3" in done.output
     assert done.output.count("Traceback (most recent call last)") == 1, done.output
 
@@ -99,7 +91,7 @@ def test_an_error_on_all_ranks_is_printed_once(ended):
 @pytest.mark.parametrize("where", ["callback", "between"])
 def test_a_rank_that_exits_with_a_code_ends_the_job_with_it(ended, where):
     lines = (
-        raises("sys.exit(3)")
+        breaks("exit", code=3)
         if where == "callback"
         else "with kdist.scope():\n    if rank == 1: sys.exit(3)\n    train()\n"
     )
@@ -120,7 +112,7 @@ def test_all_ranks_that_exit_well_end_well(ended):
 
 
 def test_a_killed_rank_ends_the_job(ended):
-    done = ended(raises("os.kill(os.getpid(), signal.SIGKILL)"))
+    done = ended(breaks("kill"))
     assert done.returncode != 0
 
 
@@ -140,7 +132,7 @@ def test_nothing_is_trained_on_a_mismatch_of_verbs(ended):
 
 
 def test_a_rank_that_exits_well_too_early_ends_the_job(ended):
-    done = ended(raises("sys.exit(0)"))
+    done = ended(breaks("exit", code=0))
     assert done.returncode != 0
     assert "for rank 1, which has ended its script" in done.output, done.output
     assert "allreduce of" in done.output
@@ -154,14 +146,7 @@ def test_a_verb_on_the_chief_alone_ends_the_job(ended):
 
 def test_a_stopped_rank_is_named_in_time(ended):
     """Rank 0, which would have had the word; any other is `tests/watch`'s affair."""
-    lines = """
-rank = rank ^ 1
-def act():
-    os.kill(os.getpid(), signal.SIGSTOP)
-with kdist.scope(stall_timeout=6):
-    train(act)
-"""
-    done = ended(lines)
+    done = ended(breaks("stop", rank=0))
     assert done.returncode != 0
     assert "rank 1 waits in allreduce" in done.output, done.output
     assert "rank 0 gives no sign" in done.output, done.output

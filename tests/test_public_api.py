@@ -56,11 +56,12 @@ def test_the_promise():
         "rank",
         "scope",
         "size",
+        "testing",
     ]
 
 
 def test_homes_hold_what_all_promises():
-    modules = {"callbacks", "errors"}
+    modules = {"callbacks", "errors", "testing"}
     assert sorted(kdist._HOMES) == [name for name in kdist.__all__ if name not in modules]
     for name, home in kdist._HOMES.items():
         assert getattr(kdist, name) is getattr(importlib.import_module(home), name)

@@ -1,0 +1,142 @@
+"""Faults on purpose: a training that breaks where you say, so that you can test how your job recovers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.callbacks.engine_callback import engine_of
+from kdist.errors import StrategyError
+from kdist.training.step_wrappers import replaced, step_wrappers
+
+KINDS = ("raise", "exit", "kill", "stop", "slow", "corrupt")
+
+
+class FaultError(Exception):
+    """What `Fault("raise")` raises. Not one of `kdist.errors`: it stands for a bug of yours."""
+
+
+class Fault(keras.callbacks.Callback):
+    """Makes one rank fail in a step of `fit`; the other ranks do nothing.
+
+    - `"raise"`: `FaultError` is raised in the callback, as from a bug of yours.
+    - `"exit"`: `sys.exit(code)`, as from a script that gives up on one rank.
+    - `"kill"`: SIGKILL, as from the system when memory runs out or a machine is taken away.
+    - `"stop"`: SIGSTOP, as from a machine that hangs: the process is there and does nothing.
+    - `"slow"`: this step and all that follow take `seconds` longer.
+    - `"corrupt"`: the rank's part of the gradient is multiplied by `factor` in this step, through `compute_loss`.
+
+    Works in `kdist.scope()` over all-reduce, and in one process, which is rank 0. With parameter servers, where
+    callbacks run on the chief alone, it can break the chief and nothing else.
+
+    Args:
+        kind: str, one of the above.
+        rank: int, the rank that fails.
+        step: int, the step of this `fit` in which it does, over all epochs, from 0.
+        code: int, the exit code of `"exit"`.
+        seconds: float, for `"slow"`.
+        factor: float, for `"corrupt"`; NaN makes the gradient NaN.
+
+    Raises:
+        FaultError: on the rank that fails, if `kind="raise"`.
+        StrategyError: if there is no such kind, rank or step, or if a gradient is to be corrupted and the model's
+            `train_step` does not call `compute_loss`.
+
+    Example:
+    ```python
+    backup = kdist.callbacks.BackupAndRestore("backup")
+    model.fit(x, y, callbacks=[backup, kdist.testing.Fault("kill", rank=1, step=100)])
+    ```
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        rank: int = 0,
+        step: int = 0,
+        code: int = 1,
+        seconds: float = 0.1,
+        factor: float = float("nan"),
+    ) -> None:
+        if kind not in KINDS:
+            raise StrategyError(
+                f"No such fault. Received: kind={kind!r}. Expected one of {', '.join(map(repr, KINDS))}. Fix: choose "
+                "one of these."
+            )
+        if step < 0:
+            raise StrategyError(
+                f"A fault at no step. Received: step={step}. Expected at least 0. Fix: count steps from 0."
+            )
+        super().__init__()
+        self._kind = kind
+        self._rank = rank
+        self._step = step
+        self._code = code
+        self._seconds = seconds
+        self._factor = factor
+        self._next = 0
+        self._is_mine = False
+        self._now: tf.Variable | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Counts from the beginning, and finds out whether this rank is to fail."""
+        engine = engine_of(self.model, type(self).__name__)
+        if not 0 <= self._rank < engine.size:
+            raise StrategyError(
+                f"A fault on no rank. Received: rank={self._rank} in a job of {engine.size}. Expected 0 to "
+                f"{engine.size - 1}. Fix: choose one of these ranks."
+            )
+        self._next, self._is_mine = 0, engine.rank == self._rank
+        if self._kind == "corrupt":
+            self._now = tf.Variable(False, trainable=False, name="kdist_fault_now")
+            step_wrappers(self.model).put(self._around_step)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Leaves the model's step as it was."""
+        if self._kind == "corrupt":
+            step_wrappers(self.model).take_off(self._around_step)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Fails, if this is the rank and the step."""
+        step, self._next = self._next, self._next + 1
+        if not self._is_mine:
+            return
+        if self._now is not None:
+            self._now.assign(step == self._step)
+        elif self._kind == "slow" and step >= self._step:
+            time.sleep(self._seconds)
+        elif step == self._step:
+            _break(self._kind, self._rank, step, self._code)
+
+    def _around_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+        compute_loss, called = self.model.compute_loss, []
+
+        def compute_and_corrupt(*args: Any, **kwargs: Any) -> Any:
+            called.append(True)
+            loss = compute_loss(*args, **kwargs)
+            return loss * tf.where(self._now, tf.cast(self._factor, loss.dtype), tf.ones((), loss.dtype))
+
+        with replaced(self.model, "compute_loss", compute_and_corrupt):
+            logs = step(data)
+        if not called:
+            raise StrategyError(
+                "Fault cannot corrupt this model's gradient. Received: a train_step that does not call "
+                "`self.compute_loss`. Expected one that does. Fix: call it, or corrupt the data of one rank."
+            )
+        return logs
+
+
+def _break(kind: str, rank: int, step: int, code: int) -> None:
+    if kind == "raise":
+        raise FaultError(f"rank {rank} was told to fail in step {step}")
+    if kind == "exit":
+        sys.exit(code)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])
