@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,11 +47,18 @@ def _take_gpu(local_rank: int, local_size: int) -> None:
     except RuntimeError as error:
         raise ScopeError(
             "TensorFlow has initialised its devices before kdist.scope() could choose a GPU for local rank "
-            f"{local_rank}. Received: {error} Expected nothing on a device before the scope is entered. Fix: move the "
-            "lines that make tensors, layers or models into `with kdist.scope():`, or enter it before them."
+            f"{local_rank}. Received: {error} Expected nothing on a device before kdist is first asked, which is in "
+            f"{_line_of_the_script()}. Fix: move that line up, above the first that makes a tensor, a layer or a model."
         ) from error
     if local_size > num_gpus > 1:
         logger.warning("%d ranks share %d GPUs of this host", local_size, num_gpus)
+
+
+def _line_of_the_script() -> str:
+    """Returns the innermost line of the stack that is neither kdist's nor Python's own."""
+    libraries = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__), "<")
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(libraries)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "a line that cannot be told"
 
 
 def share(devices: Sequence[Any], local_rank: int) -> Any:

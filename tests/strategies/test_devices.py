@@ -66,3 +66,27 @@ def test_thread_pools_that_the_user_set_stay():
 
 def test_tensorflow_used_before_keeps_its_thread_pools():
     assert settings_after("tf.constant(1.0)") == [0, 0]
+
+
+# No GPU is needed to find the line: TensorFlow's refusal is put in its place.
+TOO_LATE = """
+import tensorflow as tf
+from kdist.strategies.devices import take_devices
+
+def refuse(*devices):
+    raise RuntimeError("Visible devices cannot be modified after being initialized")
+
+tf.config.get_visible_devices = lambda kind: ["gpu:0", "gpu:1"]
+tf.config.set_visible_devices = refuse
+layer = tf.constant(1.0)
+take_devices(1, 2, {})
+"""
+
+
+def test_tensorflow_used_too_early_for_a_gpu_names_the_line_to_move(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TOO_LATE)
+    finished = spmd.execute([sys.executable, str(script)], timeout=60)
+    assert finished.returncode == 1
+    assert f"which is in {script}, line {TOO_LATE.splitlines().index('take_devices(1, 2, {})') + 1}" in finished.output
+    assert "Fix: move that line up" in finished.output
