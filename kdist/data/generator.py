@@ -91,6 +91,7 @@ class GeneratorSource(Source):
         self._batches = batches
         self._first = first
         self._num_batches = num_batches
+        self.reads_once = num_batches is None  # what knows its length is no generator
         self._spec = lists_to_tuples(signature)
         self._leaves = [place for place, spec in enumerate(tf.nest.flatten(self._spec)) if not _stands_for_none(spec)]
         self._dataset = self._build()

@@ -27,6 +27,7 @@ class Source(abc.ABC):
         has_hooks: bool, whether the user's code is called when an epoch begins or ends, and may change the order.
         draws_in_background: bool, whether Python code of the user's makes the data, in a thread of its own that
             runs ahead of training.
+        reads_once: bool, whether what was drawn from an iterator of `dataset()` is lost to the next one.
     """
 
     plan: Plan
@@ -34,6 +35,7 @@ class Source(abc.ABC):
     follows_iterators = False
     has_hooks = False
     draws_in_background = False
+    reads_once = False
 
     @property
     def knows_global_rows(self) -> bool:

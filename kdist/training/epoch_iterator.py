@@ -126,6 +126,15 @@ class ShardedEpochIterator(internals.TFEpochIterator):
         self._num_passes = 0
         self._resumed: Position | None = None
 
+    def reset(self) -> None:
+        """Lets the next pass begin anew; what can be read only once goes on.
+
+        Keras would lose what a thread has drawn ahead: on each rank another number of batches.
+        """
+        kept = self._current_iterator if self.data_adapter.source.reads_once else None
+        super().reset()
+        self._current_iterator = kept
+
     def __iter__(self) -> ShardedEpochIterator:
         """Begins a pass."""
         self._begin_pass()

@@ -295,6 +295,23 @@ def validation_data_that_draws_for_itself() -> None:
     assert len(set(map(tuple, orders))) == 5
 
 
+def a_generator_to_validate_on_goes_on() -> None:
+    """Nothing that its thread has drawn ahead is lost between the epochs: that would be more on one rank than another."""
+
+    def held_out() -> Iterator[Any]:
+        for number in itertools.count(1):
+            rows = np.full((BATCH, 1), -number, "float32")
+            yield rows, rows
+
+    steps = 2 * kdist.size() + 1
+    epochs = seen_by_all(
+        {"x": IDS, "y": IDS, "batch_size": BATCH, "validation_data": held_out(), "validation_steps": steps}
+    )
+    for epoch, ranks in enumerate(epochs):
+        found = [-row for row in flat(ranks) if row < 0]
+        assert found == np.repeat(np.arange(1, steps + 1) + epoch * steps, BATCH).tolist(), (epoch, found)
+
+
 def seeded_shuffles_that_one_rank_has_looked_into() -> None:
     """They give the orders that one process would see, and go on with them in a second `fit`."""
     first = lambda x, _: x  # noqa: E731
@@ -386,6 +403,7 @@ OTHERS = {
         predictions_of_own_streams_come_step_by_step,
         own_streams_and_several_steps_an_execution,
         validation_data_that_draws_for_itself,
+        a_generator_to_validate_on_goes_on,
         seeded_shuffles_that_one_rank_has_looked_into,
         streams_that_can_be_read_once,
         auto_shard_policy_off,
