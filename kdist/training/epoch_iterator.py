@@ -133,7 +133,7 @@ class ShardedEpochIterator(internals.TFEpochIterator):
         """
         kept = self._current_iterator if self.data_adapter.source.reads_once else None
         super().reset()
-        self._current_iterator = kept
+        self._current_iterator: Any = kept
 
     def __iter__(self) -> ShardedEpochIterator:
         """Begins a pass."""

@@ -296,7 +296,7 @@ def validation_data_that_draws_for_itself() -> None:
 
 
 def a_generator_to_validate_on_goes_on() -> None:
-    """Nothing that its thread has drawn ahead is lost between the epochs: that would be more on one rank than another."""
+    """Nothing that its thread has drawn ahead is lost between two epochs: it would be more on one rank than another."""
 
     def held_out() -> Iterator[Any]:
         for number in itertools.count(1):
