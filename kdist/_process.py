@@ -237,8 +237,11 @@ def _single(info: ClusterInfo, start_timeout: float) -> Engine:
 
 def _mpi(info: ClusterInfo, start_timeout: float) -> Engine:
     from kdist.engines.mpi import MPIEngine
+    from kdist.strategies.devices import take_devices
 
-    return MPIEngine()
+    engine = MPIEngine()
+    take_devices(engine.local_rank, engine.local_size, os.environ)  # the first message, the watch's, starts TensorFlow
+    return engine
 
 
 def _horovod(info: ClusterInfo, start_timeout: float) -> Engine:

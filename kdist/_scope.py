@@ -219,7 +219,6 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
 
     from kdist.launch import failure
     from kdist.strategies.all_reduce import AllReduceStrategy
-    from kdist.strategies.devices import take_devices
     from kdist.training import _keras_internals as internals
     from kdist.training.replicated_model import replicate
     from kdist.training.settings import Settings
@@ -229,7 +228,6 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
     _show_log(info)
     asked = chosen["strategy"]
     engine = open_engine(info, choice.strategy, asked.start_timeout if isinstance(asked, AllReduce) else START_TIMEOUT)
-    take_devices(engine.local_rank, engine.local_size, os.environ)
     if engine.size == 1:
         yield _default_strategy(info)
         return

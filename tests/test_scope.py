@@ -1,5 +1,6 @@
 """The front door: what it refuses, what it leaves alone in one process, and what is left when it is closed."""
 
+import os
 import sys
 
 import keras
@@ -10,8 +11,10 @@ from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
 import kdist
 from kdist.errors import ScopeError, StrategyError
+from kdist.strategies.devices import threads_per_rank
 from tests import scope_cases
 from tests.helpers import spmd
+from tests.helpers.jobs import job
 
 VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 STEPS = ("train_step", "test_step", "predict_step", "make_train_function", "compile", "_maybe_symbolic_build")
@@ -184,3 +187,24 @@ def launched(request):
 @pytest.mark.parametrize("case", spmd.names(scope_cases.__name__))
 def test_on_two_ranks(launched, case):
     launched.check(case)
+
+
+THREADS = """
+import os
+for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+    os.environ.pop(name, None)
+import kdist, tensorflow as tf
+with kdist.scope():
+    print("threads", tf.config.threading.get_intra_op_parallelism_threads())
+"""
+
+
+@pytest.mark.parametrize("engine", ["mpi", "collective"])
+def test_devices_are_taken_before_tensorflow_starts(engine, tmp_path):
+    """Its thread pools, and on other machines its GPUs, cannot be chosen later: a message of the ranks' starts it."""
+    (script := tmp_path / "script.py").write_text(THREADS)
+    done = job(engine, 2).launch([sys.executable, str(script)], timeout=90)
+    assert done.returncode == 0, done.output
+    threads = threads_per_rank(len(os.sched_getaffinity(0)), os.cpu_count(), 2)
+    assert done.output.count(f"threads {threads}\n") == 2, done.output
+    assert "TensorFlow was used before" not in done.output
