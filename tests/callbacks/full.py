@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where the table goes; shown as well")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a launch may take")
     options = parser.parse_args(argv)
-    campaign = Campaign()
+    campaign = Campaign(options.out)
     with tempfile.TemporaryDirectory() as folder:
         jobs = {(engine, ranks): job(engine, ranks) for engine in options.engines for ranks in options.ranks}
         for part in (part for part in TARGETS if part in options.only):
@@ -65,10 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 campaign.run("resume", column(*way), on, RESUME, names, timeout=options.timeout, env=env)
         if "interruptions" in options.only:
             _interrupt(campaign, Path(folder), options.moments, options.trainings, jobs)
-    text = campaign.text()
-    print(text)
-    if options.out:
-        options.out.write_text(text)
+    print(campaign.text())
     return 1 if campaign.errors else 0
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from tests.helpers.jobs import Job
 
@@ -16,11 +17,15 @@ CASES_A_LAUNCH = 20  # so that one case that hangs costs one launch's time limit
 class Campaign:
     """Runs checks and keeps what came of them, a row a case and a column a job.
 
+    Args:
+        out: path or `None`, where the table goes, after each check: one that is stopped leaves what it has.
+
     Attributes:
         errors: list of str, in Markdown, of what failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, out: Path | None = None) -> None:
+        self._out = out
         self.errors: list[str] = []
         self._outcomes: dict[tuple[str, str], dict[str, str]] = {}
         self._columns: list[str] = []
@@ -68,6 +73,8 @@ class Campaign:
         if column not in self._columns:
             self._columns.append(column)
         self._outcomes.setdefault((part, name), {})[column] = outcome
+        if self._out:
+            self._out.write_text(self.text())
 
     def text(self) -> str:
         """Returns the sums, the table, and what failed."""

@@ -28,14 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a launch may take")
     options = parser.parse_args(argv)
     jobs = {f"{engine}, {ranks} ranks": job(engine, ranks) for engine in options.engines for ranks in options.ranks}
-    campaign = Campaign()
+    campaign = Campaign(options.out)
     for part in options.only:
         for column, on in jobs.items():
             campaign.run(part, column, on, TARGETS[part], spmd.names(TARGETS[part]), timeout=options.timeout)
-    text = campaign.text()
-    print(text)
-    if options.out:
-        options.out.write_text(text)
+    print(campaign.text())
     return 1 if campaign.errors else 0
 
 
