@@ -13,6 +13,7 @@ kdist is faster.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import os
@@ -21,11 +22,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from epoch_times import fastest_epoch
 
 BATCH = {"mlp": 64, "cnn": 64, "wide": 64, "resnet": 32}
 STEPS = {"mlp": 150, "cnn": 8, "wide": 8, "resnet": 4}
@@ -118,7 +120,7 @@ def with_kdist(name: str) -> Callable[[], float]:
     x, y = data(name, num_batches=STEPS[name] * kdist.size(), seed=0)
     model = network(keras, name)
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss_of(keras), metrics=["accuracy"])
-    return fit(keras, model, x, y, BATCH[name], [])
+    return trainer(keras, model, x, y, BATCH[name], [])
 
 
 def with_horovod(name: str) -> Callable[[], float]:
@@ -132,32 +134,17 @@ def with_horovod(name: str) -> Callable[[], float]:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size(), momentum=0.9))
     model.compile(optimizer, loss_of(keras), metrics=["accuracy"])
     # Without its MetricAverageCallback, which asks Keras 3 for what only legacy Keras has.
-    run = fit(keras, model, x, y, BATCH[name], [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    run = trainer(keras, model, x, y, BATCH[name], [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     sums = hvd.allgather([float(abs(model.get_weights()[0]).sum())], name="same weights")
     if max(sums) - min(sums) > 1e-4 * max(sums):
         sys.exit("Horovod's binding did not synchronise")
     return run
 
 
-def fit(keras: Any, model: Any, x: Any, y: Any, batch_size: int, callbacks: list[Any]) -> Callable[[], float]:
+def trainer(keras: Any, model: Any, x: Any, y: Any, batch_size: int, callbacks: list[Any]) -> Callable[[], float]:
     """Returns a function that calls `fit` and returns the seconds of its fastest epoch but the first."""
-
-    class EpochTimes(keras.callbacks.Callback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seconds: list[float] = []
-
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.started = time.perf_counter()
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.seconds.append(time.perf_counter() - self.started)
-
-    def run() -> float:
-        times = EpochTimes()
-        model.fit(x, y, batch_size=batch_size, epochs=EPOCHS, verbose=0, callbacks=[*callbacks, times])
-        return min(times.seconds[1:])
-
+    fit = functools.partial(model.fit, x, y, batch_size=batch_size, epochs=EPOCHS, verbose=0)
+    run = functools.partial(fastest_epoch, keras, fit, callbacks)
     run()  # traces
     return run
 

@@ -11,17 +11,19 @@ dataset on each worker, without an epoch's end; kdist hands out each sample once
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from epoch_times import fastest_epoch
 
 BATCH = 64
 STEPS = {"mlp": 256, "cnn": 32}
@@ -118,31 +120,13 @@ def network(keras: Any, name: str, per_execution: int) -> Any:
 
 def timed(keras: Any, fit: Callable[..., Any]) -> Callable[[], float]:
     """Returns a function that calls `fit` and returns the seconds of its fastest epoch but the first."""
-
-    class EpochTimes(keras.callbacks.Callback):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.seconds: list[float] = []
-
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.started = time.perf_counter()
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.seconds.append(time.perf_counter() - self.started)
-
-    def run() -> float:
-        times = EpochTimes()
-        fit(epochs=EPOCHS, verbose=0, callbacks=[times])
-        return min(times.seconds[1:])
-
+    run = functools.partial(fastest_epoch, keras, functools.partial(fit, epochs=EPOCHS, verbose=0))
     run()  # traces
     return run
 
 
 def trainer(name: str, per_execution: int) -> Callable[[], float]:
     """Returns one turn of kdist's."""
-    import functools
-
     import keras
 
     x, y = arrays(name)
@@ -152,8 +136,6 @@ def trainer(name: str, per_execution: int) -> Callable[[], float]:
 
 def legacy_trainer(name: str, per_execution: int, strategy: Any) -> Callable[[], float]:
     """Returns one turn of tf_keras'."""
-    import functools
-
     import tensorflow as tf
     import tf_keras
 

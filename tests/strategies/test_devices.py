@@ -5,8 +5,9 @@ import os
 import sys
 
 import pytest
+import tensorflow as tf
 
-from kdist.strategies.devices import share, threads_per_rank
+from kdist.strategies.devices import share, take_devices, threads_per_rank
 from tests.helpers import spmd
 
 
@@ -66,6 +67,24 @@ def test_thread_pools_that_the_user_set_stay():
 
 def test_tensorflow_used_before_keeps_its_thread_pools():
     assert settings_after("tf.constant(1.0)") == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked"),
+    [
+        (["gpu:0", "gpu:1"], [("visible", ["gpu:1"]), ("growth", "gpu:1")]),
+        (["gpu:1"], [("growth", "gpu:1")]),  # the launcher narrowed them, or the user did: taken as it is
+        ([], []),
+    ],
+)
+def test_what_tensorflow_is_asked_for_a_gpu(visible, asked, monkeypatch):
+    """At TensorFlow's own boundary, for want of GPUs: the order matters, as growth is set on what stays visible."""
+    found = []
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: visible)
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: found.append(("visible", devices)))
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: found.append(("growth", gpu)))
+    take_devices(1, 2, {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"})
+    assert found == asked
 
 
 # No GPU is needed to find the line: TensorFlow's refusal is put in its place.
