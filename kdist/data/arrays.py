@@ -116,15 +116,17 @@ class ArraySource(Source):
             return Shard(self._gather(own), rows, global_rows)
 
         dataset = tf.data.Dataset.range(1).map(indices_of_a_pass).prefetch(1).flat_map(pair_with_steps)
-        dataset = dataset.map(draw, num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = dataset.map(draw)
         options = tf.data.Options()
         # As Keras does: the optimizer would serialise the arrays to look at a pipeline that has nothing to gain.
         options.experimental_optimization.apply_default_optimizations = False
         options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         options.deterministic = True
+        # There is nothing to tune, and a tuned iterator that ends keeps the next epoch waiting for its tuner's sleep.
+        options.autotune.enabled = False
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.num_steps))
-        return dataset.with_options(options).prefetch(tf.data.AUTOTUNE)
+        return dataset.prefetch(2).with_options(options)
 
     def _own_indices(self) -> Any:
         """Returns the rows that this rank draws in a pass that begins in the current epoch."""

@@ -136,7 +136,10 @@ class GeneratorSource(Source):
             return Shard(tf.nest.pack_sequence_as(self._spec, flat), rows, global_rows)
 
         signature = (tuple(specs[place] for place in self._leaves), scalar, scalar)
-        return tf.data.Dataset.from_generator(elements, output_signature=signature).map(pack).prefetch(tf.data.AUTOTUNE)
+        shards = tf.data.Dataset.from_generator(elements, output_signature=signature).map(pack)
+        options = tf.data.Options()
+        options.autotune.enabled = False  # see `ArraySource`
+        return shards.prefetch(2).with_options(options)
 
 
 def _stands_for_none(spec: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,6 +80,31 @@ class SourceAdapter(internals.DataAdapter):
             set_random_state(states)
             self.source.repeat_hook(name)
         self.hooks = list(hooks)
+
+
+class _Pass:
+    """A pass over a dataset, begun when its first element is asked for: Keras makes one more an epoch than it uses.
+
+    Args:
+        dataset: `tf.data.Dataset`.
+        at_once: bool, whether to begin now: the user's dataset counts its iterators.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, *, at_once: bool) -> None:
+        self._dataset = dataset
+        if at_once:
+            _ = self.elements
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.elements)
+
+    @functools.cached_property
+    def elements(self) -> Iterator[Any]:
+        """The iterator that a step draws from."""
+        return iter(self._dataset)
 
 
 class ShardedEpochIterator(internals.TFEpochIterator):
@@ -228,13 +254,13 @@ class ShardedEpochIterator(internals.TFEpochIterator):
     def _remakes(self, source: Source) -> bool:
         return not source.draws_in_background or isinstance(source, PyDatasetSource)
 
-    def _get_iterator(self) -> tf.data.Dataset:
-        """Returns the dataset over which the next pass goes."""
+    def _get_iterator(self) -> _Pass:
+        """Returns the next pass over the dataset."""
         self._num_passes += 1
-        resumed = self._resumed
+        resumed, dataset = self._resumed, self._distributed_dataset
         if resumed is not None and resumed.pass_step:
-            return self._distributed_dataset.skip(resumed.pass_step)
-        return self._distributed_dataset
+            dataset = dataset.skip(resumed.pass_step)
+        return _Pass(dataset, at_once=self.data_adapter.source.follows_iterators)
 
     def _enumerate_iterator(self) -> Iterator[Any]:
         """Yields the steps of an epoch; of an interrupted one those that it did not make."""
@@ -246,7 +272,7 @@ class ShardedEpochIterator(internals.TFEpochIterator):
                 continue
             if self._steps_seen == self.steps_per_execution:
                 self._pass_epoch = self._source_epoch
-            yield begin, end, iterator
+            yield begin, end, iterator.elements
 
     def _interrupted_warning(self) -> None:
         if self._is_chief:

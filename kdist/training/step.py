@@ -13,6 +13,7 @@ from kdist.data.shard import Shard
 from kdist.errors import NotSynchronizedError
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.training import _keras_internals as internals
+from kdist.training.fused_sgd import fused_sgd
 from kdist.training.learning_rate import EffectiveRate
 from kdist.training.losses import GlobalLoss
 from kdist.training.metrics import flat_metrics, scalars_weighted
@@ -192,7 +193,7 @@ class TrainStep(Step):
         grads = [grad if other is None else other for grad, other in zip(reduced, largest, strict=True)]
         self.applying = True
         try:
-            with rate.applied() if self._scaled else contextlib.nullcontext():
+            with fused_sgd(rate.optimizer), rate.applied() if self._scaled else contextlib.nullcontext():
                 yield grads
         finally:
             self.applying = False

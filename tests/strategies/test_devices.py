@@ -58,7 +58,7 @@ def settings_after(user_code):
 
 def test_a_process_takes_its_share_of_the_threads():
     threads = threads_per_rank(len(os.sched_getaffinity(0)), os.cpu_count(), 2)
-    assert settings_after("") == [threads, threads + 1]
+    assert settings_after("") == [threads, threads + 1 if threads > 1 else 1]
 
 
 def test_thread_pools_that_the_user_set_stay():
