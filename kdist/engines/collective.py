@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import tensorflow as tf
 
 from kdist._tf_internals import abort_collectives
@@ -207,17 +206,12 @@ class CollectiveEngine(Engine):
     def _sum(self, flats: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums 1-D tensors of the four dtypes; small ones share a message."""
         sums = list(flats)
-        known = [index for index, each in enumerate(flats) if each.shape.num_elements() is not None]
-        signature = tuple((np.dtype(flats[i].dtype.as_numpy_dtype), flats[i].shape.num_elements()) for i in known)
-        buckets = [
-            [known[index] for index in bucket.indices] for bucket in fusion.buckets(signature) if bucket.bounds[-1]
-        ]
-        buffers = [flats[each[0]] if len(each) == 1 else tf.concat([flats[i] for i in each], 0) for each in buckets]
-        for indices, total in zip(buckets, self._sum_buffers(buffers), strict=True):
-            for index, part in zip(indices, flat.split(total, [flat.size(flats[i]) for i in indices]), strict=True):
-                sums[index] = part
-        for index in set(range(len(flats))) - set(known):
-            sums[index] = self._sum_unknown(flats[index])
+        known = [index for index, each in enumerate(flats) if each.shape.num_elements()]
+        for index, total in zip(known, flat.sum_together([flats[i] for i in known], self._sum_buffers), strict=True):
+            sums[index] = total
+        for index, each in enumerate(flats):
+            if each.shape.num_elements() is None:
+                sums[index] = self._sum_unknown(each)
         return sums
 
     def _sum_buffers(self, buffers: Sequence[tf.Tensor]) -> list[tf.Tensor]:

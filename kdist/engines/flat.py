@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
+
+from kdist.engines import fusion
 
 # The ops sum four dtypes that hold all others: what is narrower is summed wider (halves are to be summed in float32
 # anyway), what is unsigned has the bits of what is signed, and a complex number is two real ones.
@@ -82,3 +87,33 @@ def shaped(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
     """Returns the values in the shape of `like`."""
     known = like.shape.is_fully_defined()
     return tf.ensure_shape(tf.reshape(flat, like.shape if known else tf.shape(like)), like.shape)
+
+
+def sum_together(tensors: Sequence[tf.Tensor], sum_buffers: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> list[Any]:
+    """Sums tensors of known shapes; small ones that are summed in the same dtype share a buffer.
+
+    Args:
+        tensors: sequence of tensors.
+        sum_buffers: callable that sums a list of tensors. A tensor that shares its buffer with none comes as it is.
+
+    Returns:
+        A list of tensors of the same shapes and dtypes.
+    """
+    signature = tuple((np.dtype(each.dtype.as_numpy_dtype), size(each)) for each in tensors)
+    buckets = fusion.buckets(signature)
+    sums: list[Any] = list(tensors)
+    for bucket, total in zip(buckets, sum_buffers([_joined(tensors, each) for each in buckets]), strict=True):
+        if len(bucket.indices) == 1:
+            sums[bucket.indices[0]] = total
+            continue
+        sizes = [stop - start for start, stop in itertools.pairwise(bucket.bounds)]
+        for index, part in zip(bucket.indices, tf.split(total, sizes), strict=True):
+            sums[index] = tf.cast(tf.reshape(part, tensors[index].shape), tensors[index].dtype)
+    return sums
+
+
+def _joined(tensors: Sequence[tf.Tensor], bucket: fusion.Bucket) -> tf.Tensor:
+    members = [tensors[index] for index in bucket.indices]
+    if len(members) == 1:
+        return members[0]
+    return tf.concat([tf.reshape(tf.cast(each, bucket.dtype), [-1]) for each in members], 0)

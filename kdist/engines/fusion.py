@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +52,37 @@ def empty(size: int, dtype: npt.DTypeLike) -> Array:
     return block[start : start + length].view(dtype)
 
 
-def pack(arrays: Sequence[Array]) -> list[Array]:
+class Recycler:
+    """Memory for the buffers of a message that is sent again and again.
+
+    New memory costs as much as the copy into it. TensorFlow holds a result's memory until the next message, so that
+    two buffers take turns.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, np.dtype], list[Array]] = {}
+
+    def empty(self, size: int, dtype: npt.DTypeLike) -> Array:
+        """Returns what `empty` does, in memory that nobody holds any more if there is such."""
+        blocks = self._blocks.setdefault((size, np.dtype(dtype)), [])
+        for block in blocks:
+            if sys.getrefcount(block) == _UNUSED:
+                return block[:]
+        blocks.append(empty(size, dtype))
+        return blocks[-1][:]
+
+
+def _references() -> int:
+    """Returns the count of references to what only a list that is looked through holds."""
+    for block in [object()]:
+        return sys.getrefcount(block)
+    raise AssertionError
+
+
+_UNUSED = _references()
+
+
+def pack(arrays: Sequence[Array], new: Callable[[int, npt.DTypeLike], Array] = empty) -> list[Array]:
     """Copies arrays into new buffers, ready to be summed.
 
     Small arrays that are summed in the same dtype share a buffer; a large array has its own. The buffers'
@@ -59,13 +90,14 @@ def pack(arrays: Sequence[Array]) -> list[Array]:
 
     Args:
         arrays: sequence of arrays of any shape and of any numeric dtype.
+        new: callable that makes a buffer of a size and dtype.
 
     Returns:
         A list of 1-D arrays; none of them shares memory with `arrays`.
     """
     buffers = []
     for bucket in buckets(_signature(arrays)):
-        buffer = empty(bucket.bounds[-1], bucket.dtype)
+        buffer = new(bucket.bounds[-1], bucket.dtype)
         np.concatenate([arrays[index].ravel() for index in bucket.indices], out=buffer, casting="unsafe")
         buffers.append(buffer)
     return buffers

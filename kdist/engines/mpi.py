@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import logging
 import math
@@ -11,12 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from kdist.engines import arguments, fusion, slices
+from kdist.engines import arguments, flat, fusion, slices
 from kdist.engines.engine import Engine
 from kdist.engines.fusion import Array
 from kdist.errors import EngineError, EngineNotFoundError
@@ -33,6 +34,29 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def _not_converted(method: _Method) -> _Method:
     """Keeps AutoGraph, which would rewrite what a `tf.function` calls, away from a method."""
     return tf.autograph.experimental.do_not_convert(method)
+
+
+class _Call(NamedTuple):
+    """A collective, for who watches over the ranks: see `Activity.begin`.
+
+    Attributes:
+        kind: str.
+        sent: list of pairs of a dtype and a shape, or `None` if they are known only when the arrays are there.
+        num_fixed: int.
+    """
+
+    kind: str
+    sent: list[tuple[Any, Any]] | None
+    num_fixed: int
+
+
+def _call(kind: str, fixed: Sequence[tf.Tensor], free: Sequence[tf.Tensor]) -> _Call:
+    """Returns a call that sends tensors of the same shape on all ranks, and such whose first dimensions may differ."""
+    shapes = [*[each.shape for each in fixed], *[each.shape[1:] for each in free]]
+    if not all(shape.is_fully_defined() for shape in shapes):
+        return _Call(kind, None, len(fixed))
+    sent = [(each.dtype.as_numpy_dtype, tuple(each.shape)) for each in (*fixed, *free)]
+    return _Call(kind, [(np.dtype(dtype), shape) for dtype, shape in sent], len(fixed))
 
 
 class MPIEngine(Engine):
@@ -73,6 +97,7 @@ class MPIEngine(Engine):
             )
         self._comm = self._mpi.COMM_WORLD.Dup() if communicator is None else communicator
         self._one_at_a_time = threading.Lock()
+        self._threads: set[int] = set()
         self.seconds: float = 0.0
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
@@ -87,33 +112,44 @@ class MPIEngine(Engine):
         """Sums in place, in pieces that stay in the cache; see `Engine.allreduce`."""
         tensors = arguments.for_allreduce(tensors)
         dense, parts = slices.apart(tensors)
-        sent = [*dense, *parts]
-        shapes = [tensor.shape for tensor in dense] + [slices.any_length(part.shape) for part in parts]
-        exchange = functools.partial(self._sum_and_gather, len(dense))
-        received = self._call("allreduce", exchange, sent, shapes, len(dense))
-        return slices.together(tensors, received[: len(dense)], received[len(dense) :])
+        gathered: list[tf.Tensor] = []
+
+        def exchange(buffers: list[tf.Tensor]) -> list[tf.Tensor]:
+            arrays_side = functools.partial(self._sum_and_gather, len(buffers), fusion.Recycler())
+            shapes = [each.shape for each in buffers] + [slices.any_length(part.shape) for part in parts]
+            received = self._call(_call("allreduce", dense, parts), arrays_side, [*buffers, *parts], shapes)
+            gathered.extend(received[len(buffers) :])
+            return received[: len(buffers)]
+
+        # In a graph each tensor that goes into Python and comes back costs some microseconds. The message is the same:
+        # what is packed already is not packed otherwise.
+        is_fused = not tf.executing_eagerly() and all(each.shape.is_fully_defined() for each in dense)
+        sums = flat.sum_together(dense, exchange) if is_fused else exchange(dense)
+        return slices.together(tensors, sums, gathered)
 
     @_not_converted
     def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Gathers the lengths, then all tensors in one message; see `Engine.allgather`."""
         tensors = arguments.for_allgather(tensors)
         shapes = [slices.any_length(tensor.shape) for tensor in tensors]
-        return self._call("allgather", self._gather_arrays, tensors, shapes, 0)
+        return self._call(_call("allgather", [], tensors), self._gather_arrays, tensors, shapes)
 
     @_not_converted
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Sends all tensors as one buffer of bytes; see `Engine.broadcast`."""
         tensors = arguments.for_broadcast(tensors, root, self.size)
         send = functools.partial(self._broadcast_arrays, root)
-        return self._call(f"broadcast from {root}", send, tensors, [tensor.shape for tensor in tensors], len(tensors))
+        return self._call(
+            _call(f"broadcast from {root}", tensors, []), send, tensors, [tensor.shape for tensor in tensors]
+        )
 
     @_not_converted
     def barrier(self) -> None:
         """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
         if tf.executing_eagerly():
-            self._exchange("barrier", 0, self._barrier)
+            self._exchange(_call("barrier", [], []), self._barrier)
         else:
-            self._when_run("barrier", 0, self._barrier, [])
+            self._when_run(_call("barrier", [], []), self._barrier, [])
 
     def exchange(self, text: str) -> list[str]:
         """Returns every rank's text, in rank order, without TensorFlow: its devices may not be initialised yet.
@@ -137,30 +173,27 @@ class MPIEngine(Engine):
         os._exit(code)
 
     def _call(
-        self, kind: str, exchange: _Exchange, tensors: Sequence[tf.Tensor], shapes: list[Any], num_fixed: int
+        self, call: _Call, exchange: _Exchange, tensors: Sequence[tf.Tensor], shapes: list[Any]
     ) -> list[tf.Tensor]:
         """Gives the tensors' arrays to `exchange`, now or when the graph runs.
 
         Args:
-            kind: str, the collective's name.
+            call: `_Call`.
             exchange: callable, its NumPy side.
             tensors: what is sent.
             shapes: list, the results' static shapes.
-            num_fixed: int, how many of the tensors, the first ones, have the same shape on all ranks.
         """
         if not tensors:
             return []
         if tf.executing_eagerly():
-            arrays = self._exchange(kind, num_fixed, exchange, *[_to_array(tensor) for tensor in tensors])
+            arrays = self._exchange(call, exchange, *[_to_array(tensor) for tensor in tensors])
             return [tf.convert_to_tensor(array) for array in arrays]
-        results = self._when_run(kind, num_fixed, exchange, tensors)
+        results = self._when_run(call, exchange, tensors)
         for result, shape in zip(results, shapes, strict=True):
             result.set_shape(shape)
         return results
 
-    def _when_run(
-        self, kind: str, num_fixed: int, exchange: _Exchange, tensors: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
+    def _when_run(self, call: _Call, exchange: _Exchange, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Makes the exchange a part of the graph, in program order: branches and loops of it included.
 
         TensorFlow keeps the order of what has no variable among its inputs, and of what has the same; a branch that
@@ -169,7 +202,7 @@ class MPIEngine(Engine):
         turn = self._order.read_value()
         with tf.control_dependencies([turn]):
             results = tf.numpy_function(
-                functools.partial(self._exchange, kind, num_fixed, exchange),
+                functools.partial(self._exchange, call, exchange),
                 tensors,
                 [tensor.dtype for tensor in tensors],
                 stateful=True,
@@ -184,7 +217,7 @@ class MPIEngine(Engine):
         with tf.init_scope(), tf.device("CPU:0"):
             return tf.Variable(0, trainable=False, name="kdist_mpi_order")
 
-    def _exchange(self, kind: str, num_fixed: int, exchange: _Exchange, *arrays: Array) -> list[Array]:
+    def _exchange(self, call: _Call, exchange: _Exchange, *arrays: Array) -> list[Array]:
         """Runs the NumPy side of a collective.
 
         The arrays may be TensorFlow's own memory, and TensorFlow may take over the results' memory: what comes
@@ -192,9 +225,11 @@ class MPIEngine(Engine):
         """
         self.check_allowed()
         started = time.perf_counter()
+        self._stay_a_python_thread()
         try:
             with self._one_at_a_time:
-                self.activity.begin(kind, arrays, num_fixed)
+                sent = [(array.dtype, array.shape) for array in arrays] if call.sent is None else call.sent
+                self.activity.begin(call.kind, sent, call.num_fixed)
                 return exchange([np.asarray(array) for array in arrays])
         except self._mpi.Exception as err:
             raise EngineError(
@@ -206,11 +241,17 @@ class MPIEngine(Engine):
             self.activity.end()
             self.seconds += time.perf_counter() - started
 
-    def _sum_and_gather(self, dense: int, arrays: Sequence[Array]) -> list[Array]:
-        return [*self._sum_arrays(arrays[:dense]), *self._gather_arrays(arrays[dense:])]
+    def _stay_a_python_thread(self) -> None:
+        """Keeps what Python knows of this thread, which is TensorFlow's: making it anew costs a tenth of a message."""
+        if (ident := threading.get_ident()) not in self._threads:
+            self._threads.add(ident)
+            ctypes.pythonapi.PyGILState_Ensure()
 
-    def _sum_arrays(self, arrays: Sequence[Array]) -> list[Array]:
-        buffers = fusion.pack(arrays)
+    def _sum_and_gather(self, dense: int, memory: fusion.Recycler, arrays: Sequence[Array]) -> list[Array]:
+        return [*self._sum_arrays(arrays[:dense], memory), *self._gather_arrays(arrays[dense:])]
+
+    def _sum_arrays(self, arrays: Sequence[Array], memory: fusion.Recycler) -> list[Array]:
+        buffers = fusion.pack(arrays, memory.empty)
         for buffer in buffers:
             for piece in fusion.pieces(buffer):
                 self._comm.Allreduce(self._mpi.IN_PLACE, piece)

@@ -1,7 +1,7 @@
-"""SGD's update as one kernel a variable, where Keras writes two to six operations, each a pass over memory.
+r"""SGD's update as one kernel a variable, where Keras writes two to six operations, each a pass over memory.
 
-TensorFlow's `ApplyKerasMomentum` computes Keras' own expression, $v' = m v - \\eta g$, and rounds it alike: the results
-are equal bit for bit. Its Adam is no such kernel: that takes $1 - \\beta$ from rounded numbers, and Keras from exact
+TensorFlow's `ApplyKerasMomentum` computes Keras' own expression, $v' = m v - \eta g$, and rounds it alike: the results
+are equal bit for bit. Its Adam is no such kernel: that takes $1 - \beta$ from rounded numbers, and Keras from exact
 ones.
 """
 

@@ -35,16 +35,16 @@ class Activity:
         self._since = time.monotonic()
         self._processor = (time.monotonic(), 0.0)
 
-    def begin(self, kind: str, arrays: Sequence[Any], num_fixed: int) -> None:
+    def begin(self, kind: str, sent: Sequence[tuple[Any, Any]], num_fixed: int) -> None:
         """Notes that a collective begins.
 
         Args:
             kind: str, `"allreduce"`, `"allgather"`, ...
-            arrays: the NumPy arrays or tensors that are sent; only their dtypes and shapes are kept.
+            sent: sequence of pairs of a dtype and a shape, one for each tensor that is sent.
             num_fixed: int, how many of them, the first ones, have the same shape on all ranks; the others are gathered.
         """
         self.calls += 1
-        self._waiting = (kind, [(array.dtype, array.shape) for array in arrays], num_fixed)
+        self._waiting = (kind, sent, num_fixed)
         self._since = time.monotonic()
 
     def end(self) -> None:
