@@ -46,10 +46,16 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
 
 def empty(size: int, dtype: npt.DTypeLike) -> Array:
     """Returns an uninitialised 1-D array that TensorFlow can take over without a copy."""
-    length = size * np.dtype(dtype).itemsize
-    block = np.empty(length + ALIGNMENT, np.uint8)
+    return _aligned(_block(size, dtype), size, dtype)
+
+
+def _block(size: int, dtype: npt.DTypeLike) -> Array:
+    return np.empty(size * np.dtype(dtype).itemsize + ALIGNMENT, np.uint8)
+
+
+def _aligned(block: Array, size: int, dtype: npt.DTypeLike) -> Array:
     start = -block.ctypes.data % ALIGNMENT
-    return block[start : start + length].view(dtype)
+    return block[start : start + size * np.dtype(dtype).itemsize].view(dtype)
 
 
 class Recycler:
@@ -65,11 +71,11 @@ class Recycler:
     def empty(self, size: int, dtype: npt.DTypeLike) -> Array:
         """Returns what `empty` does, in memory that nobody holds any more if there is such."""
         blocks = self._blocks.setdefault((size, np.dtype(dtype)), [])
-        for block in blocks:
+        for block in blocks:  # the owner of its memory: NumPy lets every view refer to that, not to another view
             if sys.getrefcount(block) == _UNUSED:
-                return block[:]
-        blocks.append(empty(size, dtype))
-        return blocks[-1][:]
+                return _aligned(block, size, dtype)
+        blocks.append(_block(size, dtype))
+        return _aligned(blocks[-1], size, dtype)
 
 
 def _references() -> int:

@@ -299,6 +299,36 @@ def case_inputs_are_left_alone_and_results_are_the_callers_own(engine):
 # In graphs
 
 
+def case_results_stay_when_the_same_message_is_sent_again(engine):
+    """Small tensors that share a buffer, and a large one that has its own."""
+    mine = [randoms(engine.rank), tf.constant([1.0, 2.0]) * (1 + engine.rank), tf.constant([3.0]) * (1 + engine.rank)]
+    totals = [sum(randoms(rank) for rank in range(engine.size))]
+    totals += [np.float32(part) * sum(range(1, engine.size + 1)) for part in ([1, 2], [3])]
+    times = 4
+
+    @tf.function
+    def sums(factor):
+        return engine.allreduce([factor * tensor for tensor in mine])
+
+    kept = [sums(tf.constant(factor, tf.float32)) for factor in range(1, 1 + times)]
+    for factor, results in enumerate(kept, 1):
+        for result, total in zip(results, totals, strict=True):
+            np.testing.assert_allclose(result, factor * total, rtol=1e-5, atol=1e-4)
+
+    @tf.function
+    def sums_in_a_loop():
+        def body(i, *arrays):
+            results = engine.allreduce([tf.cast(i + 1, tf.float32) * tensor for tensor in mine])
+            return [i + 1, *(array.write(i, result) for array, result in zip(arrays, results, strict=True))]
+
+        arrays = [tf.TensorArray(tf.float32, times, element_shape=np.shape(total)) for total in totals]
+        return [array.stack() for array in tf.while_loop(lambda i, *_: i < times, body, [0, *arrays])[1:]]
+
+    for stacked, total in zip(sums_in_a_loop(), totals, strict=True):
+        for factor, result in enumerate(stacked, 1):
+            np.testing.assert_allclose(result, factor * total, rtol=1e-5, atol=1e-4)
+
+
 def case_static_shapes_are_kept_in_a_graph(engine):
     @tf.function(autograph=False)
     def traced():

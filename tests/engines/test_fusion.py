@@ -106,6 +106,23 @@ def test_new_buffers_are_aligned_for_tensorflow(size, dtype):
     assert size == 0 or buffer.ctypes.data % fusion.ALIGNMENT == 0
 
 
+def test_memory_is_used_again_when_nobody_holds_it():
+    memory = fusion.Recycler()
+    first = memory.empty(1000, np.float32)
+    second = memory.empty(1000, np.float32)
+    assert not np.shares_memory(first, second)
+    place = first.ctypes.data
+    del first
+    third = memory.empty(1000, np.float32)
+    assert third.ctypes.data == place
+    part = third[10:20]  # as a result holds it that is a view
+    del third
+    fourth = memory.empty(1000, np.float32)
+    assert not np.shares_memory(part, fourth)
+    assert fourth.ctypes.data % fusion.ALIGNMENT == 0
+    assert not np.shares_memory(memory.empty(999, np.float32), second)
+
+
 def test_nothing_packs_to_nothing():
     assert fusion.pack([]) == []
     assert fusion.unpack([], []) == []
