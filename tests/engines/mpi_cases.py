@@ -90,7 +90,9 @@ def case_threads_take_turns(engine):
         inside.pop()
         return []
 
-    threads = [threading.Thread(target=engine._exchange, args=(mpi._call("barrier", [], []), exchange)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=engine._exchange, args=(mpi._call("barrier", [], []), exchange)) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
