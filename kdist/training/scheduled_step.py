@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.strategies.options import ParameterServer
+from kdist.training.fused_sgd import fused_sgd
 from kdist.training.logs import flat_logs, results_noted
 from kdist.training.metrics import flat_metrics
 from kdist.training.optimizers import innermost, optimizers_of
@@ -94,6 +95,8 @@ class ScheduledStep:
         optimizers = optimizers_of(model) if self._name == "train_step" else []
         with _own_state(variables, self._starts) as states, results_noted(metrics) as noted:
             with contextlib.ExitStack() as stack:
+                for each in optimizers:
+                    stack.enter_context(fused_sgd(innermost(each)))
                 updates = [stack.enter_context(_measured_update(each, self._options)) for each in optimizers]
                 # What is read of the model is read after its version.
                 stack.enter_context(tf.control_dependencies([update.version for update in updates]))
