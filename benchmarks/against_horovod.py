@@ -7,7 +7,7 @@ Both train the same model on the same two processes, through the same Horovod, i
 legacy Keras with `hvd.DistributedOptimizer` and Horovod's broadcast, each rank on data of its own, as its users write
 it. Every process is pinned to one core and computes with one thread. A turn is one call of `fit`, and its time that of
 its fastest epoch but the first: others only ever slow it. Ratios are those of throughput, taken within a turn: above 1,
-kdist is faster.
+kdist is faster. What the two Kerases have of it is measured beside, in one process without kdist and Horovod.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def main() -> None:
     parser.add_argument("--controller", choices=["gloo", "mpi"], default="gloo", help="horovodrun, or mpirun")
     parser.add_argument("--repeats", type=int, default=9, help="turns of each comparison")
     parser.add_argument("--json", type=Path, help="write every turn's ratio to this file")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=["alone", "pair"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(arguments.models, arguments.repeats, arguments.json)
+        worker(arguments.worker, arguments.models, arguments.repeats, arguments.json)
         return
-    found = launch(arguments)
+    found = {role: launch(role, arguments) for role in ("alone", "pair")}
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "ratios": found}, indent=2) + "\n")
     print(table(found, arguments.controller))
@@ -57,8 +57,8 @@ def main() -> None:
 # Starting the processes.
 
 
-def launch(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Runs the workers and returns what rank 0 found."""
+def launch(role: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Runs the workers of one comparison and returns what rank 0 found."""
     beside = Path(sys.executable).parent
     line = {
         "gloo": [str(beside / "horovodrun"), "-np", str(RANKS), "--gloo"],
@@ -69,19 +69,20 @@ def launch(arguments: argparse.Namespace) -> dict[str, list[float]]:
     legacy = {"TF_USE_LEGACY_KERAS": "1", "KDIST_STRATEGY": "horovod"}
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.json")
-        command = [*line, sys.executable, __file__, "--worker", "--repeats", str(arguments.repeats)]
+        command = [sys.executable, __file__, "--worker", role, "--repeats", str(arguments.repeats)]
         command += ["--json", str(report), "--models", *arguments.models]
         environment = {**os.environ, **THREADS, **root, **quiet, **legacy}
-        subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
+        subprocess.run(line * (role == "pair") + command, env=environment, check=True, stdout=sys.stderr)
         return json.loads(report.read_text())
 
 
-def worker(models: list[str], repeats: int, report: Path) -> None:
+def worker(role: str, models: list[str], repeats: int, report: Path) -> None:
     """Pins this process to a core before TensorFlow starts its threads, and measures."""
     cores = sorted(os.sched_getaffinity(0))
-    rank = int(os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+    rank = int(os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0")
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    found = {name: compare(name, repeats) for name in models}
+    measure = {"alone": compare_kerases, "pair": compare}[role]
+    found = {name: measure(name, repeats) for name in models}
     if rank == 0:
         report.write_text(json.dumps(found))
 
@@ -111,13 +112,35 @@ def compare(name: str, repeats: int) -> list[float]:
     return ratios
 
 
+def compare_kerases(name: str, repeats: int) -> list[float]:
+    """Returns the throughput of Keras 3 relative to legacy Keras in one process, a ratio a turn."""
+    import keras
+    import tf_keras
+
+    new, legacy = plain(keras, name, STEPS[name]), plain(tf_keras, name, STEPS[name])
+    ratios = []
+    for number in range(repeats):
+        if number % 2:
+            seconds = new()
+            ratios.append(legacy() / seconds)
+        else:
+            seconds = legacy()
+            ratios.append(seconds / new())
+    return ratios
+
+
 def with_kdist(name: str) -> Callable[[], float]:
     """Returns a function that trains by Keras 3 in the open scope and returns an epoch's seconds."""
     import keras
 
     import kdist
 
-    x, y = data(name, num_batches=STEPS[name] * kdist.size(), seed=0)
+    return plain(keras, name, STEPS[name] * kdist.size())
+
+
+def plain(keras: Any, name: str, num_batches: int) -> Callable[[], float]:
+    """Returns a function that trains by either Keras, as any script does, and returns an epoch's seconds."""
+    x, y = data(name, num_batches=num_batches, seed=0)
     model = network(keras, name)
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss_of(keras), metrics=["accuracy"])
     return trainer(keras, model, x, y, BATCH[name], [])
@@ -215,17 +238,23 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}, {versions}"
 
 
-def table(found: dict[str, list[float]], controller: str) -> str:
+def table(found: dict[str, dict[str, list[float]]], controller: str) -> str:
     """Returns the Markdown table of medians and quartiles."""
     rows = [
-        "| model | batch a rank | kdist's throughput, relative to Horovod's binding | quartiles | turns |",
-        "|---|---|---|---|---|",
+        "| model | batch a rank | kdist's throughput, relative to Horovod's binding | quartiles "
+        "| Keras 3, relative to legacy Keras, one process | quartiles | turns |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, ratios in found.items():
-        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        median = statistics.median(ratios)
-        rows.append(f"| {TITLES[name]} | {BATCH[name]} | {median:.3f} | {low:.3f} to {high:.3f} | {len(ratios)} |")
+    for name, ratios in found["pair"].items():
+        cells = [TITLES[name], str(BATCH[name]), *spread(ratios), *spread(found["alone"][name]), str(len(ratios))]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join([f"{RANKS} ranks over Horovod ({controller}), SGD with momentum. {machine()}.", "", *rows])
+
+
+def spread(ratios: list[float]) -> list[str]:
+    """Returns the median and the quartiles."""
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return [f"{statistics.median(ratios):.3f}", f"{low:.3f} to {high:.3f}"]
 
 
 if __name__ == "__main__":

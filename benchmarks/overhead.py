@@ -31,7 +31,7 @@ from epoch_times import fastest_epoch
 BATCH = 64
 STEPS = {"mlp": 150, "cnn": 8}
 EPOCHS = 7
-THREADS = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"}
+THREADS = {"OMP_NUM_THREADS": "1"}  # TensorFlow and kdist count the cores that a process may run on
 TITLES = {"mlp": "MLP", "cnn": "CNN"}
 
 
