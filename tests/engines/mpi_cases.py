@@ -100,6 +100,30 @@ def case_threads_take_turns(engine):
     assert most == [1, 1, 1, 1]
 
 
+def case_tensorflows_threads_stay_pythons(engine):
+    """What Python keeps for a thread of TensorFlow's is there at the next exchange: it is not made anew."""
+    import threading
+
+    of_thread, seen, kept = threading.local(), set(), []
+
+    def exchange(_):
+        if threading.get_ident() in seen:
+            kept.append(hasattr(of_thread, "was_here"))
+        seen.add(threading.get_ident())
+        of_thread.was_here = True
+        return []
+
+    def run_exchange():
+        engine._exchange(mpi._call("barrier", [], []), exchange)
+        return np.int64(0)
+
+    run = tf.function(lambda: tf.numpy_function(run_exchange, [], tf.int64), autograph=False)
+    for _ in range(20):
+        run()
+    assert kept
+    assert all(kept)
+
+
 # Run by themselves, each in a launch of its own.
 
 
