@@ -97,7 +97,7 @@ class MPIEngine(Engine):
             )
         self._comm = self._mpi.COMM_WORLD.Dup() if communicator is None else communicator
         self._one_at_a_time = threading.Lock()
-        self._threads: set[int] = set()
+        self._of_thread = threading.local()
         self.seconds: float = 0.0
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
@@ -243,8 +243,8 @@ class MPIEngine(Engine):
 
     def _stay_a_python_thread(self) -> None:
         """Keeps what Python knows of this thread, which is TensorFlow's: making it anew costs a tenth of a message."""
-        if (ident := threading.get_ident()) not in self._threads:
-            self._threads.add(ident)
+        if not hasattr(self._of_thread, "stays"):
+            self._of_thread.stays = True
             ctypes.pythonapi.PyGILState_Ensure()
 
     def _sum_and_gather(self, dense: int, memory: fusion.Recycler, arrays: Sequence[Array]) -> list[Array]:
