@@ -195,7 +195,8 @@ for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREAD
     os.environ.pop(name, None)
 import kdist, tensorflow as tf
 with kdist.scope():
-    print("threads", tf.config.threading.get_intra_op_parallelism_threads())
+    # In one write: both ranks have the same stream.
+    os.write(1, f"threads {tf.config.threading.get_intra_op_parallelism_threads()}\\n".encode())
 """
 
 
