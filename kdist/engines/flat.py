@@ -24,6 +24,11 @@ _CAST = {
 _SAME_BITS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
 
 
+def to_array(tensor: tf.Tensor) -> np.ndarray[Any, Any]:
+    """Returns an eager tensor's values, without a copy where TensorFlow can: it cannot for a bfloat16 scalar."""
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
+
+
 def to_summable(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the tensor's values as a 1-D tensor of `float32`, `float64`, `int32` or `int64`."""
     if tensor.dtype in _SAME_BITS:

@@ -49,14 +49,14 @@ class _Call(NamedTuple):
     sent: list[tuple[Any, Any]] | None
     num_fixed: int
 
-
-def _call(kind: str, fixed: Sequence[tf.Tensor], free: Sequence[tf.Tensor]) -> _Call:
-    """Returns a call that sends tensors of the same shape on all ranks, and such whose first dimensions may differ."""
-    shapes = [*[each.shape for each in fixed], *[each.shape[1:] for each in free]]
-    if not all(shape.is_fully_defined() for shape in shapes):
-        return _Call(kind, None, len(fixed))
-    sent = [(each.dtype.as_numpy_dtype, tuple(each.shape)) for each in (*fixed, *free)]
-    return _Call(kind, [(np.dtype(dtype), shape) for dtype, shape in sent], len(fixed))
+    @classmethod
+    def of(cls, kind: str, fixed: Sequence[tf.Tensor] = (), free: Sequence[tf.Tensor] = ()) -> _Call:
+        """Returns a call that sends `fixed`, of equal shapes on all ranks, and `free`, whose lengths may differ."""
+        shapes = [*[each.shape for each in fixed], *[each.shape[1:] for each in free]]
+        if not all(shape.is_fully_defined() for shape in shapes):
+            return cls(kind, None, len(fixed))
+        sent = [(np.dtype(each.dtype.as_numpy_dtype), tuple(each.shape)) for each in (*fixed, *free)]
+        return cls(kind, sent, len(fixed))
 
 
 class MPIEngine(Engine):
@@ -114,17 +114,17 @@ class MPIEngine(Engine):
         dense, parts = slices.apart(tensors)
         gathered: list[tf.Tensor] = []
 
-        def exchange(buffers: list[tf.Tensor]) -> list[tf.Tensor]:
-            arrays_side = functools.partial(self._sum_and_gather, len(buffers), fusion.Recycler())
+        def send(buffers: list[tf.Tensor]) -> list[tf.Tensor]:
+            exchange = functools.partial(self._sum_and_gather, len(buffers), fusion.Recycler())
             shapes = [each.shape for each in buffers] + [slices.any_length(part.shape) for part in parts]
-            received = self._call(_call("allreduce", dense, parts), arrays_side, [*buffers, *parts], shapes)
+            received = self._call(_Call.of("allreduce", dense, parts), exchange, [*buffers, *parts], shapes)
             gathered.extend(received[len(buffers) :])
             return received[: len(buffers)]
 
         # In a graph each tensor that goes into Python and comes back costs some microseconds. The message is the same:
         # what is packed already is not packed otherwise.
         is_fused = not tf.executing_eagerly() and all(each.shape.is_fully_defined() for each in dense)
-        sums = flat.sum_together(dense, exchange) if is_fused else exchange(dense)
+        sums = flat.sum_together(dense, send) if is_fused else send(dense)
         return slices.together(tensors, sums, gathered)
 
     @_not_converted
@@ -132,24 +132,23 @@ class MPIEngine(Engine):
         """Gathers the lengths, then all tensors in one message; see `Engine.allgather`."""
         tensors = arguments.for_allgather(tensors)
         shapes = [slices.any_length(tensor.shape) for tensor in tensors]
-        return self._call(_call("allgather", [], tensors), self._gather_arrays, tensors, shapes)
+        return self._call(_Call.of("allgather", free=tensors), self._gather_arrays, tensors, shapes)
 
     @_not_converted
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Sends all tensors as one buffer of bytes; see `Engine.broadcast`."""
         tensors = arguments.for_broadcast(tensors, root, self.size)
         send = functools.partial(self._broadcast_arrays, root)
-        return self._call(
-            _call(f"broadcast from {root}", tensors, []), send, tensors, [tensor.shape for tensor in tensors]
-        )
+        call = _Call.of(f"broadcast from {root}", tensors)
+        return self._call(call, send, tensors, [tensor.shape for tensor in tensors])
 
     @_not_converted
     def barrier(self) -> None:
         """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
         if tf.executing_eagerly():
-            self._exchange(_call("barrier", [], []), self._barrier)
+            self._exchange(_Call.of("barrier"), self._barrier)
         else:
-            self._when_run(_call("barrier", [], []), self._barrier, [])
+            self._when_run(_Call.of("barrier"), self._barrier, [])
 
     def exchange(self, text: str) -> list[str]:
         """Returns every rank's text, in rank order, without TensorFlow: its devices may not be initialised yet.
@@ -186,7 +185,7 @@ class MPIEngine(Engine):
         if not tensors:
             return []
         if tf.executing_eagerly():
-            arrays = self._exchange(call, exchange, *[_to_array(tensor) for tensor in tensors])
+            arrays = self._exchange(call, exchange, *[flat.to_array(tensor) for tensor in tensors])
             return [tf.convert_to_tensor(array) for array in arrays]
         results = self._when_run(call, exchange, tensors)
         for result, shape in zip(results, shapes, strict=True):
@@ -242,7 +241,10 @@ class MPIEngine(Engine):
             self.seconds += time.perf_counter() - started
 
     def _stay_a_python_thread(self) -> None:
-        """Keeps what Python knows of this thread, which is TensorFlow's: making it anew costs a tenth of a message."""
+        """Keeps what Python knows of this thread, which is TensorFlow's: making it anew costs a tenth of a message.
+
+        One state a thread stays until the process ends. For a thread of Python's own nothing changes.
+        """
         if not hasattr(self._of_thread, "stays"):
             self._of_thread.stays = True
             ctypes.pythonapi.PyGILState_Ensure()
@@ -320,11 +322,6 @@ class MPIEngine(Engine):
             if not said and time.monotonic() - started > _WAIT_IS_LONG:
                 said = True
                 _LOG.warning("rank %d of %d has finished and waits for the other ranks", self.rank, self.size)
-
-
-def _to_array(tensor: tf.Tensor) -> Array:
-    """Returns an eager tensor's values, without a copy where TensorFlow can: it cannot for a bfloat16 scalar."""
-    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
 
 
 def _import_mpi() -> Any:

@@ -1,8 +1,8 @@
 r"""SGD's update as one kernel a variable, where Keras writes two to six operations, each a pass over memory.
 
-TensorFlow's `ApplyKerasMomentum` computes Keras' own expression, $v' = m v - \eta g$, and rounds it alike: the results
-are equal bit for bit. Its Adam is no such kernel: that takes $1 - \beta$ from rounded numbers, and Keras from exact
-ones.
+TensorFlow's `ResourceApplyKerasMomentum` computes Keras' own expression, $v' = m v - \eta g$, and rounds it alike: the
+results are equal bit for bit. Its Adam is no such kernel: that takes $1 - \beta$ from rounded numbers, and Keras from
+exact ones.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ import tensorflow as tf
 
 from kdist.training.step_wrappers import replaced
 
+_DTYPES = (tf.float16, tf.float32, tf.float64)  # what has such kernels on CPUs and on GPUs: bfloat16 has none on GPUs
+
 
 @contextlib.contextmanager
 def fused_sgd(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Fuses an optimizer's updates while the context is open, if they are Keras' SGD's.
+
+    Dense gradients of variables of `float16`, `float32` and `float64` are fused; rows of an embedding
+    (`tf.IndexedSlices`) and other dtypes are updated as Keras does.
 
     Args:
         optimizer: `keras.optimizers.Optimizer`, the innermost one. One that does not update as Keras' SGD does, a
@@ -31,7 +36,7 @@ def fused_sgd(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     update_step = optimizer.update_step
 
     def fused(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        if not isinstance(gradient, tf.Tensor):  # rows of an embedding
+        if not isinstance(gradient, tf.Tensor) or variable.dtype not in _DTYPES:
             update_step(gradient, variable, learning_rate)
             return
         gradient = tf.cast(gradient, variable.dtype)

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist.engines import flat
 from kdist.engines.engine import Engine
 from kdist.errors import CheckpointError
 from kdist.training.checkpoint_files import Checkpoint
@@ -19,7 +20,7 @@ from kdist.training.state import variables_of
 def take_model(model: keras.Model) -> Checkpoint:
     """Returns all that a model and its optimizers are made of, bit for bit; metrics are not among it."""
     variables = [variable for variable in variables_of(model) if variable.dtype != "string"]
-    arrays = [np.asarray(tf.convert_to_tensor(variable)) for variable in variables]
+    arrays = [flat.to_array(tf.convert_to_tensor(variable)) for variable in variables]
     return Checkpoint(
         {"variables": _described(variables), "optimizers": [_built_with(each, model) for each in optimizers_of(model)]},
         {f"variable/{place}": _as_bytes(array) for place, array in enumerate(arrays)},
@@ -67,7 +68,7 @@ def same_everywhere(engine: Engine, mine: Checkpoint | None) -> Checkpoint | Non
         for name, (dtype, shape) in zip(names, kinds, strict=True)
     ]
     arrays = engine.broadcast([tf.constant(array) for array in given]) if given else []
-    return Checkpoint(state, {name: np.asarray(array) for name, array in zip(names, arrays, strict=True)})
+    return Checkpoint(state, {name: flat.to_array(array) for name, array in zip(names, arrays, strict=True)})
 
 
 def without_prefix(arrays: Mapping[str, Any], prefix: str) -> list[Any]:

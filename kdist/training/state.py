@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist.engines import flat
 from kdist.engines.engine import Engine
 from kdist.errors import MismatchError, NotSynchronizedError
 from kdist.training import _keras_internals as internals
@@ -219,7 +220,7 @@ def first_difference(engine: Engine, variables: Sequence[Any]) -> Difference | N
         The first difference, or `None`.
     """
     variables = [variable for variable in variables if variable.dtype != "string"]
-    arrays = [np.ascontiguousarray(np.asarray(tf.convert_to_tensor(_raw(variable)))) for variable in variables]
+    arrays = [np.ascontiguousarray(flat.to_array(tf.convert_to_tensor(_raw(variable)))) for variable in variables]
     mine = np.array([[zlib.crc32(array.reshape(-1).view(np.uint8).data) for array in arrays]], np.int64)
     everyone = np.asarray(engine.allgather([tf.constant(mine)])[0])
     differing = np.flatnonzero((everyone != everyone[0]).any(axis=0))

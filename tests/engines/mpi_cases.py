@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.engines import mpi
-from kdist.engines.mpi import MPIEngine
+from kdist.engines.mpi import MPIEngine, _Call
 from kdist.errors import EngineError
 
 
@@ -59,7 +58,7 @@ def case_what_is_too_long_for_one_message_is_gathered_in_pieces(engine):
 def case_an_error_from_mpi_says_what_to_look_for(engine):
     with pytest.raises(EngineError, match="(?s)Received from MPI.*same order.*Fix"):
         # MPI refuses this by itself.
-        engine._exchange(mpi._call("broadcast", [], []), lambda _: engine._comm.Bcast(np.zeros(1), root=engine.size))
+        engine._exchange(_Call.of("broadcast"), lambda _: engine._comm.Bcast(np.zeros(1), root=engine.size))
 
 
 def case_time_in_collectives_is_counted(engine):
@@ -90,9 +89,7 @@ def case_threads_take_turns(engine):
         inside.pop()
         return []
 
-    threads = [
-        threading.Thread(target=engine._exchange, args=(mpi._call("barrier", [], []), exchange)) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=engine._exchange, args=(_Call.of("barrier"), exchange)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -114,7 +111,7 @@ def case_tensorflows_threads_stay_pythons(engine):
         return []
 
     def run_exchange():
-        engine._exchange(mpi._call("barrier", [], []), exchange)
+        engine._exchange(_Call.of("barrier"), exchange)
         return np.int64(0)
 
     run = tf.function(lambda: tf.numpy_function(run_exchange, [], tf.int64), autograph=False)

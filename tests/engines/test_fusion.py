@@ -3,11 +3,12 @@
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kdist.engines import fusion
+from kdist.engines import flat, fusion
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [
@@ -69,6 +70,21 @@ def test_small_arrays_share_a_buffer_for_each_dtype_of_the_sum(given_arrays):
 def test_no_buffer_shares_memory_with_what_was_packed(given_arrays):
     for buffer in fusion.pack(given_arrays):
         assert not any(np.shares_memory(buffer, array) for array in given_arrays)
+
+
+@given(lists)
+@settings(deadline=None)
+def test_what_a_graph_joins_is_the_same_message(given_arrays):
+    """One rank may run a graph, and another one the same call eagerly: what they send must fit together."""
+    joined = []
+
+    def send(buffers):
+        joined.extend(flat.to_array(each) for each in buffers)
+        return buffers
+
+    results = flat.sum_together([tf.constant(array) for array in given_arrays], send)
+    assert [bits(buffer) for buffer in fusion.pack(joined)] == [bits(buffer) for buffer in fusion.pack(given_arrays)]
+    assert [bits(flat.to_array(result)) for result in results] == [bits(array) for array in given_arrays]
 
 
 @given(lists)

@@ -6,12 +6,13 @@ A job of two ranks a cell; a table in Markdown of what each ended with and after
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.faults.cells import KINDS, MOMENTS, all_cells, covering_cells
+from tests.faults.cells import KINDS, MOMENTS, Cell, all_cells, covering_cells
+from tests.helpers.campaign import Campaign
 from tests.helpers.jobs import ENGINES
 
 
@@ -24,36 +25,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--covering", action="store_true", help="only cells in which every two values meet")
     parser.add_argument("--out", type=Path, help="where the table goes, after each cell; shown as well")
     options = parser.parse_args(argv)
-    cells = (covering_cells if options.covering else all_cells)(options.engines)
-    rows, errors = [], []
-    started = time.monotonic()
-    for cell in (each for each in cells if each.kind in options.kinds and each.moment in options.moments):
-        ended = cell.run()
-        outcome = "passed"
-        try:
-            cell.check(ended)
-        except AssertionError as error:
-            outcome = "failed"
-            errors.append(f"## {cell}\n\n```\n{str(error)[-4000:]}\n```")
-        rows.append(
-            f"| {cell.engine} | {cell.kind} | {cell.moment} | {cell.rank} | {ended.returncode} "
-            f"| {ended.seconds:.0f} | {outcome} |"
-        )
-        print(f"{time.monotonic() - started:.0f} s: {rows[-1]}", file=sys.stderr)
-        if options.out:
-            options.out.write_text(table(rows, errors))
-    print(table(rows, errors))
-    return 1 if errors else 0
+    campaign = Campaign(options.out)
+    for cell in (covering_cells if options.covering else all_cells)(options.engines):
+        if cell.kind in options.kinds and cell.moment in options.moments:
+            campaign.attempt(
+                cell.kind, f"{cell.moment}, rank {cell.rank}", cell.engine, functools.partial(broken, cell)
+            )
+    print(campaign.text())
+    return 1 if campaign.errors else 0
 
 
-def table(rows: Sequence[str], errors: Sequence[str]) -> str:
-    """Returns the sums, the table, and what failed."""
-    head = [
-        "| engine | fault | moment | rank | exit code | seconds, start included | |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    passed = f"{len(rows) - len(errors)} passed, {len(errors)} failed"
-    return "\n".join([passed, "", *head, *rows, "", *errors]) + "\n"
+def broken(cell: Cell) -> str:
+    """Breaks a job and asserts what must come of it; returns what it ended with, its start included in the seconds."""
+    ended = cell.run()
+    print(f"{cell}: exit code {ended.returncode} after {ended.seconds:.0f} s", file=sys.stderr)
+    cell.check(ended)
+    return f"exit code {ended.returncode} after {ended.seconds:.0f} s"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -71,8 +70,6 @@ def break_down(kind: str) -> None:
         sys.exit(int(kind.removeprefix("sys.exit ")))
     if kind.startswith("os._exit"):
         os._exit(int(kind.removeprefix("os._exit ")))
-    if kind == "blocks":
-        threading.Event().wait()
     os.kill(os.getpid(), getattr(signal, kind))
     time.sleep(60)  # a stopped process that is continued has lost its job by then
 

@@ -61,15 +61,15 @@ class Campaign:
         print(f"{part} on {column}: done after {time.monotonic() - self._started:.0f} s", file=sys.stderr)
 
     def attempt(self, part: str, name: str, column: str, check: Callable[[], object]) -> None:
-        """Notes whether a check passes, and if not, why."""
+        """Notes whether a check passes, and if not, why; a text that it returns stands beside "passed"."""
         try:
-            check()
+            said = check()
         except Exception as error:
             outcome = "failed"
             why = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
             self.errors.append(f"## {part}: {name} on {column}\n\n```\n{why[-4000:]}\n```")
         else:
-            outcome = "passed"
+            outcome = f"passed, {said}" if isinstance(said, str) else "passed"
         if column not in self._columns:
             self._columns.append(column)
         self._outcomes.setdefault((part, name), {})[column] = outcome
@@ -80,8 +80,9 @@ class Campaign:
         """Returns the sums, the table, and what failed."""
         cells = [outcome for by_column in self._outcomes.values() for outcome in by_column.values()]
         head = ["part", "case", *self._columns]
+        failed = cells.count("failed")
         lines = [
-            f"{cells.count('passed')} passed, {cells.count('failed')} failed",
+            f"{len(cells) - failed} passed, {failed} failed",
             "",
             _row(head),
             _row(["---"] * len(head)),

@@ -20,3 +20,10 @@ def test_the_table_grows_with_each_check(tmp_path: Path) -> None:
     assert "why it failed" in table
     assert campaign.text() == table
     assert len(campaign.errors) == 1
+
+
+def test_what_a_check_says_stands_beside_its_outcome() -> None:
+    campaign = Campaign()
+    campaign.attempt("part", "first", "2 ranks", lambda: "after 3 s")
+    assert "1 passed, 0 failed" in campaign.text()
+    assert "| part | first | passed, after 3 s |" in campaign.text()
