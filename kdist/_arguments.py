@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdist.errors import ScopeError, StrategyError
 from kdist.scaling import is_learning_rate_scale, is_warmup
-from kdist.strategies.choice import WORDS
+from kdist.strategies.choice import ENGINES, WORDS
 from kdist.strategies.options import TPU, AllReduce, ParameterServer, is_positive
 
 STALL_TIMEOUT = 600.0
@@ -72,6 +73,9 @@ def with_environment(given: Mapping[str, Any], env: Mapping[str, str]) -> dict[s
             value = _number_or_word(text)
         if name == "strategy" and getattr(given[name], "word", None) == value:
             continue  # the same, with options of its own
+        if isinstance(given[name], AllReduce) and given[name].word == "auto" and value in ENGINES:
+            chosen[name] = dataclasses.replace(given[name], engine=value)
+            continue
         if given[name] not in (default, value):
             raise ScopeError(
                 f"The launch contradicts the code. Received: {variable}={text!r} and "

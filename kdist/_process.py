@@ -19,6 +19,7 @@ from kdist.errors import ClusterError, ScopeError
 from kdist.strategies.choice import ENGINES, MPI_LAUNCHERS, PARAMETER_SERVER, Choice, choose
 from kdist.strategies.options import START_TIMEOUT
 from kdist.watch.link import Watch
+from kdist.watch.start import limited
 
 _log = logging.getLogger("kdist")
 
@@ -149,7 +150,7 @@ def open_engine(info: ClusterInfo, name: str = "auto", start_timeout: float = ST
     Args:
         info: `ClusterInfo`, what the launcher says.
         name: `"auto"` or an engine's name.
-        start_timeout: float, seconds in which all ranks must appear, where no launcher sees to that.
+        start_timeout: float, seconds in which all ranks must appear.
 
     Returns:
         The engine, of the size that the launcher says.
@@ -229,6 +230,14 @@ def _watched(engine: Engine, stop: Callable[[str], Any]) -> Watch | None:
     return watch
 
 
+def _within(info: ClusterInfo, seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Ends the job if not all ranks have begun after some seconds; the launcher alone can end it by then."""
+    from kdist.launch.failure import FailureHook
+    from kdist.launch.worker import end_job
+
+    return limited(seconds, info.rank, info.size, FailureHook(end_job, info.rank, info.size).stop)
+
+
 def _single(info: ClusterInfo, start_timeout: float) -> Engine:
     from kdist.engines.single import SingleEngine
 
@@ -239,7 +248,8 @@ def _mpi(info: ClusterInfo, start_timeout: float) -> Engine:
     from kdist.engines.mpi import MPIEngine
     from kdist.strategies.devices import take_devices
 
-    engine = MPIEngine()
+    with _within(info, start_timeout):
+        engine = MPIEngine()
     take_devices(engine.local_rank, engine.local_size, os.environ)  # the first message, the watch's, starts TensorFlow
     return engine
 
@@ -249,7 +259,8 @@ def _horovod(info: ClusterInfo, start_timeout: float) -> Engine:
     from kdist.strategies.devices import take_devices
 
     take_devices(info.local_rank, info.local_size, os.environ)  # its first message starts TensorFlow
-    return HorovodEngine("mpi" if info.launcher in MPI_LAUNCHERS else None)
+    with _within(info, start_timeout):
+        return HorovodEngine("mpi" if info.launcher in MPI_LAUNCHERS else None)
 
 
 def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
@@ -263,7 +274,8 @@ def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
         return CollectiveEngine(addresses, info.rank, start_timeout=start_timeout)
     from kdist.engines.mpi import MPIEngine
 
-    mpi = MPIEngine()
+    with _within(info, start_timeout):
+        mpi = MPIEngine()
     addresses = mpi.exchange(own_address())
     return CollectiveEngine(addresses, mpi.rank, start_timeout=start_timeout, abort=mpi.abort)
 

@@ -46,6 +46,15 @@ with kdist.scope(stall_timeout=6):
 """
 
 
+def test_a_rank_that_ends_before_it_has_started_with_the_others_ends_the_job(ended):
+    """It ends with code 0, which its launcher takes for a good end if no rank is in MPI yet; then one waits for it."""
+    too_early = "import sys, kdist\nif kdist.rank() == 1:\n    sys.exit()\n"
+    done = ended("with kdist.scope(kdist.AllReduce(start_timeout=5)):\n    train()\n", head=too_early + HEAD)
+    assert done.returncode == 1, done.output
+    assert "rank 0 of 2" in done.output
+    assert "not all ranks have started within 5 s" in done.output
+
+
 def test_the_twin_that_ends_well(ended):
     done = ended("with kdist.scope():\n    model().fit(x, y, verbose=0)\nprint('done', rank)\n")
     assert done.returncode == 0, done.output

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
 import kdist
+from kdist._arguments import with_environment
 from kdist.errors import ScopeError, StrategyError
 from kdist.strategies.devices import threads_per_rank
 from tests import scope_cases
@@ -98,6 +99,11 @@ def test_a_launch_may_say_what_the_code_says_or_leaves_open(variable, text, sett
     monkeypatch.setenv(variable, text)
     with kdist.scope(**settings):
         pass
+
+
+def test_a_launch_may_choose_the_engine_of_options_that_leave_it_open():
+    chosen = with_environment({"strategy": kdist.AllReduce(start_timeout=9)}, {"KDIST_STRATEGY": "mpi"})
+    assert chosen["strategy"] == kdist.AllReduce("mpi", start_timeout=9)
 
 
 @pytest.mark.parametrize(

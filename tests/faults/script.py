@@ -13,6 +13,7 @@ from typing import Any
 
 import kdist
 
+START = 20.0  # seconds in which both ranks must have entered the scope
 STALL = 8.0  # seconds; long enough for ranks that trace one after the other on few cores
 
 
@@ -45,7 +46,8 @@ def main() -> None:
             now("save")
 
     x, y = np.ones((64, 3), "float32"), np.ones((64, 1), "float32")
-    with tempfile.TemporaryDirectory() as folder, kdist.scope(stall_timeout=STALL):
+    strategy = kdist.AllReduce(start_timeout=START)
+    with tempfile.TemporaryDirectory() as folder, kdist.scope(strategy, stall_timeout=STALL):
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
         now("build")
         model.compile("sgd", "mse")

@@ -11,6 +11,7 @@ from tests.helpers.spmd import Finished
 KILLED = Cell("mpi", "SIGKILL", "epoch", 1)
 EXITED = Cell("mpi", "sys.exit 3", "epoch", 1)
 RAISED = Cell("mpi", "raise", "epoch", 1)
+UNKNOWN = Cell("mpi", "SIGSTOP", "start", 1)
 ENDED = Cell("mpi", "sys.exit 0", "end", 1)
 RIGHT = "[kdist] rank 1 of 2 on host here raised\nValueError: broken on purpose"
 
@@ -36,7 +37,14 @@ def test_every_two_of_an_engine_a_fault_and_a_moment_meet():
 
 
 @pytest.mark.parametrize(
-    ("cell", "found"), [(KILLED, ended(137)), (EXITED, ended(3)), (RAISED, ended()), (ENDED, ended(0, ""))]
+    ("cell", "found"),
+    [
+        (KILLED, ended(137)),
+        (EXITED, ended(3)),
+        (RAISED, ended()),
+        (ENDED, ended(0, "")),
+        (UNKNOWN, ended(1, "not all ranks")),
+    ],
 )
 def test_what_must_come_of_a_fault_passes(cell, found):
     cell.check(found)
@@ -52,6 +60,7 @@ def test_what_must_come_of_a_fault_passes(cell, found):
         (RAISED, ended(output=f"{RIGHT}\n{RIGHT}"), "printed 2 times"),
         (RAISED, ended(output="[kdist] rank 1 of 2"), "printed 0 times"),
         (ENDED, ended(1), "expected 0"),
+        (KILLED, ended(1, "Not all ranks appeared: rank 0 waits"), "rank 1 is not named"),
     ],
 )
 def test_what_must_not_come_of_it_does_not_pass(cell, found, complaint):
