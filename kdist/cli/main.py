@@ -21,18 +21,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: the script's own, or 2 if it could not be started.
     """
+    options = make_parser().parse_args(argv)
+    try:
+        return options.verb(options)
+    except KDistError as error:
+        print(f"kdist: {error}", file=sys.stderr)
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's arguments, each verb's among them."""
     parser = argparse.ArgumentParser(
         prog="kdist", description="Train an unchanged Keras script on several processes exactly as on one."
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb in _VERBS:
         verb.add_parser(verbs)
-    options = parser.parse_args(argv)
-    try:
-        return options.verb(options)
-    except KDistError as error:
-        print(f"kdist: {error}", file=sys.stderr)
-        return 2
+    return parser
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ class AllReduce:
     """Synchronous data parallelism, with options of its own, to be given as `kdist.scope(strategy=...)`.
 
     Args:
-        engine: str, how the ranks talk to each other: `"auto"` (what the launcher implies), `"mpi"` or `"collective"`.
+        engine: str, how the ranks talk to each other: `"auto"` (what the launcher implies), `"mpi"`, `"horovod"` or
+            `"collective"`.
         start_timeout: float, seconds in which all ranks must have entered their first scope.
 
     Example:

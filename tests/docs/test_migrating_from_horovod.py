@@ -1,34 +1,26 @@
-"""What the guide for Horovod's users shows runs, by horovodrun and by mpirun."""
+"""What the guide for Horovod's users shows runs under their launcher; `test_guide.py` runs it over MPI."""
 
-import re
 import sys
 
-import pytest
-
+from tests.docs import guide
 from tests.helpers import needs, spmd
 
-GUIDE = spmd.ROOT / "docs" / "migrating_from_horovod.md"
-
-
-def blocks():
-    """Returns the guide's Python by the title above it."""
-    return dict(re.findall(r"## (\w+)\n\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL))
+PAGE = guide.PAGES["migrating_from_horovod"].read_text()
 
 
 def test_the_guide_shows_both():
-    assert set(blocks()) == {"Before", "After"}
-    compile(blocks()["Before"], "before", "exec")
-    assert "hvd" not in blocks()["After"]
+    ((_, before),), ((_, after),) = guide.fences(PAGE, "py"), guide.fences(PAGE, "python")
+    assert "hvd" in before
+    assert "hvd" not in after
 
 
 @needs.horovod
-@pytest.mark.parametrize("launcher", ["horovodrun_gloo", "mpirun"])
-def test_what_it_shows_runs(launcher, tmp_path):
+def test_what_it_shows_runs(tmp_path):
     script = tmp_path / "train.py"
+    ((_, after),) = guide.fences(PAGE, "python")
     # The ranks run in the repository: the script's files go elsewhere.
-    script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{blocks()['After']}")
-    ended = spmd.launch([sys.executable, str(script)], 2, launcher=launcher, timeout=150)
+    script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{after}")
+    ended = spmd.launch([sys.executable, str(script)], 2, launcher="horovodrun_gloo", timeout=150)
     assert ended.returncode == 0, ended.output
-    engine = "horovod" if launcher == "horovodrun_gloo" else "mpi"
-    assert f"2 ranks train together over {engine}" in ended.output
+    assert "2 ranks train together over horovod" in ended.output
     assert {"model.keras", "last.keras"} <= {path.name for path in tmp_path.iterdir()}

@@ -1,0 +1,47 @@
+"""How the guide is built: `sphinx-build -W docs build/docs`."""
+
+import re
+import textwrap
+from typing import Any
+
+import kdist
+
+project = "kdist"
+author = "the kdist authors"
+release = kdist.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 3
+exclude_patterns = ["build"]
+
+html_theme = "furo"
+html_title = "kdist"
+
+# Docstrings are Keras': Markdown's backticks and fences, and sections that napoleon knows.
+default_role = "code"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_attr_annotations = False
+autodoc_typehints = "none"  # the sections say it in words
+autodoc_member_order = "bysource"
+
+
+def _fences_become_blocks(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    text = "\n".join(lines)
+
+    def block(found: re.Match[str]) -> str:
+        body = textwrap.indent(textwrap.dedent(found["body"]), "    ")
+        return textwrap.indent(f".. code-block:: python\n\n{body}\n", found["indent"])
+
+    text = re.sub(r"^( *)Examples?:$", r"\1.. rubric:: Example\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^(?P<indent> *)```python\n(?P<body>.*?)^ *```$", block, text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\[([^\]]+)\]\(\s*(https?:[^)\s]+)\)", r"`\1 <\2>`__", text)
+    text = re.sub(r"\$([^$\n]+)\$", r":math:`\1`", text)
+    lines[:] = text.split("\n")
+
+
+def setup(app: Any) -> None:
+    """Registers what turns Markdown in docstrings into Sphinx' own markup, before napoleon reads the sections."""
+    app.connect("autodoc-process-docstring", _fences_become_blocks, priority=100)
