@@ -148,8 +148,6 @@ class Watch:
         for peer in self._peers.values():
             # To rank 0 what this rank does; from it a mere sign of life.
             peer.put(mine if self._rank else {"ended": mine["ended"]})
-        if self._activity.has_ended and self._rank:
-            return  # rank 0 goes on judging for those who have not
         own = _sign(self._rank, mine, 0.0, gone=False)
         verdict = judge(
             [own, *(peer.sign() for peer in self._peers.values() if peer.rank is not None)],

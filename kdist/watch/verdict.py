@@ -67,7 +67,13 @@ def judge(signs: Sequence[Sign], stall_timeout: float | None, *, is_strict: bool
     Returns:
         A `Verdict`, or `None` if all is well.
     """
-    return _gone(signs) or _ended(signs) or _mismatch(signs) or _stall(signs, stall_timeout, is_strict)
+    return (
+        _gone(signs)
+        or _ended(signs)
+        or _mismatch(signs)
+        or _stall(signs, stall_timeout, is_strict)
+        or _silent_at_the_end(signs, stall_timeout)
+    )
 
 
 def _gone(signs: Sequence[Sign]) -> Verdict | None:
@@ -139,6 +145,23 @@ def _stall(signs: Sequence[Sign], stall_timeout: float | None, is_strict: bool) 
     )
 
 
+def _silent_at_the_end(signs: Sequence[Sign], stall_timeout: float | None) -> Verdict | None:
+    """Ranks that have ended wait for the others without a collective, as long as these give signs of life."""
+    left = [sign for sign in signs if not sign.ended]
+    if stall_timeout is None or not left or len(left) == len(signs):
+        return None
+    if min(sign.silent for sign in left) < stall_timeout:
+        return None
+    ended = [sign for sign in signs if sign.ended]
+    return Verdict(
+        True,
+        _ranks(left),
+        f"{_named(ended)} has ended and waits at its exit. Received: {'; '.join(map(_no_sign, left))}. Expected "
+        f"a sign within stall_timeout={stall_timeout:g} s. Fix: look at its host, and at what its script does at the "
+        "end; kdist.scope(stall_timeout=...) gives it more time, None without end.",
+    )
+
+
 def _waiting(signs: Sequence[Sign], seconds: float) -> list[Sign]:
     return [sign for sign in signs if sign.waiting is not None and sign.since >= seconds]
 
@@ -149,10 +172,14 @@ def _is_silent(sign: Sign) -> bool:
 
 def _why(sign: Sign) -> str:
     if _is_silent(sign):
-        return f"rank {sign.rank} gives no sign for {sign.silent:.0f} s: it is stopped, or its host is"
+        return _no_sign(sign)
     state = "computes" if sign.busy else "does not compute"
     place = f" at {sign.stack[-1]}" if sign.stack else " nobody knows where"
     return f"rank {sign.rank} is elsewhere for {sign.since:.0f} s and {state},{place}"
+
+
+def _no_sign(sign: Sign) -> str:
+    return f"rank {sign.rank} gives no sign for {sign.silent:.0f} s: it is stopped, or its host is"
 
 
 def _call(sign: Sign) -> str:

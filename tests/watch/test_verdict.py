@@ -77,6 +77,18 @@ def test_a_rank_that_keeps_the_others_waiting_is_named(missing, is_fatal):
     assert "stall_timeout=100" in found.text
 
 
+def test_a_rank_that_gives_no_sign_while_the_others_wait_at_their_exit_is_named():
+    ended = Sign(rank=0, ended=True)
+    found = judged(ended, Sign(rank=1, since=5.0, silent=101.0), Sign(rank=2, ended=True))
+    assert found.is_fatal
+    assert found.ranks == (1,)
+    assert "each of ranks 0, 2 has ended" in found.text
+    assert "rank 1 gives no sign for 101 s" in found.text
+    assert judged(ended, Sign(rank=1, since=1e6, silent=99.0)) is None
+    assert judged(ended, Sign(rank=1, silent=1e6), timeout=None) is None
+    assert judged(Sign(rank=0), Sign(rank=1, silent=1e6)) is None  # nobody waits
+
+
 def test_patience_that_the_user_set_holds_for_all():
     busy = Sign(rank=1, since=101.0, busy=True, own_code=True)
     assert judged(waits(0, 101.0), busy, is_strict=True).is_fatal
