@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -10,8 +9,6 @@ from tests.docs.guide import fences, scripts
 
 
 def run(path: Path) -> None:
-    if sys.modules.get("sklearn", sys) is None:
-        del sys.modules["sklearn"]  # ranks are kept from importing it, as most cases do without
     import keras
 
     keras.backend.clear_session()

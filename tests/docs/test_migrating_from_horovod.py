@@ -20,7 +20,9 @@ def test_what_it_shows_runs(tmp_path):
     ((_, after),) = guide.fences(PAGE, "python")
     # The ranks run in the repository: the script's files go elsewhere.
     script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{after}")
-    ended = spmd.launch([sys.executable, str(script)], 2, launcher="horovodrun_gloo", timeout=150)
+    ended = spmd.launch(
+        [sys.executable, str(script)], 2, launcher="horovodrun_gloo", env=spmd.EVERY_PACKAGE, timeout=150
+    )
     assert ended.returncode == 0, ended.output
     assert "2 ranks train together over horovod" in ended.output
     assert {"model.keras", "last.keras"} <= {path.name for path in tmp_path.iterdir()}

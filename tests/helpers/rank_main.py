@@ -38,9 +38,6 @@ def main(directory: Path) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     faulthandler.dump_traceback_later(request["stacks_after"])
-    # TensorFlow and Keras import these two if they are there, which no case needs: a quarter of what starting a rank
-    # costs, and starting ranks is most of what a run of the tests costs.
-    sys.modules.update(jax=None, sklearn=None)  # type: ignore[call-overload]
     gc.set_threshold(100_000, 50, 100)  # tracing makes much that stays: to look through it again and again costs a lot
     name = BEFORE_CASES
     value: Any = None

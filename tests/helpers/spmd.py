@@ -51,8 +51,13 @@ from tests.helpers.rank_main import BEFORE_CASES, cases_of
 
 ROOT = Path(__file__).parents[2]
 
-# What every rank gets: few threads (the ranks share the cores), no GPU, root allowed, idle waits that yield.
+EVERY_PACKAGE = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+"""For ranks that need the packages which `RANK_ENVIRONMENT` hides."""
+
+# What every rank gets: few threads (the ranks share the cores), no GPU, root allowed, idle waits that yield, and no
+# packages that are imported for nothing.
 RANK_ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent / "lean"), EVERY_PACKAGE["PYTHONPATH"]))),
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "2",

@@ -46,7 +46,7 @@ def test_a_launcher_starts_it(way):
     else:  # 1 worker, 1 ps
         line = [str(BESIDE / "mpirun"), "-np", "3", "--oversubscribe", "--bind-to", "none", sys.executable]
         env = {"KDIST_STRATEGY": "parameter_server"}
-    done = spmd.execute([*line, EXAMPLE], env={**spmd.RANK_ENVIRONMENT, **env}, timeout=LIMIT)
+    done = spmd.execute([*line, EXAMPLE], env={**spmd.RANK_ENVIRONMENT, **spmd.EVERY_PACKAGE, **env}, timeout=LIMIT)
     assert done.returncode == 0, done.output
     check(done.output)
 

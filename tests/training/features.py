@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,6 @@ import keras
 import numpy as np
 import pandas
 import pytest
-import scipy.sparse
 import tensorflow as tf
 
 import kdist
@@ -1007,6 +1007,10 @@ def float32_smoke() -> None:
 def kinds_of_arrays() -> None:
     """A table of pandas, tensors, a sparse matrix of SciPy."""
     x, y = rows("ragged")
+    if sys.modules.get("scipy", sys) is None:
+        del sys.modules["scipy"]  # `tests/helpers/lean` hides it
+    import scipy.sparse
+
     sparse = scipy.sparse.csr_matrix(np.where(np.abs(x) > 0.5, x, 0.0))
     for features, targets in (
         (pandas.DataFrame(x), pandas.DataFrame(y)),
