@@ -10,13 +10,14 @@ project = "kdist"
 author = "the kdist authors"
 release = kdist.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
-myst_enable_extensions = ["dollarmath", "colon_fence"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 exclude_patterns = ["build"]
 
 html_theme = "furo"
 html_title = "kdist"
+html_show_copyright = False
+highlight_language = "none"  # of fences that name none: what programs print
 
 # Docstrings are Keras': Markdown's backticks and fences, and sections that napoleon knows.
 default_role = "code"
@@ -38,7 +39,6 @@ def _fences_become_blocks(app: Any, what: str, name: str, thing: Any, options: A
     text = re.sub(r"^( *)Examples?:$", r"\1.. rubric:: Example\n", text, flags=re.MULTILINE)
     text = re.sub(r"^(?P<indent> *)```python\n(?P<body>.*?)^ *```$", block, text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"\[([^\]]+)\]\(\s*(https?:[^)\s]+)\)", r"`\1 <\2>`__", text)
-    text = re.sub(r"\$([^$\n]+)\$", r":math:`\1`", text)
     lines[:] = text.split("\n")
 
 
