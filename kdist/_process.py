@@ -23,6 +23,8 @@ from kdist.watch.start import limited
 
 _log = logging.getLogger("kdist")
 
+_ANY_TIME = 30 * 86400.0  # seconds
+
 
 def cluster_info() -> ClusterInfo:
     """Returns who this process is in the cluster, and why kdist thinks so.
@@ -64,18 +66,20 @@ def is_chief() -> bool:
 
 
 def barrier() -> None:
-    """Returns when every rank has called it.
+    """Returns when every rank has called it, however long that takes; a warning says who waits.
 
     Collective: every rank must call this, in the same order.
     """
-    open_engine(cluster_info()).barrier()
+    # Outside of a scope ranks may do very different things before, as in a sweep.
+    open_engine(cluster_info(), start_timeout=_ANY_TIME).barrier()
 
 
 @contextlib.contextmanager
 def chief_first(per_host: bool = True) -> Iterator[None]:
     """Lets the chief through first, and the other ranks when it is done.
 
-    For what must not be done by several processes at once and leaves a file behind: downloads, preprocessing.
+    For what must not be done by several processes at once and leaves a file behind: downloads, preprocessing. All ranks
+    run what is inside, the others when the file is there.
 
     Collective: every rank must call this, in the same order.
 
@@ -86,21 +90,24 @@ def chief_first(per_host: bool = True) -> Iterator[None]:
     Example:
     ```python
     with kdist.chief_first():
-        (x, y), _ = keras.datasets.mnist.load_data()
+        if not path.exists():
+            prepare(path)
     ```
     """
     info = cluster_info()
     goes_first = info.local_rank == 0 if per_host else info.rank == 0
     if info.size == 1:
         yield
-    elif goes_first:
-        try:
-            yield
-        finally:
-            barrier()
-    else:
-        barrier()
+        return
+    engine = open_engine(info)  # by all, before the chief makes anything or lets the others wait
+    if not goes_first:
+        engine.barrier()
         yield
+        return
+    try:
+        yield
+    finally:
+        engine.barrier()
 
 
 def choice_for(word: str, info: ClusterInfo) -> Choice:

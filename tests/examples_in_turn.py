@@ -1,6 +1,6 @@
 """Runs examples one after the other in one job, each in a directory of its own: a launch costs more than an example.
 
-python -m tests.examples_in_turn DIRECTORY '[["digits.py", "--epochs", "3"], ...]'
+kdist run -np 2 tests/examples_in_turn.py DIRECTORY '[["digits.py", "--epochs", "3"], ...]'
 """
 
 from __future__ import annotations

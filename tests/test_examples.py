@@ -1,6 +1,8 @@
 """The examples on two processes: one output, one set of files; the first of them by every way that it names."""
 
+import ast
 import csv
+import json
 import os
 import re
 import sys
@@ -23,6 +25,18 @@ WAYS = {
     "horovodrun": [str(BESIDE / "horovodrun"), "-np", "2", "--gloo", sys.executable],
 }
 TRAIN_ROWS = 1437  # four fifths of 1797
+
+# One launch runs these: the arguments of each, the accuracy that it exceeds, and the steps of an epoch of it.
+IN_TURN = {
+    "augmented_cnn.py": (["--epochs", "4"], 0.8, -(-TRAIN_ROWS // 64)),
+    "tabular_csv.py": (["--epochs", "6"], 0.85, -(-455 // 32)),
+    "text_classifier.py": (["--epochs", "2"], 0.65, None),  # as many as the installed libraries have sentences
+    "transfer_learning.py": (["--epochs", "4"], 0.8, -(-716 // 32)),
+    "mixed_precision.py": (["--epochs", "3"], 0.85, -(-TRAIN_ROWS // 64)),
+    "several_outputs.py": (["--epochs", "5"], 0.85, -(-TRAIN_ROWS // 64)),
+    "sweep.py": (["--epochs", "4"], None, None),
+    "export_and_serve.py": (["--epochs", "3"], 0.85, -(-TRAIN_ROWS // 64)),
+}
 
 
 def run(way, example, *arguments, cwd, **env):
@@ -122,3 +136,103 @@ def test_callbacks_leave_a_csv_a_log_for_tensorboard_and_a_plot(tmp_path):
     plotted = spmd.execute([sys.executable, str(EXAMPLES / "plot_training.py")], timeout=120, cwd=tmp_path)
     assert plotted.returncode == 0, plotted.output
     assert (written / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory):
+    """What two ranks left behind: a directory that holds one for each example, and what each printed, by its name."""
+    directory = tmp_path_factory.mktemp("in_turn")
+    commands = [[name, *arguments] for name, (arguments, *_) in IN_TURN.items()]
+    program = [str(spmd.ROOT / "tests" / "examples_in_turn.py"), str(directory), json.dumps(commands)]
+    line = [*WAYS["kdist run"], "--output", str(directory / "output"), *program]
+    finished = spmd.execute(line, env={**QUIET, **AS_ROOT}, timeout=480)
+    assert finished.returncode == 0, finished.output
+    _, *parts = re.split(r"^=== (\S+) ===$", (directory / "output" / "rank0.out").read_text(), flags=re.MULTILINE)
+    assert parts[::2] == list(IN_TURN)
+    return directory, dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize("example", [name for name, (_, least, _) in IN_TURN.items() if least is not None])
+def test_what_is_run_in_turn_learns_and_shares_the_rows_out(example, in_turn):
+    _, printed = in_turn
+    _, least, steps = IN_TURN[example]
+    assert accuracy(printed[example]) > least
+    found = {int(number) for number in re.findall(r"m *\d+/(\d+)\x1b", printed[example])}
+    assert found == {steps} if steps else len(found) == 1
+
+
+def test_the_chief_alone_speaks(in_turn):
+    directory, _ = in_turn
+    assert (directory / "output" / "rank1.out").read_text() == ""
+
+
+def test_files_lie_where_the_examples_say(in_turn):
+    directory, _ = in_turn
+    written = {name: set(os.listdir(directory / name)) for name in IN_TURN}
+    assert {name: files for name, files in written.items() if files} == {
+        "tabular_csv.py": {"tissue"},
+        "transfer_learning.py": {"base.keras"},
+        "sweep.py": {"sweep"},
+        "export_and_serve.py": {"exported"},
+    }
+
+
+def test_a_network_of_two_outputs_learns_both(in_turn):
+    (found,) = re.findall(r"([01]\.\d+) of even", in_turn[1]["several_outputs.py"])
+    assert float(found) > 0.8
+
+
+def test_sixteen_bits_are_trained_with_a_scaled_loss(in_turn):
+    assert "by LossScaleOptimizer" in in_turn[1]["mixed_precision.py"]
+
+
+def test_a_sweep_is_shared_out_and_the_best_of_all_is_named(in_turn):
+    directory, printed = in_turn
+    results = [json.loads((directory / "sweep.py" / "sweep" / f"{number}.json").read_text()) for number in range(6)]
+    assert [result["rank"] for result in results] == [0, 1] * 3
+    assert len({(result["learning_rate"], result["units"]) for result in results}) == 6
+    (best,) = re.findall(r"best of 6 settings: (.*)", printed["sweep.py"])
+    assert ast.literal_eval(best) == min(results, key=lambda result: result["loss"])
+    assert ast.literal_eval(best)["loss"] < 0.8  # that of the mean is 1
+
+
+def test_an_export_is_served_without_kdist_and_without_keras(in_turn):
+    directory, _ = in_turn
+    script = str(EXAMPLES / "export_and_serve.py")
+    # An import of what is None fails.
+    code = (
+        f"import runpy, sys; sys.modules.update(kdist=None, keras=None); runpy.run_path({script!r}, None, '__main__')"
+    )
+    line = [sys.executable, "-c", code, "--serve", str(directory / "export_and_serve.py" / "exported")]
+    finished = spmd.execute(line, env=QUIET, timeout=120)
+    assert finished.returncode == 0, finished.output
+    ((digits, difference),) = re.findall(r"served digits: \[([\d, ]+)\], .* at most (\S+)", finished.output)
+    assert len(digits.split(", ")) == 5
+    assert float(difference) < 1e-5
+
+
+def overlooked(examples, table, tests):
+    """Returns which examples a table does not list once, and which ones no test names."""
+    listed = re.findall(r"^\| \[([^\]]+)\]\(\1\) \|", table, flags=re.MULTILINE)
+    nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
+    named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    wrong = [f"{name} is not in the table once" for name in examples if listed.count(name) != 1]
+    wrong += [f"{name} is in the table and is not there" for name in sorted({*listed} - {*examples})]
+    return wrong + [f"{name} is run by no test" for name in examples if name not in named]
+
+
+def test_every_example_is_listed_and_run():
+    examples = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix == ".py" or path.name == "clusters")
+    tests = [path.read_text() for path in (spmd.ROOT / "tests").rglob("test_*.py")]
+    assert overlooked(examples, (EXAMPLES / "README.md").read_text(), tests) == []
+
+
+def test_an_example_that_is_overlooked_is_seen():
+    table = "".join(f"| [{name}]({name}) | what |\n" for name in ("a.py", "b.py", "b.py", "gone.py"))
+    tests = ["run('a.py')", "'Says something of new.py.'\nIN_TURN = {'b.py': 1}"]
+    assert overlooked(["a.py", "b.py", "new.py"], table, tests) == [
+        "b.py is not in the table once",
+        "new.py is not in the table once",
+        "gone.py is in the table and is not there",
+        "new.py is run by no test",
+    ]

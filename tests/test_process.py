@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -22,6 +23,21 @@ def launched(request):
 @pytest.mark.parametrize("case", spmd.names(TARGET))
 def test_case(launched, case):
     launched.check(case)
+
+
+def test_what_the_chief_makes_first_is_not_made_too_early():
+    """TensorFlow's cluster takes no variables that were made before it."""
+    script = """
+import kdist, tensorflow as tf
+with kdist.chief_first():
+    if kdist.is_chief():
+        made = tf.Variable(1.0)
+with kdist.scope() as strategy:
+    print("made", kdist.rank(), strategy.num_replicas_in_sync)
+"""
+    done = spmd.launch([sys.executable, "-c", script], 2, launcher="local_cluster")
+    assert done.returncode == 0, done.output
+    assert {"made 0 2", "made 1 2"} <= set(done.output.splitlines())
 
 
 def test_alone_nothing_waits():

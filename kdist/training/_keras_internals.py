@@ -12,6 +12,7 @@ import inspect
 import itertools
 import random
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -88,13 +89,16 @@ def watch_models(made: Callable[[Any], None], used: Callable[[Any, str], None]) 
 
 
 @contextlib.contextmanager
-def epoch_iterators(make: Callable[..., Any], strategy: tf.distribute.Strategy) -> Iterator[None]:
+def epoch_iterators(
+    make: Callable[..., Any], strategy: tf.distribute.Strategy, *, is_chief: bool = True
+) -> Iterator[None]:
     """Lets `fit`, `evaluate` and `predict` of models of one strategy take their data from `make`.
 
     Args:
         make: callable of Keras' data adapter for what the user gave, and of `steps_per_epoch` and
             `steps_per_execution` by name, that returns an iterator in the place of Keras' `TFEpochIterator`.
         strategy: the strategy whose models are meant; all others get Keras' own iterator.
+        is_chief: bool, whether this process says what Keras' adapters warn of.
     """
 
     def dispatch(
@@ -105,7 +109,10 @@ def epoch_iterators(make: Callable[..., Any], strategy: tf.distribute.Strategy) 
         **kwargs: Any,
     ) -> Any:
         if distribute_strategy is strategy:
-            adapter = data_adapters.get_data_adapter(*args, steps_per_epoch=steps_per_epoch, **kwargs)
+            with warnings.catch_warnings():
+                if not is_chief:
+                    warnings.simplefilter("ignore")
+                adapter = data_adapters.get_data_adapter(*args, steps_per_epoch=steps_per_epoch, **kwargs)
             return make(adapter, steps_per_epoch=steps_per_epoch, steps_per_execution=steps_per_execution)
         return outer(
             *args,

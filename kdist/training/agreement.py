@@ -155,10 +155,10 @@ class Agreement(keras.callbacks.Callback):
             else:
                 rates = state.learning_rates([rate.optimizer]).values()  # none for a schedule
                 logger.info(
-                    "learning rate of %s: %stimes %.4g by the %s rule (%s), after a warm-up of %s steps; "
+                    "learning rate of %s: %stimes %.4g by the %s rule (%s), %s; "
                     "`optimizer.learning_rate` stays yours, the logs have `effective_learning_rate`. "
                     "Settings counted in batches (save_freq, update_freq, EMA, accumulation) are left alone.",
                     name, "".join(f"{old:.4g} becomes {old * rule.factor:.4g}, " for old in rates),
                     rule.factor, rule.name, rule.why,
-                    f"{float(rate._warmup_steps):.0f}" if rate.warmup_is_known else "a tenth of the epochs'",
+                    rate.warmup,
                 )  # fmt: skip

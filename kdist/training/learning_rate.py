@@ -8,6 +8,7 @@ counted by `_iterations`: where gradients are accumulated, `optimizer.iterations
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,14 @@ class EffectiveRate:
     def warmup_is_known(self) -> bool:
         """Whether the length of the warm-up was set."""
         return bool(tf.math.is_finite(self._warmup_steps))
+
+    @property
+    def warmup(self) -> str:
+        """The warm-up in words."""
+        if not self.warmup_is_known:
+            return "after a warm-up of a tenth of the epochs' steps"
+        steps = math.ceil(float(self._warmup_steps))
+        return f"after a warm-up of {steps} step{'s' * (steps != 1)}" if steps else "at once"
 
     def set_warmup(self, steps: float) -> None:
         """Sets the length of the warm-up, in steps from the origin."""

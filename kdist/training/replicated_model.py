@@ -130,7 +130,7 @@ class ReplicatedModel:
         with (
             self._running(name),
             replicated_callbacks(self, name, is_outermost),
-            internals.epoch_iterators(self._make_iterator, self.strategy),
+            internals.epoch_iterators(self._make_iterator, self.strategy, is_chief=self.engine.rank == 0),
         ):
             try:
                 result = original(*args, **kwargs)

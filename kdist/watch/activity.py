@@ -85,6 +85,8 @@ def described(kind: str, arrays: Sequence[tuple[Any, Any]], num_fixed: int) -> s
     """
     shapes = [shape if place < num_fixed else ("any", *shape[1:]) for place, (_, shape) in enumerate(arrays)]
     sent = [f"{dtype}[{', '.join(map(str, shape))}]" for (dtype, _), shape in zip(arrays, shapes, strict=True)]
+    if not sent:
+        return kind
     shown = sent if len(sent) <= 6 else [*sent[:3], f"({len(sent) - 6} more)", *sent[-3:]]
     return f"{kind} of {len(sent)} tensor(s) {' '.join(shown)}".strip()
 

@@ -32,7 +32,7 @@ def limited(seconds: float, rank: int, size: int, end: Callable[[str], object]) 
         if has_begun.wait(head_start):
             return
         _LOG.warning(
-            "rank %d of %d waits for ranks that have not started yet: those that do not say this. %g s are left",
+            "rank %d of %d waits for ranks that have not started yet: those that do not say this. %.0f s are left",
             *(rank, size, seconds - head_start),
         )
         if not has_begun.wait(seconds - head_start):
