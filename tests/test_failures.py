@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import spmd
+from tests.helpers import needs, spmd
 
 LIMIT = 90  # seconds; a generous guard, for a machine that is busy with other things
 
@@ -153,16 +153,35 @@ def test_a_verb_on_the_chief_alone_ends_the_job(ended):
     assert "for rank 1, which has ended its script" in done.output, done.output
 
 
-def test_a_stopped_rank_is_named_in_time(ended):
+ON_MPI = {}
+OVER_HOROVOD = {"env": {"KDIST_STRATEGY": "horovod"}}
+
+
+@pytest.mark.parametrize(
+    ("way", "waits"),
+    [
+        (ON_MPI, "rank 1 waits in allreduce"),
+        pytest.param(OVER_HOROVOD, "rank 1 waits in a collective of a graph", marks=needs.horovod),
+    ],
+)
+def test_a_stopped_rank_is_named_in_time(ended, way, waits):
     """Rank 0, which would have had the word; any other is `tests/watch`'s affair."""
-    done = ended(breaks("stop", rank=0))
+    done = ended(breaks("stop", rank=0), **way)
     assert done.returncode != 0
-    assert "rank 1 waits in allreduce" in done.output, done.output
+    assert waits in done.output, done.output
     assert "rank 0 gives no sign" in done.output, done.output
     assert done.output.count("ends the job") == 1, done.output
 
 
-def test_a_rank_whose_input_is_blocked_is_named_with_the_line(ended):
+@pytest.mark.parametrize(
+    ("launcher", "waits"),
+    [
+        ("mpirun", "rank 0 waits in allreduce"),
+        pytest.param("horovodrun_gloo", "rank 0 waits in a collective of a graph", marks=needs.horovod),
+        ("local_cluster", "rank 0 waits in a collective of a graph"),
+    ],
+)
+def test_a_rank_whose_input_is_blocked_is_named_with_the_line(ended, launcher, waits):
     lines = """
 def batches():
     for step in range(1000):
@@ -172,9 +191,9 @@ def batches():
 with kdist.scope(stall_timeout=6):
     model().fit(batches(), steps_per_epoch=1000, verbose=0)
 """
-    done = ended(lines)
+    done = ended(lines, launcher=launcher)
     assert done.returncode != 0
-    assert "rank 0 waits in allreduce" in done.output, done.output
+    assert waits in done.output, done.output
     assert "in batches" in done.output, done.output
 
 

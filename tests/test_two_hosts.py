@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import re
+import shlex
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +33,28 @@ print("trained", info.rank, info.local_size, history.history["loss"])
 """
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)
+# Trains until it is ended, and says how far it is.
+ENDLESS = """
+import sys, time
+from pathlib import Path
+import keras, numpy as np
+import kdist
+class Marks(keras.callbacks.Callback):
+    steps = 0
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        Path(sys.argv[1], f"step{kdist.rank()}").write_text(str(self.steps))
+        time.sleep(0.02)
+x = np.ones((64, 4), "float32")
+with kdist.scope(stall_timeout=float(sys.argv[2])):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(x, x.sum(1), batch_size=8, epochs=1_000_000, verbose=0, callbacks=[Marks()])
+"""
+
+
+def ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30).stdout
 
 
 @pytest.fixture
@@ -68,23 +91,6 @@ def hosts() -> Iterator[list[str]]:
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def test_workers_of_tf_config_train_across_hosts(hosts: list[str], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    workers = [f"{address}:21000" for address in ADDRESSES]
-    lines = []
-    for index, name in enumerate(hosts):
-        config = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
-        worker = f"ip netns exec {name} {sys.executable} {tmp_path / 'train.py'}"
-        lines.append(f"TF_CONFIG='{config}' {worker} > {tmp_path}/{index}.log 2>&1 &\n")
-    lines.append("status=0; for job in $(jobs -p); do wait $job || status=1; done; exit $status\n")
-    finished = spmd.execute(["bash", "-c", "".join(lines)], env=spmd.RANK_ENVIRONMENT, timeout=240)
-    logs = [(tmp_path / f"{index}.log").read_text() for index in range(2)]
-    assert finished.returncode == 0, logs
-    trained = [re.search(r"trained (\d) (\d) (.*)", log) for log in logs]
-    assert [match.groups()[:2] for match in trained if match] == [("0", "1"), ("1", "1")], logs
-    assert len({match.group(3) for match in trained if match}) == 1
-
-
 # What mpirun starts its daemons by, in the place of ssh: the other host has a name of its own too.
 AGENT = """#!/bin/bash
 while [[ "$1" == -* ]]; do shift; done
@@ -93,18 +99,79 @@ exec ip netns exec {other} unshare --uts sh -c "hostname {other}; $*"
 """
 
 
-def test_kdist_run_starts_ranks_across_hosts(hosts: list[str], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    agent = tmp_path / "agent.sh"
+def of_tf_config(hosts: list[str], script: Path, *arguments: object) -> list[str]:
+    """Returns the command that runs a worker on each host; what they say goes to files beside the script."""
+    workers = [f"{address}:21000" for address in ADDRESSES]
+    lines = []
+    for index, name in enumerate(hosts):
+        config = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+        worker = shlex.join(map(str, ["ip", "netns", "exec", name, sys.executable, script, *arguments]))
+        lines.append(f"TF_CONFIG='{config}' {worker} > {script.parent}/rank{index}.out 2>&1 &\n")
+    lines.append("status=0; for job in $(jobs -p); do wait $job || status=1; done; exit $status\n")
+    return ["bash", "-c", "".join(lines)]
+
+
+def of_mpi(hosts: list[str], script: Path, *arguments: object) -> list[str]:
+    """Returns the command by which `kdist run` starts a rank on each host."""
+    agent = script.parent / "agent.sh"
     agent.write_text(AGENT.format(other=hosts[1]))
     agent.chmod(0o755)
     command = ["ip", "netns", "exec", hosts[0], sys.executable, "-m", "kdist.cli.main", "run", "-np", "2"]
     command += ["-H", ",".join(f"{address}:1" for address in ADDRESSES)]
     command += ["--launcher-args", f"--prtemca plm_ssh_agent {agent}"]
-    command += ["--output", str(tmp_path), str(tmp_path / "train.py")]
-    finished = spmd.execute(command, env=spmd.RANK_ENVIRONMENT, timeout=240)
-    assert finished.returncode == 0, finished.output
+    return [*command, "--output", str(script.parent), str(script), *map(str, arguments)]
+
+
+# Under kdist run the launcher is to notice first that a host is gone: it waits for it to end its ranks.
+STALL = {"TF_CONFIG": 12, "kdist run": 80}
+WAYS = {"TF_CONFIG": of_tf_config, "kdist run": of_mpi}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_train_across_hosts(way: str, hosts: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    finished = spmd.execute(WAYS[way](hosts, script), env=spmd.RANK_ENVIRONMENT, timeout=240)
     outputs = [(tmp_path / f"rank{rank}.out").read_text() for rank in range(2)]
+    assert finished.returncode == 0, [finished.output, *outputs]
     trained = [re.search(r"trained (\d) (\d) (.*)", output) for output in outputs]
     assert [match.groups()[:2] for match in trained if match] == [("0", "1"), ("1", "1")], outputs
     assert len({match.group(3) for match in trained if match}) == 1
+
+
+def steps(folder: Path) -> int:
+    """Returns how many steps the slower rank has made."""
+    texts = [file.read_text() if (file := folder / f"step{rank}").exists() else "" for rank in range(2)]
+    return min(int(text or 0) for text in texts)
+
+
+def wait_for(folder: Path, count: int, what: str) -> None:
+    deadline = time.monotonic() + 120
+    while steps(folder) < count:
+        assert time.monotonic() < deadline, f"{steps(folder)} steps, no {count} {what}"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cable_that_is_cut(way: str, hosts: list[str], tmp_path: Path) -> None:
+    """For five seconds training waits, and goes on; for good it ends on both hosts, and the lost rank is named."""
+    script = tmp_path / "train.py"
+    script.write_text(ENDLESS)
+    cable = ip("-n", hosts[0], "-o", "link", "show", "type", "veth").split(":")[1].partition("@")[0].strip()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        job = pool.submit(
+            spmd.execute, WAYS[way](hosts, script, tmp_path, STALL[way]), env=spmd.RANK_ENVIRONMENT, timeout=240
+        )
+        wait_for(tmp_path, 20, "before the cut")
+        ip("-n", hosts[0], "link", "set", cable, "down")
+        time.sleep(5)
+        before = steps(tmp_path)
+        ip("-n", hosts[0], "link", "set", cable, "up")
+        wait_for(tmp_path, before + 50, "after the cut")
+        ip("-n", hosts[0], "link", "set", cable, "down")
+        finished = job.result()
+    said = "\n".join([finished.output, *[file.read_text() for file in sorted(tmp_path.glob("rank*"))]])
+    assert not finished.timed_out, said
+    if way == "TF_CONFIG":  # Open MPI's mpirun ends with code 0 when it has lost a host
+        assert finished.returncode != 0, said
+    assert ("rank 1 gives no sign" if way == "TF_CONFIG" else "lost communication with a remote daemon") in said, said

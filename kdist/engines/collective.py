@@ -16,6 +16,7 @@ import tensorflow as tf
 from kdist._tf_internals import abort_collectives
 from kdist.engines import arguments, flat, fusion, rendezvous, slices
 from kdist.engines.engine import Engine
+from kdist.engines.progress import Progress
 from kdist.errors import EngineError
 
 LANES = 8
@@ -92,6 +93,8 @@ class CollectiveEngine(Engine):
         with tf.device("CPU:0"):
             tokens = [tf.Variable(0.0, trainable=False, name="kdist_lane") for _ in range(LANES)]
             self._is_refusing = tf.Variable(False, trainable=False, name="kdist_refusing")
+        self._progress = Progress()
+        self.activity.of_graphs = self._progress.counts
         self._lanes = [_Lane(1 + number, "CPU:0", "ring", token) for number, token in enumerate(tokens)]
         self._gpu_lane: _Lane | None = None
         if _each_has_a_gpu(self.gather_objects(_place(addresses[rank]))):
@@ -108,14 +111,18 @@ class CollectiveEngine(Engine):
         """Sums in pieces, several at once; see `Engine.allreduce`."""
         tensors = arguments.for_allreduce(tensors)
         dense, parts = slices.apart(tensors)
-        with self._exchange():
-            return slices.together(tensors, self._sum_tensors(dense), self._gather_tensors(parts))
+        with self._exchange("allreduce", dense, parts) as finished:
+            sums, gathered = self._sum_tensors(dense), self._gather_tensors(parts)
+            finished([*sums, *gathered])
+        return slices.together(tensors, sums, gathered)
 
     def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Gathers the lengths, then all tensors in one message; see `Engine.allgather`."""
         tensors = arguments.for_allgather(tensors)
-        with self._exchange():
-            return self._gather_tensors(tensors)
+        with self._exchange("allgather", (), tensors) as finished:
+            gathered = self._gather_tensors(tensors)
+            finished(gathered)
+        return gathered
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Sums the root's bytes and the other ranks' zeros; see `Engine.broadcast`."""
@@ -126,8 +133,9 @@ class CollectiveEngine(Engine):
         sizes = [flat.size(part) for part in parts]
         mine = tf.concat(parts, 0)
         words = flat.to_words(mine, -(-flat.size(mine) // 4))
-        with self._exchange():
+        with self._exchange("broadcast", tensors) as finished:
             (words,) = self._sum([words if self.rank == root else tf.zeros_like(words)])
+            finished([words])
         parts = flat.split(flat.from_words(words)[: flat.size(mine)], sizes)
         return [
             flat.shaped(flat.from_bytes(part, tensor.dtype), tensor)
@@ -136,8 +144,8 @@ class CollectiveEngine(Engine):
 
     def barrier(self) -> None:
         """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
-        with self._exchange():
-            self._sum([tf.zeros([1], tf.int32)])
+        with self._exchange("barrier") as finished:
+            finished(self._sum([tf.zeros([1], tf.int32)]))
 
     def abort(self, code: int = 1) -> NoReturn:
         """Flushes the standard streams and ends this process, at which the others' collectives fail; see `Engine`."""
@@ -182,22 +190,33 @@ class CollectiveEngine(Engine):
         )
 
     @contextlib.contextmanager
-    def _exchange(self) -> Iterator[None]:
-        """Eagerly, one thread at a time, and with an error that says more than TensorFlow's."""
+    def _exchange(
+        self, kind: str, fixed: Sequence[tf.Tensor] = (), free: Sequence[tf.Tensor] = ()
+    ) -> Iterator[Callable[[Sequence[tf.Tensor]], None]]:
+        """Notes what is sent; gives the function that takes the results, which ends the note.
+
+        Eagerly, one thread at a time, and with an error that says more than TensorFlow's.
+        """
         self.check_allowed()
+        sent = [*fixed, *free]
         if not tf.executing_eagerly():
             allowed = tf.debugging.Assert(tf.logical_not(self._is_refusing), [_REFUSED])
             with tf.control_dependencies([allowed]):
-                yield
+                begun = self._progress.begin(sent)
+            with tf.control_dependencies([begun]):
+                yield self._progress.end
             return
         with self._one_at_a_time:
+            self.activity.begin(kind, [(each.dtype.name, tuple(each.shape)) for each in sent], len(fixed))
             try:
-                yield
+                yield lambda results: None
             except tf.errors.OpError as error:
                 explained = self.explain(error)
                 if explained is None:
                     raise
                 raise explained from error
+            finally:
+                self.activity.end()
 
     def _sum_tensors(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         sums = self._sum([flat.to_summable(tensor) for tensor in tensors])

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from kdist.engines import arguments, flat, slices
 from kdist.engines.engine import Engine
+from kdist.engines.progress import Progress
 from kdist.errors import EngineError, EngineNotFoundError
 
 _INSTALL = "`kdist install-horovod`, which builds it for the installed TensorFlow and MPI"
@@ -70,6 +71,8 @@ class HorovodEngine(Engine):
         self.size: int = self._hvd.size()
         self.local_rank: int = self._hvd.local_rank()
         self.local_size: int = self._hvd.local_size()
+        self._progress = Progress()
+        self.activity.of_graphs = self._progress.counts
         with tf.init_scope(), tf.device("CPU:0"):
             self._order = tf.Variable(0, trainable=False, name="kdist_horovod_order")
         if self.size > 1:
@@ -187,9 +190,11 @@ class HorovodEngine(Engine):
         self.check_allowed()
         if tf.executing_eagerly():
             try:
-                yield lambda kind, operation, tensors, shapes: operation(tensors, name=_name(kind, tensors))
+                yield self._send_now
             except tf.errors.OpError as err:
                 raise self.explain(err) or err from err
+            finally:
+                self.activity.end()
             return
         sizes: list[tf.Tensor] = []
         zero = self._order.read_value()
@@ -200,7 +205,10 @@ class HorovodEngine(Engine):
             dims = [tf.rank(first)]
             first = tf.slice(first, tf.fill(dims, zero), tf.fill(dims, -1))  # all of it, without a copy
             with tf.control_dependencies([allowed]):
+                begun = self._progress.begin([first, *others])
+            with tf.control_dependencies([begun]):
                 received = operation([first, *others], name=_name(kind, tensors), ignore_name_scope=True)
+            self._progress.end(received)
             sizes.append(tf.size(received[0]))
             for result, shape in zip(received, shapes, strict=True):
                 result.set_shape(shape)
@@ -210,6 +218,13 @@ class HorovodEngine(Engine):
         if sizes:
             # Zero again, which only the results can tell: a mere control dependency would not keep them alive.
             self._order.assign(tf.minimum(zero, tf.add_n(sizes)))
+
+    def _send_now(
+        self, kind: str, operation: _Operation, tensors: list[tf.Tensor], shapes: list[Any]
+    ) -> list[tf.Tensor]:
+        sent = [(tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors]
+        self.activity.begin(kind, sent, 0 if kind == "gather" else len(sent))
+        return operation(tensors, name=_name(kind, tensors))
 
     def _wait_for_the_others(self) -> None:
         """Waits until every rank is at its exit."""

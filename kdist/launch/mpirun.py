@@ -130,6 +130,14 @@ def build(
 _Options = tuple[list[str], dict[str, str]]
 
 
+# Open MPI 5 notices after minutes that a host is gone, or its cable; after this many seconds here.
+_NOTICE_LOST_HOSTS = {
+    "PRTE_MCA_oob_tcp_keepalive_time": "20",
+    "PRTE_MCA_oob_tcp_keepalive_intvl": "5",
+    "PRTE_MCA_oob_tcp_keepalive_probes": "4",
+}
+
+
 def _openmpi(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubscribe: bool) -> _Options:
     # Bound to one core each, which is Open MPI's default for few ranks, TensorFlow's threads would share that core.
     options = ["--bind-to", "none", "--map-by", "slot"]
@@ -139,7 +147,8 @@ def _openmpi(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubs
         options += ["-H", ",".join(map(str, hosts))]
     for name in forward:
         options += ["-x", name]
-    return options, {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if root else {}
+    settings = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if root else {}
+    return options, {**settings, **(_NOTICE_LOST_HOSTS if hosts else {})}
 
 
 # Hydra, which is MPICH's and Intel MPI's, carries the whole environment to other hosts by itself.

@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 _STACK_AFTER = 5.0  # seconds without a collective, after which a report says where the main thread is
 _MOST_THREADS = 8  # that are told
 _BUSY = 0.2  # of the time between two reports on the processor
+_IN_A_GRAPH = "a collective of a graph"
 _LIBRARIES = tuple({*site.getsitepackages(), os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__)})
 _KERAS_VERBS = os.path.join("keras", "src", "backend", "tensorflow", "trainer.py")
 _KERAS_CALLBACKS = os.path.join("keras", "src", "callbacks", "callback_list.py")
@@ -24,15 +25,18 @@ class Activity:
     """Notes when collectives begin and end; cheap, for it is done at each.
 
     Attributes:
-        calls: int, how many collectives have begun.
+        calls: int, how many collectives have begun, without those of graphs that count theirs.
+        of_graphs: function that returns how many collectives graphs have begun and ended, or `None`.
         has_ended: bool, whether the script is through and the process only waits for the others.
     """
 
     def __init__(self) -> None:
         self.calls = 0
+        self.of_graphs: Callable[[], tuple[int, int]] | None = None
         self.has_ended = False
         self._waiting: tuple[str, Any, int] | None = None
         self._since = time.monotonic()
+        self._counts = (0, 0)
         self._processor = (time.monotonic(), 0.0)
 
     def begin(self, kind: str, sent: Sequence[tuple[Any, Any]], num_fixed: int) -> None:
@@ -54,19 +58,28 @@ class Activity:
 
     def report(self) -> dict[str, Any]:
         """Returns what the other ranks are told, as JSON values: see `verdict.Sign`."""
-        waiting, since = self._waiting, time.monotonic() - self._since
+        begun, done = self._look_at_graphs()
+        called, since = self._waiting, time.monotonic() - self._since
+        waiting = described(*called) if called is not None else _IN_A_GRAPH if begun > done else None
         stack = _main_stack() if since > _STACK_AFTER else []
         threads = _other_threads() if stack else []
         return {
             "ended": self.has_ended,
-            "calls": self.calls,
-            "waiting": None if waiting is None else described(*waiting),
+            "calls": self.calls + begun,
+            "waiting": waiting,
             "since": since,
             "busy": self._uses_processor(),
             "own_code": _in_own_code(stack),
             "stack": [_place(frame, line) for frame, line in _of_interest(stack)],
             "threads": [_place(frame, frame.f_lineno) for frame in threads[:_MOST_THREADS]],
         }
+
+    def _look_at_graphs(self) -> tuple[int, int]:
+        """Returns how many collectives graphs have begun and ended; notes when that has changed."""
+        counts = (0, 0) if self.of_graphs is None else self.of_graphs()
+        if counts != self._counts:
+            self._counts, self._since = counts, time.monotonic()
+        return counts
 
     def _uses_processor(self) -> bool:
         """Returns whether this process, all its threads, has computed since the last report."""
