@@ -19,7 +19,7 @@ def main(path: str) -> None:
     while True:
         number += 1
         folder.write(Checkpoint({"number": number}, {"values": np.full(LENGTH, number, np.int64)}))
-        print(number, flush=True)
+        print(f"{number}\n", end="", flush=True)  # in one write: it may be killed between two
 
 
 if __name__ == "__main__":
