@@ -28,7 +28,7 @@ def integer(env: Mapping[str, str], name: str, *, minimum: int, below: tuple[str
     text = env.get(name)
     if text is None:
         raise ClusterError(
-            f"{name} is not set, though other variables of the same launcher are. Expected {expected}. "
+            f"{name} is not set. Received: other variables of the same launcher. Expected {expected}. "
             f"Fix: start the script anew by its launcher, with its variables left whole."
         )
     # Not `str.isdigit`, which also takes digits that `int` refuses, and not `int` alone, which takes "1_0".
