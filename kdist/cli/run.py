@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import shlex
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -84,13 +86,22 @@ def run(options: argparse.Namespace) -> int:
     if not is_module:
         check_exists(script[0])
     output = None if options.output is None else os.path.abspath(options.output)
-    command = build(options, worker.program(sys.executable, script, module=is_module, output=output))
+    program = functools.partial(worker.program, sys.executable, script, module=is_module, output=output)
     if options.dry_run:
-        print(command)
+        print(build(options, program()))
         return 0
-    if output is not None:
-        _make_directory(output)
-    return process.run(command)
+    with tempfile.TemporaryDirectory(prefix="kdist-") as running:
+        on_hosts = options.hosts or options.hostfile
+        command = build(options, program(running=running if on_hosts else None))
+        if output is not None:
+            _make_directory(output)
+        code = process.run(command)
+        lost = sorted(os.listdir(running), key=int)
+    if code == 0 and lost:
+        # Open MPI ends with 0 when it has lost a host, and takes the other hosts' ranks down.
+        print(f"kdist: rank {', '.join(lost)} did not end well, though {command.argv[0]} did", file=sys.stderr)
+        return 1
+    return code
 
 
 def check_exists(script: str) -> None:

@@ -14,6 +14,7 @@ import sys
 import types
 import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -22,7 +23,14 @@ from kdist.launch import failure
 from kdist.launch.output import redirect
 
 
-def program(python: str, command: Sequence[str], *, module: bool = False, output: str | None = None) -> tuple[str, ...]:
+def program(
+    python: str,
+    command: Sequence[str],
+    *,
+    module: bool = False,
+    output: str | None = None,
+    running: str | None = None,
+) -> tuple[str, ...]:
     """Returns the arguments that start a worker.
 
     Args:
@@ -30,12 +38,15 @@ def program(python: str, command: Sequence[str], *, module: bool = False, output
         command: sequence of str, the script (or module) and its arguments.
         module: bool, whether `command` begins with a module.
         output: str or `None`, the directory that keeps every rank's output.
+        running: str or `None`, a directory of this host in which its ranks have a file each, until their script has
+            ended well.
 
     Returns:
         A tuple of str.
     """
     kept = () if output is None else ("--output", output)
-    return (python, "-m", "kdist.launch.worker", *kept, *(("-m",) if module else ()), *command)
+    noted = () if running is None else ("--running", running)
+    return (python, "-m", "kdist.launch.worker", *kept, *noted, *(("-m",) if module else ()), *command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,11 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser().error("a script or -m MODULE is required")
     info = detect(os.environ)
     redirect(info.rank, options.output)
+    note = None if options.running is None else Path(options.running, str(info.rank))
+    if note is not None:
+        with contextlib.suppress(OSError):
+            note.touch()
     hook = failure.install(end_job, info.rank, info.size) if info.size > 1 else None
     try:
         _run(command, is_module)
     except BaseException as error:
         code, trace = failure.exit_code(error), _own_frames_removed(error.__traceback__)
+        if code == 0:
+            _remove(note)
         error.__traceback__ = trace
         if isinstance(error, SystemExit) and (hook is None or code == 0):
             raise
@@ -69,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif hook is not None:
             hook(type(error), error, trace)
         return code
+    _remove(note)
     return 0
 
 
@@ -94,9 +112,15 @@ def end_job(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _remove(note: Path | None) -> None:
+    if note is not None:
+        note.unlink(missing_ok=True)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kdist.launch.worker", allow_abbrev=False)
     parser.add_argument("--output", metavar="DIR")
+    parser.add_argument("--running", metavar="DIR")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser

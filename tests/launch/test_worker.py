@@ -72,3 +72,29 @@ def test_missing_arguments(project):
     _, worker = both(project)
     assert worker.returncode == 2
     assert "a script or -m MODULE" in worker.output
+
+
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        ("pass", []),
+        ("import sys; sys.exit()", []),
+        ("raise ValueError", ["0"]),
+        ("import sys; sys.exit(7)", ["0"]),
+        ("import os; os._exit(0)", ["0"]),
+    ],
+)
+def test_a_rank_has_a_file_until_it_has_ended_well(project, line, left):
+    running = project / "running"
+    running.mkdir()
+    (project / "end.py").write_text(f"import os; assert os.listdir({str(running)!r}) == ['0']\n{line}")
+    command = [sys.executable, "-m", "kdist.launch.worker", "--running", str(running), "end.py"]
+    spmd.execute(command, cwd=project, timeout=60)
+    assert [path.name for path in running.iterdir()] == left
+
+
+def test_a_rank_of_another_host_has_none(project):
+    (project / "end.py").write_text("print('ended')")
+    command = [sys.executable, "-m", "kdist.launch.worker", "--running", str(project / "elsewhere"), "end.py"]
+    done = spmd.execute(command, cwd=project, timeout=60)
+    assert (done.returncode, done.output) == (0, "ended\n")
