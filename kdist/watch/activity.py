@@ -76,7 +76,9 @@ class Activity:
 
     def _look_at_graphs(self) -> tuple[int, int]:
         """Returns how many collectives graphs have begun and ended; notes when that has changed."""
-        counts = (0, 0) if self.of_graphs is None else self.of_graphs()
+        if self.of_graphs is None or self.has_ended:  # TensorFlow may be on its way out by then
+            return self._counts
+        counts = self.of_graphs()
         if counts != self._counts:
             self._counts, self._since = counts, time.monotonic()
         return counts

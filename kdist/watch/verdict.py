@@ -127,7 +127,7 @@ def _stall(signs: Sequence[Sign], stall_timeout: float | None, is_strict: bool) 
         sign
         for sign in signs
         if sign.waiting is None and not sign.ended and sign.since + sign.silent >= stall_timeout / 2
-    ] + [sign for sign in signs if sign.waiting is not None and sign.silent >= stall_timeout / 2]
+    ] + [sign for sign in signs if sign.waiting and not sign.ended and sign.silent >= stall_timeout / 2]
     others = [sign for sign in waiting if sign not in missing]
     if not missing or not others:
         return None
@@ -163,7 +163,8 @@ def _silent_at_the_end(signs: Sequence[Sign], stall_timeout: float | None) -> Ve
 
 
 def _waiting(signs: Sequence[Sign], seconds: float) -> list[Sign]:
-    return [sign for sign in signs if sign.waiting is not None and sign.since >= seconds]
+    # What ranks wait in at their exit is no call that the others must make now.
+    return [sign for sign in signs if sign.waiting is not None and not sign.ended and sign.since >= seconds]
 
 
 def _is_silent(sign: Sign) -> bool:

@@ -26,6 +26,7 @@ def waits(rank: int, since: float, call: str = CALL, calls: int = 5, **more) -> 
         (waits(0, 1.0), Sign(rank=1, calls=4, ended=True)),  # may be about to see it
         (waits(0, 9.0), Sign(rank=1, calls=5, ended=True)),  # was there; its data is still on the way
         (Sign(rank=0, ended=True), Sign(rank=1, since=1e6)),  # waiting at the exit is no stall
+        (waits(0, 70.0, "barrier", calls=6, ended=True), waits(1, 70.0), Sign(rank=2, since=1.0, calls=4)),
         (Sign(rank=0), Sign(rank=1, gone=True, silent=1.0)),  # the launcher may see to it
         (Sign(rank=0), Sign(rank=1, gone=True, silent=9.0, ended=True)),
         (waits(0, 9.0, calls=5), waits(1, 9.0, "broadcast", calls=4)),  # one ahead of the other, for a moment

@@ -1,0 +1,27 @@
+"""What a rank tells of itself."""
+
+from kdist.watch.activity import Activity
+
+
+def test_a_call_is_told_with_what_is_sent():
+    activity = Activity()
+    activity.begin("allreduce", [("float32", (3, 2)), ("int64", (5,))], 1)
+    told = activity.report()
+    assert (told["calls"], told["waiting"]) == (1, "allreduce of 2 tensor(s) float32[3, 2] int64[any]")
+    activity.end()
+    assert activity.report()["waiting"] is None
+    activity.begin("barrier", [], 0)
+    assert activity.report()["waiting"] == "barrier"
+
+
+def test_graphs_are_asked_how_far_they_are():
+    counts = iter([(0, 0), (3, 2), (3, 2), (3, 3)])
+    activity = Activity()
+    activity.of_graphs = lambda: next(counts)
+    assert activity.report()["waiting"] is None
+    first, later = activity.report(), activity.report()
+    assert (first["calls"], first["waiting"]) == (later["calls"], later["waiting"]) == (3, "a collective of a graph")
+    assert later["since"] >= first["since"]
+    assert activity.report()["waiting"] is None
+    activity.has_ended = True
+    assert activity.report()["calls"] == 3  # graphs are not asked any more
