@@ -109,7 +109,8 @@ def epoch_iterators(
         **kwargs: Any,
     ) -> Any:
         if distribute_strategy is strategy:
-            with warnings.catch_warnings():
+            # Not for the chief: Python forgets in it what has been said once.
+            with contextlib.nullcontext() if is_chief else warnings.catch_warnings():
                 if not is_chief:
                     warnings.simplefilter("ignore")
                 adapter = data_adapters.get_data_adapter(*args, steps_per_epoch=steps_per_epoch, **kwargs)

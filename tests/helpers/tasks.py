@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kdist.launch.ports import free_ports
@@ -26,6 +26,7 @@ class Tasks:
         ps: int, how many ps.
         evaluators: int, how many evaluators the cluster lists; one that is not listed may be started, too.
         without: names of tasks, as `"worker 1"`, that are not started.
+        env: mapping, environment variables on top of `RANK_ENVIRONMENT`.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Tasks:
         ps: int = 1,
         evaluators: int = 0,
         without: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.directory = directory
+        self.env = dict(env or {})
         self.program = list(program)
         ports = iter(free_ports(1 + workers + ps + evaluators))
         self.cluster = {
@@ -56,7 +59,7 @@ class Tasks:
         """Starts a task, for the first time or again."""
         job, index = name.split()
         config = {"cluster": self.cluster, "task": {"type": job, "index": int(index)}}
-        env = {**os.environ, **spmd.RANK_ENVIRONMENT, "TF_CONFIG": json.dumps(config)}
+        env = {**os.environ, **spmd.RANK_ENVIRONMENT, **self.env, "TF_CONFIG": json.dumps(config)}
         with open(self.directory / f"{name}.said", "a") as said:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, *self.program], env=env, cwd=spmd.ROOT, stdout=said, stderr=said

@@ -53,7 +53,7 @@ def test_a_launcher_starts_it(way):
 
 @pytest.mark.timeout(2 * LIMIT)
 def test_tf_config_starts_it(tmp_path):
-    tasks = Tasks(tmp_path, [EXAMPLE], workers=2, ps=2)
+    tasks = Tasks(tmp_path, [EXAMPLE], workers=2, ps=2, env=spmd.EVERY_PACKAGE)
     try:
         assert tasks.codes(limit=LIMIT) == [0] * 5, tasks.everything_said()
         check(tasks.said("chief 0"))
