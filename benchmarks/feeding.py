@@ -12,15 +12,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from epoch_times import fastest_epoch
+from parameter_server import on_cluster
 
 BATCH, STEPS, EPOCHS = 64, 64, 3
 WIDTHS = (64, 4096, 32768)  # numbers in a row, 4 bytes each
@@ -37,24 +34,7 @@ def main() -> None:
     if arguments.task:
         task(arguments.repeats, arguments.json)
         return
-    with tempfile.TemporaryDirectory() as directory:
-        report = Path(directory, "report.json")
-        line = [
-            sys.executable,
-            "-m",
-            "kdist.cli.main",
-            "run",
-            "--strategy",
-            "parameter_server",
-            "--ps",
-            "1",
-            "-np",
-            "3",
-        ]
-        line += [__file__, "--task", "--repeats", str(arguments.repeats), "--json", str(report)]
-        quiet = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        subprocess.run(line, env={**os.environ, **quiet}, check=True, stdout=sys.stderr)
-        found = json.loads(report.read_text())
+    found = on_cluster(__file__, 1, ["--repeats", str(arguments.repeats)])
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     print(table(found))

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,22 @@ def main() -> None:
     if arguments.task:
         task(arguments)
         return
-    with tempfile.TemporaryDirectory() as directory:
-        report = Path(directory, "report.json")
-        line = [sys.executable, "-m", "kdist.cli.main", "run", "--strategy", "parameter_server", "--ps", "1"]
-        line += ["-np", str(2 + arguments.workers), __file__, "--task", "--repeats", str(arguments.repeats)]
-        line += ["--json", str(report), "--models", *arguments.models]
-        quiet = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        subprocess.run(line, env={**os.environ, **quiet}, check=True, stdout=sys.stderr)
-        found = json.loads(report.read_text())
+    models = ["--models", *arguments.models]
+    found = on_cluster(__file__, arguments.workers, ["--repeats", str(arguments.repeats), *models])
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     print(table(found, arguments.workers))
+
+
+def on_cluster(script: str, workers: int, arguments: Sequence[str]) -> Any:
+    """Runs a script with `--task --json FILE` as each task of a cluster with one ps; returns what its chief wrote."""
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory, "report.json")
+        line = [sys.executable, "-m", "kdist.cli.main", "run", "--strategy", "parameter_server", "--ps", "1"]
+        line += ["-np", str(2 + workers), script, "--task", "--json", str(report), *arguments]
+        quiet = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        subprocess.run(line, env={**os.environ, **quiet}, check=True, stdout=sys.stderr)
+        return json.loads(report.read_text())
 
 
 def task(arguments: argparse.Namespace) -> None:

@@ -189,6 +189,7 @@ SYSTEMS: dict[str, tuple[list[str], dict[str, str], Callable[[], tuple[Any, int]
     "kdist, MPI": (MPI, {}, kdist_scope),
     "kdist, Horovod": (HOROVOD, {}, kdist_scope),
     "kdist, TensorFlow's collective ops": (CLUSTER, {}, kdist_scope),
+    "kdist, a worker and a parameter server": ([*CLUSTER[:-1], "3", "--ps", "1"], {}, kdist_scope),
     "Horovod's `DistributedOptimizer`": (HOROVOD, {}, horovod),
     "the same, with `BroadcastGlobalVariablesCallback`": (HOROVOD, {}, horovod_with_callbacks),
     "`MultiWorkerMirroredStrategy`": (CLUSTER, {}, multi_worker),

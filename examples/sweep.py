@@ -48,7 +48,7 @@ def main() -> None:
     arguments.directory.mkdir(parents=True, exist_ok=True)
     files = [arguments.directory / f"{number}.json" for number in range(len(SETTINGS))]
 
-    kdist.barrier()  # once all have started, the next one may take as long as the slowest needs
+    kdist.barrier()  # before any network is made: if TensorFlow's own cluster connects, it takes none that came earlier
     for number in range(kdist.rank(), len(SETTINGS), kdist.size()):
         loss = train(SETTINGS[number], data, arguments.epochs, arguments.batch_size)
         files[number].write_text(json.dumps({**SETTINGS[number], "loss": loss, "rank": kdist.rank()}))

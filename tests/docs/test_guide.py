@@ -65,7 +65,7 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
     assert "b.md" in done.output
 
 
-def test_the_pictures_are_those_that_the_script_draws(tmp_path):
+def test_each_picture_is_drawn_by_the_script_and_shown(tmp_path):
     done = spmd.execute([sys.executable, str(guide.FOLDER / "pictures" / "draw.py"), str(tmp_path)], timeout=120)
     assert done.returncode == 0, done.output
     drawn = {path.name for path in tmp_path.iterdir()}
