@@ -18,7 +18,7 @@ from kdist._process import choice_for, cluster_info, open_engine, set_stall_time
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import ScopeError, StrategyError
 from kdist.strategies.choice import PARAMETER_SERVER, PASSED_THROUGH, Choice
-from kdist.strategies.options import START_TIMEOUT, TPU, AllReduce, ParameterServer
+from kdist.strategies.options import TPU, AllReduce, ParameterServer
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -227,13 +227,18 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
 
     _show_log(info)
     asked = chosen["strategy"]
-    engine = open_engine(info, choice.strategy, asked.start_timeout if isinstance(asked, AllReduce) else START_TIMEOUT)
+    options = asked if isinstance(asked, AllReduce) else AllReduce()
+    engine = open_engine(info, choice.strategy, options.start_timeout)
     if engine.size == 1:
         yield _default_strategy(info)
         return
     patience = chosen["stall_timeout"]
     set_stall_timeout(patience, is_strict=patience != STALL_TIMEOUT)
-    settings = Settings(**{key: value for key, value in chosen.items() if key not in ("strategy", "stall_timeout")})
+    settings = Settings(
+        **{key: value for key, value in chosen.items() if key not in ("strategy", "stall_timeout")},
+        compression=options.compression,
+        bucket_mb=options.bucket_mb,
+    )
     check_agreement(engine, "kdist.scope", {key: repr(value) for key, value in dataclasses.asdict(settings).items()})
     agree_random_state(engine)
     if engine.rank == 0:

@@ -56,11 +56,14 @@ def test_of_the_scope(name, value):
         _arguments.check({**DEFAULTS, name: value}, {})
 
 
-@given(engine=anything, start_timeout=anything)
-def test_of_all_reduce(engine, start_timeout):
-    strategy = kdist.AllReduce(engine=engine, start_timeout=start_timeout)
+@given(
+    options=st.fixed_dictionaries(
+        {}, optional=dict.fromkeys(("engine", "start_timeout", "compression", "bucket_mb"), anything)
+    )
+)
+def test_of_all_reduce(options):
     with refused_by_kdist_if_at_all():
-        _arguments.check({**DEFAULTS, "strategy": strategy}, {})
+        _arguments.check({**DEFAULTS, "strategy": kdist.AllReduce(**options)}, {})
 
 
 @given(
@@ -100,6 +103,9 @@ def test_of_the_launch(env):
         ("stall_timeout", 0),
         ("stall_timeout", "600"),
         ("strategy", kdist.AllReduce(start_timeout=-1)),
+        ("strategy", kdist.AllReduce(compression="fp8")),
+        ("strategy", kdist.AllReduce(compression=True)),
+        ("strategy", kdist.AllReduce(bucket_mb=0)),
         ("strategy", kdist.TPU(timeout=0)),
         ("strategy", kdist.ParameterServer(num_ps=1.5)),
     ],

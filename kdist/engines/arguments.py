@@ -40,6 +40,20 @@ def for_allgather(tensors: Sequence[Any]) -> list[tf.Tensor]:
     return found
 
 
+def for_alltoall(tensors: Sequence[Any], size: int) -> list[tf.Tensor]:
+    """Returns the arguments of `Engine.alltoall` as tensors, or raises `EngineError`."""
+    found = []
+    for value, place in _numbered(tensors, "alltoall"):
+        tensor = _tensor(value, place, _SENDABLE)
+        if tensor.shape.rank is None or not tensor.shape.is_fully_defined() or tensor.shape[:1] != [size]:
+            raise EngineError(
+                f"{place} has no row for each rank. Received: the shape {tensor.shape}. Expected: a known shape whose "
+                f"first dimension is the number of ranks, {size}. Fix: reshape it, filled up with zeros."
+            )
+        found.append(tensor)
+    return found
+
+
 def for_broadcast(tensors: Sequence[Any], root: int, size: int) -> list[tf.Tensor]:
     """Returns the arguments of `Engine.broadcast` as tensors, or raises `EngineError`."""
     check_root(root, size)

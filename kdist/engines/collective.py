@@ -25,6 +25,7 @@ LANES = 8
 _LAST_WORDS = 0.1  # seconds that a rank stays after the last collective, whose answers may not have left yet
 _CODES = {tf.float32: 0, tf.float64: 1, tf.int32: 2, tf.int64: 3}
 _GATHERS = 4  # added to the dtype's code
+_ROWS = 8  # of int32 alone
 _REFUSED = "kdist refuses this collective"
 
 
@@ -123,6 +124,23 @@ class CollectiveEngine(Engine):
             gathered = self._gather_tensors(tensors)
             finished(gathered)
         return gathered
+
+    def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sends all tensors' rows as words, in one operation; see `Engine.alltoall`."""
+        tensors = arguments.for_alltoall(tensors, self.size)
+        if not tensors:
+            return []
+        rows = flat.rows_to_bytes(tensors)
+        num_words = -(-rows.shape[1] // 4)
+        # One word at least: TensorFlow cannot send nothing.
+        filled = tf.pad(rows, [[0, 0], [0, 4 * max(num_words, 1) - rows.shape[1]]])
+        words = tf.bitcast(tf.reshape(filled, [self.size, -1, 4]), tf.int32)
+        with self._exchange("alltoall", tensors) as finished:
+            received = tf.ensure_shape(
+                self._run(tf.raw_ops.CollectiveAllToAllV2, words, self._lanes[0], _ROWS), words.shape
+            )
+            finished([received])
+        return flat.rows_from_bytes(flat.from_words(received)[:, : rows.shape[1]], tensors)
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Sums the root's bytes and the other ranks' zeros; see `Engine.broadcast`."""
@@ -281,7 +299,7 @@ class CollectiveEngine(Engine):
 
     def _run(self, op: Callable[..., tf.Tensor], tensor: tf.Tensor, lane: _Lane, code: int, **attributes: Any) -> Any:
         # TensorFlow remembers what was sent under a key, and refuses another dtype or size under the same.
-        key = (8 * tf.cast(flat.size(tensor), tf.int64) + code) % (1 << 31)
+        key = (9 * tf.cast(flat.size(tensor), tf.int64) + code) % (1 << 31)
         with tf.device(lane.device):
             return op(
                 input=tensor,

@@ -80,6 +80,24 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
+    def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sends row `i` of each tensor to rank `i`.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            tensors: sequence of tensors of any numeric or `bool` dtype, whose first dimension is the number of ranks;
+                shapes and dtypes must be equal on all ranks.
+
+        Returns:
+            A list of tensors with the shapes and dtypes of `tensors`; row `i` of each is what rank `i` had in the row
+            of this rank.
+
+        Raises:
+            EngineError: if a first dimension is not the number of ranks, or a dtype cannot be sent.
+        """
+
+    @abc.abstractmethod
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Gives every rank the root's tensors.
 

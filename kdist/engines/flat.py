@@ -77,6 +77,25 @@ def from_words(words: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.bitcast(words, tf.uint8), tf.concat([shape[:-1], [4 * shape[-1]]], 0))
 
 
+def rows_to_bytes(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns tensors of known shapes and of as many rows as one matrix of `uint8`, a row of them behind the other."""
+    widths = [tensor.shape[1:].num_elements() * tensor.dtype.size for tensor in tensors]
+    parts = [
+        tf.reshape(to_bytes(tensor), [tensor.shape[0], width]) for tensor, width in zip(tensors, widths, strict=True)
+    ]
+    return tf.concat(parts, 1)
+
+
+def rows_from_bytes(matrix: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Undoes `rows_to_bytes`."""
+    widths = [tensor.shape[1:].num_elements() * tensor.dtype.size for tensor in like]
+    parts = tf.split(matrix, widths, axis=1)
+    return [
+        tf.reshape(from_bytes(tf.reshape(part, [-1]), tensor.dtype), tensor.shape)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
+
+
 def size(tensor: tf.Tensor) -> tf.Tensor | int:
     """Returns the number of elements: an int where it is known, else a scalar tensor."""
     known = tensor.shape.num_elements()

@@ -94,6 +94,23 @@ class HorovodEngine(Engine):
             return self._gather(send, tensors)
 
     @_not_converted
+    def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sends all tensors' rows, as bytes, in one operation; see `Engine.alltoall`."""
+        tensors = arguments.for_alltoall(tensors, self.size)
+        if not tensors:
+            return []
+        rows = flat.rows_to_bytes(tensors)
+        filled = tf.pad(rows, [[0, 0], [0, 1]])  # Horovod sends nothing that is empty
+
+        def operation(buffers: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
+            received, _ = self._hvd.alltoall(buffers[0], splits=tf.ones([self.size], tf.int32), **names)
+            return [received]
+
+        with self._exchange() as send:
+            [received] = send("alltoall", operation, [filled], [filled.shape])
+        return flat.rows_from_bytes(received[:, :-1], tensors)
+
+    @_not_converted
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Sends all tensors as one buffer of bytes; see `Engine.broadcast`."""
         tensors = arguments.for_broadcast(tensors, root, self.size)

@@ -136,6 +136,13 @@ class MPIEngine(Engine):
         return self._call(_Call.of("allgather", free=tensors), self._gather_arrays, tensors, shapes)
 
     @_not_converted
+    def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sends each tensor's rows to their ranks; see `Engine.alltoall`."""
+        tensors = arguments.for_alltoall(tensors, self.size)
+        call = _Call.of("alltoall", tensors)
+        return self._call(call, self._exchange_rows, tensors, [tensor.shape for tensor in tensors])
+
+    @_not_converted
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Sends all tensors as one buffer of bytes; see `Engine.broadcast`."""
         tensors = arguments.for_broadcast(tensors, root, self.size)
@@ -199,6 +206,7 @@ class MPIEngine(Engine):
         TensorFlow keeps the order of what has no variable among its inputs, and of what has the same; a branch that
         uses some variable of the model's is neither. So all exchanges use one.
         """
+        self.check_allowed()
         turn = self._order.read_value()
         with tf.control_dependencies([turn]):
             results = tf.numpy_function(
@@ -296,6 +304,15 @@ class MPIEngine(Engine):
             for root, part in enumerate(parts):
                 self._broadcast_bytes(part, root)
         return parts
+
+    def _exchange_rows(self, arrays: Sequence[Array]) -> list[Array]:
+        received = []
+        for array in arrays:
+            result = fusion.empty(array.size, array.dtype).reshape(array.shape)
+            if array.size:
+                self._comm.Alltoall(np.ascontiguousarray(array).view(np.uint8), result.view(np.uint8))
+            received.append(result)
+        return received
 
     def _broadcast_arrays(self, root: int, arrays: Sequence[Array]) -> list[Array]:
         shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]

@@ -34,6 +34,10 @@ class SingleEngine(Engine):
         """Returns the tensors; see `Engine.allgather`."""
         return arguments.for_allgather(tensors)
 
+    def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the tensors; see `Engine.alltoall`."""
+        return arguments.for_alltoall(tensors, self.size)
+
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Returns the tensors; see `Engine.broadcast`."""
         return arguments.for_broadcast(tensors, root, self.size)

@@ -21,10 +21,12 @@ import tensorflow as tf
 from kdist.data.shard import Shard
 from kdist.errors import ScopeError
 from kdist.strategies.all_reduce import AllReduceStrategy
+from kdist.strategies.wire import Wire
 from kdist.training import _keras_internals as internals
 from kdist.training import saving, state
 from kdist.training.arguments import comparable, like, named_arguments
 from kdist.training.callback_list import replicated_callbacks
+from kdist.training.compiled_step import compiled_step
 from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
 from kdist.training.learning_rate import EffectiveRate, EffectiveRates
 from kdist.training.logs import measured_logs
@@ -80,9 +82,11 @@ class ReplicatedModel:
         self._holds_random_state = False
         self._random_state = ""  # as it was when the outermost verb began: a generator may have drawn from it since
         self._num_sources = 0
-        self._warned_of_jit = False
+        self._compiled_config: Any = None  # of the `compile` that asked for jit_compile
+        self._not_compiled: set[str] = set()
         self._on_batch_ready: set[tuple[str, int]] = set()
         self.requests = Requests(self.engine)
+        self._wire = Wire(self.engine, compression=settings.compression, bucket_mb=settings.bucket_mb)
         self.writes = self.engine.rank == 0
         self.training_data: ShardedEpochIterator | None = None
 
@@ -175,14 +179,25 @@ class ReplicatedModel:
             self._verbs.pop()
 
     def _without_jit(self) -> None:
+        """Keeps Keras from compiling the whole step, in which no message can be sent: see `compiled_step`."""
         if self.model.jit_compile:
             self.model.jit_compile = False
-            if not self._warned_of_jit and self.engine.rank == 0:
-                self._warned_of_jit = True
-                logger.warning(
-                    "jit_compile=True is off for this model: XLA cannot compile the reduction over %d ranks.",
-                    self.engine.size,
-                )
+            self._compiled_config = self.model._compile_config
+
+    def _compiles(self, name: str) -> bool:
+        """Whether XLA is to compile a step, and can."""
+        model = self.model
+        if self._compiled_config is None or model._compile_config is not self._compiled_config or model.run_eagerly:
+            return False
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            self._say_not_compiled(f"it has a {name} of its own, in which XLA would compile the update as well")
+            return False
+        return True
+
+    def _say_not_compiled(self, why: str) -> None:
+        if why not in self._not_compiled and self.engine.rank == 0:
+            logger.warning("jit_compile=True is off for this model: %s.", why)
+        self._not_compiled.add(why)
 
     # Data.
 
@@ -328,6 +343,7 @@ class ReplicatedModel:
         step = TrainStep(
             self.strategy.extended,
             data if is_shard else split_batch(data, self.engine),
+            wire=self._wire,
             rate_of=self._rates.of,
             scaled=is_shard,
             requests=self.requests,
@@ -354,10 +370,23 @@ class ReplicatedModel:
         variables = model.metrics_variables
         before = [tf.identity(v.value) for v in variables]
         arrived = [leaf for leaf in tf.nest.flatten(step.data, expand_composites=True) if tf.is_tensor(leaf)]
+
         # At the end of data of unknown length nothing of one more step may run, not even what needs no data: the count
         # of iterations, weight decay. (In plain Keras they may.)
+        def run() -> tuple[Any, Any]:
+            return measured_logs(lambda: self._original(name)(step.data), flat_metrics(model), step)
+
         with step.running(model), tf.control_dependencies(arrived):
-            logs, results = measured_logs(lambda: self._original(name)(step.data), flat_metrics(model), step)
+            logged = None
+            if self._compiles(name):
+                optimizer = model.optimizer if name == "train_step" else None
+                logged = compiled_step(run, step, optimizer, self.engine)
+                if logged is None:
+                    self._say_not_compiled(
+                        "its loss or its layers send messages before the gradients are there, as masks and "
+                        "synchronised batch normalisation do"
+                    )
+            logs, results = run() if logged is None else logged
         self._results[name] = results
 
         def undo() -> None:

@@ -14,9 +14,13 @@ class Settings:
         scale_lr: `"auto"`, `"linear"`, `"sqrt"`, a number or `None`.
         warmup_epochs: `"auto"` or a number of epochs.
         auto_shard: bool, whether kdist shares the data out.
+        compression: `None`, `"fp16"` or `"bf16"`: how gradients travel.
+        bucket_mb: float or `None`, megabytes of gradients from which on a message is sent.
     """
 
     scale_batch: bool = True
     scale_lr: str | float | None = "auto"
     warmup_epochs: str | float = "auto"
     auto_shard: bool = True
+    compression: str | None = None
+    bucket_mb: float | None = None

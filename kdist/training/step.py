@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 from kdist.data.shard import Shard
 from kdist.errors import NotSynchronizedError
 from kdist.strategies.all_reduce import AllReduceExtended
+from kdist.strategies.wire import Wire
 from kdist.training import _keras_internals as internals
 from kdist.training.fused_sgd import fused_sgd
 from kdist.training.learning_rate import EffectiveRate
@@ -57,6 +59,14 @@ class Step:
                 self.data = keras.tree.map_structure(lambda x: None if x is None else tf.identity(x), shard.data)
         self.weight = tf.cast(self.rows, tf.float64) / tf.cast(tf.reshape(global_rows, ()), tf.float64)
 
+    def notes(self) -> dict[str, Any]:
+        """Returns what has been noted while the step was traced so far."""
+        return {name: copy.copy(value) for name, value in vars(self).items() if isinstance(value, bool | list)}
+
+    def restore(self, notes: dict[str, Any]) -> None:
+        """Forgets what was noted since, to trace again."""
+        vars(self).update(notes)
+
     def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
         """Sums the active ranks' values.
 
@@ -98,6 +108,7 @@ class TrainStep(Step):
     Args:
         extended: the strategy's `AllReduceExtended`.
         shard: `Shard`, this rank's rows and the counts.
+        wire: `Wire`, how the gradients travel.
         rate_of: callable that returns the `EffectiveRate` of an innermost optimizer.
         scaled: bool, whether updates take the scaled rate: not where the user's own batch is split.
         requests: `Requests`, what this rank's callbacks ask of all ranks.
@@ -111,11 +122,13 @@ class TrainStep(Step):
         extended: AllReduceExtended,
         shard: Shard,
         *,
+        wire: Wire,
         rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate],
         scaled: bool,
         requests: Requests,
     ) -> None:
         super().__init__(extended, shard)
+        self._wire = wire
         self._rate_of = rate_of
         self._scaled = scaled
         self._requests = requests
@@ -221,11 +234,14 @@ class TrainStep(Step):
         given = [grad for grad in grads if grad is not None]
         statistics = state.contributions(self)
         request = tf.concat([self._requests.sent, rate.request()], axis=0)
-        addends = self._zeros_if_idle(given) if loss_is_weighted else [self.weighted(grad) for grad in given]
-        *reduced, requests = self._extended.reduce_sum([*addends, *statistics, request])
-        state.merge(reduced[len(given) :])
+
+        def addends(grads: Sequence[Any]) -> list[Any]:
+            return self._zeros_if_idle(grads) if loss_is_weighted else [self.weighted(grad) for grad in grads]
+
+        reduced, (*merged, requests) = self._wire.sum(given, [*statistics, request], addends)
+        state.merge(merged)
         self._grant(requests, rate)
-        arrived = iter(reduced[: len(given)])
+        arrived = iter(reduced)
         return [None if grad is None else next(arrived) for grad in grads]
 
     def _largest(self, values: list[Any]) -> list[Any]:
@@ -239,7 +255,7 @@ class TrainStep(Step):
         largest = iter([tf.reduce_max(value, axis=0) for value in gathered])
         return [None if value is None else next(largest) for value in values]
 
-    def _zeros_if_idle(self, grads: list[Any]) -> list[Any]:
+    def _zeros_if_idle(self, grads: Sequence[Any]) -> list[Any]:
         """Returns gradients of a weighted loss; zeros on an idle rank, where 0 times NaN would be NaN."""
         values = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
         values = tf.cond(self.active, lambda: values, lambda: [tf.zeros_like(value) for value in values])

@@ -245,6 +245,32 @@ def case_allgather_of_large_tensors(engine):
     same(small, np.arange(engine.size, dtype=np.int32))
 
 
+# Rows for each rank
+
+
+def case_alltoall_sends_each_row_to_its_rank(engine):
+    def rows(shape, dtype, sender):
+        return tf.stack([values(shape, dtype, 2 * sender + receiver) for receiver in range(engine.size)])
+
+    kinds = list(itertools.product(SHAPES, ANYTHING))
+    for how, alltoall in both_ways(engine.alltoall):
+        results = alltoall([rows(shape, dtype, engine.rank) for shape, dtype in kinds])
+        for (shape, dtype), result in zip(kinds, results, strict=True):
+            expected = tf.stack([rows(shape, dtype, sender)[engine.rank] for sender in range(engine.size)])
+            same(result, expected, (how, dtype.name, shape))
+        assert list(alltoall([])) == []
+
+
+def case_alltoall_of_large_tensors(engine):
+    def rows(sender):
+        return randoms(sender, np.float32, (engine.size, LARGE // 2))
+
+    for how, alltoall in both_ways(engine.alltoall):
+        for _ in range(2):
+            (result,) = alltoall([tf.constant(rows(engine.rank))])
+            same(result, np.stack([rows(sender)[engine.rank] for sender in range(engine.size)]), how)
+
+
 # Broadcasting
 
 
@@ -286,7 +312,12 @@ def case_inputs_are_left_alone_and_results_are_the_callers_own(engine):
         for size in [4, LARGE]:
             mine = tf.constant(randoms(engine.rank, dtype, (size,)))
             for how, exchange in both_ways(
-                lambda x: (*engine.allreduce([x]), *engine.broadcast([x], engine.size - 1), *engine.allgather([x]))
+                lambda x: (
+                    *engine.allreduce([x]),
+                    *engine.broadcast([x], engine.size - 1),
+                    *engine.allgather([x]),
+                    *engine.alltoall([tf.stack([x] * engine.size)]),
+                )
             ):
                 before = exchange(mine)
                 copies = [np.array(result) for result in before]
@@ -542,6 +573,9 @@ def case_wrong_arguments_are_refused(engine):
         (lambda: engine.allgather([tf.constant(["text"])]), "sent.*string"),
         (lambda: engine.allgather([sparse]), "IndexedSlices"),
         (lambda: engine.allgather("text"), "list"),
+        (lambda: engine.alltoall([tf.zeros((engine.size + 1, 2))]), f"no row for each rank.*{engine.size + 1}, 2"),
+        (lambda: engine.alltoall([tf.constant(1.0)]), "no row for each rank"),
+        (lambda: engine.alltoall([tf.constant(["text"] * engine.size)]), "sent.*string"),
         (lambda: engine.broadcast([sparse]), "IndexedSlices"),
         (lambda: engine.broadcast([tf.constant("text")]), "sent.*string"),
         (lambda: engine.broadcast([x], engine.size), f"root={engine.size}.*from 0 to {engine.size - 1}"),

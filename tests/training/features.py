@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -14,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
+from kdist._process import open_engine
 from kdist.errors import MismatchError, NotSynchronizedError
 from tests.training.fidelity import (
     BATCH,
@@ -26,6 +29,7 @@ from tests.training.fidelity import (
     fit_evaluate_predict,
     fresh,
     mlp,
+    of_the_chief,
     outcome,
     rows,
     size,
@@ -192,7 +196,133 @@ def run_eagerly() -> None:
 
 @feature
 def jit_compile() -> None:
-    simple(lambda: {"jit_compile": True})
+    """XLA compiles what the model computes, and its gradient; losses that the layers add come out of it."""
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(4, "tanh", activity_regularizer="l2"), keras.layers.Dense(2)]
+        )
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"], jit_compile=True)
+        result = fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+        if batch == BATCH:
+            # Two products of matrices forward, and three backward.
+            assert max(products_compiled_by_xla(model.train_function), default=0) == 5
+        model.compile("sgd", "mse", jit_compile=False)
+        model.fit(x, y, batch_size=batch, verbose=0)
+        if batch == BATCH:
+            assert not products_compiled_by_xla(model.train_function)
+        return result
+
+    both(script)
+
+
+def products_compiled_by_xla(train_function: Any) -> list[int]:
+    """Returns how many products of matrices there are in each function of a `train_function` that XLA compiles."""
+    if not hasattr(train_function, "_list_all_concrete_functions"):  # Keras wraps the traced one
+        cells = [cell.cell_contents for cell in getattr(train_function, "__closure__", None) or ()]
+        return [count for each in cells if callable(each) for count in products_compiled_by_xla(each)]
+    graphs = [each.graph.as_graph_def() for each in train_function._list_all_concrete_functions()]
+    functions = [each for graph in graphs for each in graph.library.function if each.attr["_XlaMustCompile"].b]
+    return [sum(node.op == "MatMul" for node in each.node_def) for each in functions]
+
+
+@feature
+def jit_compile_of_a_recurrent_model() -> None:
+    x, y = sequences()
+
+    def script(batch: int) -> dict[str, Any]:
+        layers = [keras.layers.Embedding(9, 4), keras.layers.GRU(3), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((6,), dtype="int64"), *layers])
+        deterministic_weights(model)
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=True)
+        return fit_evaluate_predict(model, fed("arrays", (x, y[:, 0]), batch), x, y[:, 0], batch)
+
+    both(script)
+
+
+@feature
+def jit_compile_is_off_where_messages_are_sent_before() -> None:
+    def normalised() -> keras.Model:
+        layers = [keras.layers.Dense(6), keras.layers.BatchNormalization(synchronized=True, momentum=0.7)]
+        made = keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(2)])
+        deterministic_weights(made)
+        return made
+
+    x, y = sequences()
+
+    def masked(batch: int) -> dict[str, Any]:
+        model = sequence_model()
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+    with logged() as said:
+        simple(lambda: {"jit_compile": True}, model=normalised, rtol=1e-7)
+        both(masked, rtol=1e-9 if keras.__version__ >= "3.13" else 1e-6)
+    told = [each for each in said if "its loss or its layers send messages before" in each]
+    assert len(told) == (2 if kdist.is_chief() else 0), said
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Gives what kdist logs."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    kdists = logging.getLogger("kdist")
+    level = kdists.level
+    kdists.addHandler(handler)
+    kdists.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        kdists.setLevel(level)
+        kdists.removeHandler(handler)
+
+
+@feature
+def gradients_in_several_messages() -> None:
+    """The same sums, a message for each layer or two; sparse gradients and statistics among them."""
+    x, y = sequences()
+
+    def script(batch: int) -> dict[str, Any]:
+        model = sequence_model()
+        model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.1), "mse")
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+    both(script, strategy=kdist.AllReduce(bucket_mb=1e-4), rtol=1e-9 if keras.__version__ >= "3.13" else 1e-6)
+    simple(lambda: {"run_eagerly": True}, scope={"strategy": kdist.AllReduce(bucket_mb=1e-4)})
+
+
+@feature
+def gradients_of_16_bits() -> None:
+    """Near what they are in full, not equal, and to the bit the same on all ranks."""
+    x, y = sequences()
+    errors = {}
+
+    def script(batch: int) -> dict[str, Any]:
+        model = sequence_model()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+    plain = of_the_chief(lambda: script(size() * BATCH))
+    engine = open_engine(kdist.cluster_info())
+    with logged() as said:
+        for compression, bucket_mb in (("fp16", None), ("bf16", 1e-4)):
+            fresh()
+            with kdist.scope(kdist.AllReduce(compression=compression, bucket_mb=bucket_mb), scale_lr=None):
+                ours = script(BATCH)
+            weights = [each.tolist() for each in ours["weights"]]
+            assert all(theirs == weights for theirs in engine.gather_objects(weights))
+            errors[compression] = max(
+                float(np.max(np.abs(one - other)) / np.max(np.abs(one)))
+                for one, other in zip(plain["weights"], ours["weights"], strict=True)
+            )
+    assert 1e-7 < errors["fp16"] < 2.0**-11, errors
+    assert errors["fp16"] < errors["bf16"] < 2.0**-7, errors
+    told = [each for each in said if "rounds gradients to" in each]
+    assert len(told) == (2 if kdist.is_chief() else 0), said
 
 
 @feature
@@ -554,7 +684,7 @@ def batch_normalization_is_merged() -> None:
         model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
     mean = model.layers[0].moving_mean.numpy()
     assert np.all(np.abs(mean) > 1e-6)
-    everyone = kdist._process.open_engine(kdist.cluster_info()).gather_objects(mean.tolist())
+    everyone = open_engine(kdist.cluster_info()).gather_objects(mean.tolist())
     assert all(theirs == everyone[0] for theirs in everyone)
 
 
@@ -1198,7 +1328,7 @@ def statistics_written_after_the_update() -> None:
         model.compile(keras.optimizers.SGD(0.1))
         model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0)
     mean = model.norm.moving_mean.numpy().tolist()
-    everyone = kdist._process.open_engine(kdist.cluster_info()).gather_objects(mean)
+    everyone = open_engine(kdist.cluster_info()).gather_objects(mean)
     assert all(theirs == everyone[0] for theirs in everyone)
 
 
@@ -1229,7 +1359,7 @@ def shuffled_batches() -> None:
             tf.numpy_function(note, [data[0]["number"]], [])
             return super().train_step(data)
 
-    engine = kdist._process.open_engine(kdist.cluster_info())
+    engine = open_engine(kdist.cluster_info())
     for kind in ("arrays", "tf_data"):
         fresh()
         with kdist.scope(scale_lr=None):

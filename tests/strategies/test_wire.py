@@ -1,0 +1,28 @@
+"""Which gradients share a message: a pure function of their sizes. What becomes of them: tests/training/features.py."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdist.strategies.wire import buckets
+
+sizes = st.lists(st.integers(0, 10_000_000), max_size=30)
+
+
+def test_all_are_one_message_unless_told():
+    assert buckets([5, 6, 7], None) == [[0, 1, 2]]
+    assert buckets([], None) == buckets([], 1.0) == [[]]
+
+
+def test_the_last_layers_come_first():
+    assert buckets([8, 1_000_000, 1_000_000, 40], 1.0) == [[3, 2], [1], [0]]
+
+
+@given(sizes, st.floats(0.001, 100))
+def test_each_gradient_has_one_message_and_each_message_is_full(sizes, bucket_mb):
+    plan = buckets(sizes, bucket_mb)
+    assert [index for bucket in plan for index in bucket] == list(reversed(range(len(sizes))))
+    filled = [sum(sizes[index] for index in bucket) for bucket in plan]
+    assert all(each >= bucket_mb * 1e6 for each in filled[:-1])
+    # None has more than it needs: without its last one it would not be full.
+    for bucket, size in zip(plan, filled, strict=True):
+        assert not bucket or size - sizes[bucket[-1]] < bucket_mb * 1e6
