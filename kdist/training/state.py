@@ -17,8 +17,11 @@ import tensorflow as tf
 from kdist.engines import flat
 from kdist.engines.engine import Engine
 from kdist.errors import MismatchError, NotSynchronizedError
+from kdist.strategies.wire import buckets
 from kdist.training import _keras_internals as internals
 from kdist.training.optimizers import optimizers_of
+
+_BROADCAST_MB = 16.0  # of weights in a message, from which on it is sent
 
 
 def check_agreement(engine: Engine, what: str, mine: Mapping[str, Any]) -> None:
@@ -130,9 +133,12 @@ def broadcast_state(engine: Engine, variables: Sequence[Any], root: int = 0) -> 
         root: int, the rank whose values are taken.
     """
     variables = [variable for variable in variables if variable.dtype != "string"]
-    values = engine.broadcast([tf.convert_to_tensor(_raw(variable)) for variable in variables], root=root)
-    for variable, value in zip(variables, values, strict=True):
-        _raw(variable).assign(value)
+    # A few at a time: a message of all weights and slots at once would be the most memory that a training takes.
+    sizes = [(_raw(each).shape.num_elements() or 0) * tf.as_dtype(each.dtype).size for each in variables]
+    for group in buckets(sizes, _BROADCAST_MB):
+        values = engine.broadcast([tf.convert_to_tensor(_raw(variables[index])) for index in group], root=root)
+        for index, value in zip(group, values, strict=True):
+            _raw(variables[index]).assign(value)
 
 
 def _raw(variable: Any) -> tf.Variable:
