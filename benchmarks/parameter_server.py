@@ -19,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from epoch_times import fastest_epoch
+from machine import machine
+from models import MODELS, compile_model, random_data
 
 BATCH = 64
 STEPS = {"mlp": 256, "cnn": 32}
@@ -89,37 +90,13 @@ def turn(legacy: Callable[[], float], ours: Callable[[], float], number: int) ->
 
 def arrays(name: str) -> tuple[Any, Any]:
     """Returns an epoch of random data."""
-    import numpy as np
-
-    generator = np.random.default_rng(0)
-    rows = BATCH * STEPS[name]
-    shape = (784,) if name == "mlp" else (28, 28, 1)
-    return generator.random((rows, *shape), "float32"), generator.integers(0, 10, rows)
+    return random_data(name, BATCH * STEPS[name])
 
 
 def network(keras: Any, name: str, per_execution: int) -> Any:
-    """Returns the compiled network of benchmarks/overhead.py, in Keras 3 or tf_keras."""
-    layers = keras.layers
-    if name == "mlp":
-        stack = [layers.Dense(128, activation="relu"), layers.Dense(64, activation="relu"), layers.Dense(10)]
-        stack.insert(0, keras.Input((784,)))
-    else:
-        stack = [
-            keras.Input((28, 28, 1)),
-            layers.Conv2D(32, 3, activation="relu"),
-            layers.Conv2D(64, 3, activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Flatten(),
-            layers.Dense(128, activation="relu"),
-            layers.Dense(10),
-        ]
-    model = keras.Sequential(stack)
-    model.compile(
-        optimizer=keras.optimizers.SGD(0.01, momentum=0.9),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-        steps_per_execution=per_execution,
-    )
+    """Returns a compiled network, in Keras 3 or tf_keras."""
+    model = MODELS[name].build(keras)
+    compile_model(keras, model, steps_per_execution=per_execution)
     return model
 
 
@@ -142,7 +119,7 @@ def trainer(name: str, per_execution: int) -> Callable[[], float]:
 def legacy_trainer(name: str, per_execution: int, strategy: Any) -> Callable[[], float]:
     """Returns one turn of tf_keras'."""
     import tensorflow as tf
-    import tf_keras
+    import tf_keras  # type: ignore[import-untyped]
 
     x, y = arrays(name)
     with strategy.scope():
@@ -170,8 +147,8 @@ def table(found: dict[str, dict[str, list[float]]], workers: int) -> str:
             f"| {name} | {per_execution} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f} | "
             f"{statistics.median(values['ms a step']):.2f} |"
         )
-    versions = ", ".join(f"{name} {version(name)}" for name in ("tensorflow", "keras", "tf_keras"))
-    return "\n".join([f"{workers} worker(s), 1 ps, batch {BATCH}, {os.cpu_count()} cores, {versions}.", "", *rows])
+    where = machine("tensorflow", "keras", "tf_keras")
+    return "\n".join([f"{workers} worker(s), 1 ps, batch {BATCH}, {where}.", "", *rows])
 
 
 if __name__ == "__main__":

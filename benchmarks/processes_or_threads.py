@@ -15,24 +15,24 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from epoch_times import fastest_epoch
-from overhead import cnn, machine, mlp
+from machine import machine
+from models import MODELS, compile_model, random_data
 
-BATCH, EPOCHS = 64, 6
-STEPS = {"mlp": 150, "cnn": 8, "wide": 8}
+EPOCHS = 6
+PACKAGES = ("tensorflow", "keras", "mpi4py", "numpy")
 TITLES = {"mlp": "MLP, 0.11 M parameters", "cnn": "CNN, 1.2 M", "wide": "MLP, 22 M"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(STEPS), default=sorted(STEPS))
+    parser.add_argument("--models", nargs="+", choices=sorted(TITLES), default=sorted(TITLES))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write every turn's ratio to this file")
-    parser.add_argument("--worker", choices=sorted(STEPS), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=sorted(TITLES), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         train(arguments.worker)
@@ -40,10 +40,9 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     found = {name: [turn(name, cores, number) for number in range(arguments.turns)] for name in arguments.models}
     if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine(), "ratios": found}, indent=2) + "\n")
-    print(
-        f"{machine()}\n\n| model | {cores} processes against {cores} threads | quartiles | turns |\n|---|---|---|---|"
-    )
+        arguments.json.write_text(json.dumps({"machine": machine(*PACKAGES), "ratios": found}, indent=2) + "\n")
+    print(f"{machine(*PACKAGES)}\n\n| model | {cores} processes against {cores} threads | quartiles | turns |")
+    print("|---|---|---|---|")
     for name, ratios in found.items():
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         print(f"| {TITLES[name]} | {middle:.2f} | {low:.2f} to {high:.2f} | {len(ratios)} |")
@@ -64,23 +63,16 @@ def turn(name: str, cores: int, number: int) -> float:
 def train(name: str) -> None:
     """What each process runs; the chief prints the seconds of its fastest epoch."""
     import keras
-    import numpy as np
 
     import kdist
 
     replicas = len(os.sched_getaffinity(0))  # of rows, whoever trains on them
-    model_of: dict[str, Callable[[], Any]] = {"mlp": mlp, "cnn": cnn, "wide": wide}
     keras.utils.set_random_seed(0)
     with kdist.scope():
-        model = model_of[name]()
-        model.compile(
-            optimizer=keras.optimizers.SGD(0.01, momentum=0.9),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        )
-        generator = np.random.default_rng(0)
-        rows = BATCH * replicas * STEPS[name]
-        x, y = generator.random((rows, *model.input_shape[1:]), "float32"), generator.integers(0, 10, rows)
-        batch = BATCH * replicas // kdist.size()
+        model = MODELS[name].build(keras)
+        compile_model(keras, model)
+        x, y = random_data(name, MODELS[name].batch * replicas * MODELS[name].steps)
+        batch = MODELS[name].batch * replicas // kdist.size()
 
         def fit(callbacks: list[Any]) -> None:
             model.fit(x, y, batch_size=batch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
@@ -88,21 +80,6 @@ def train(name: str) -> None:
         seconds = fastest_epoch(keras, fit)
     if kdist.is_chief():
         print(seconds)
-
-
-def wide() -> Any:
-    """21 968 042 parameters, 88 MB of gradients."""
-    import keras
-
-    return keras.Sequential(
-        [
-            keras.Input((784,)),
-            keras.layers.Dense(4096, activation="relu"),
-            keras.layers.Dense(4096, activation="relu"),
-            keras.layers.Dense(480, activation="relu"),
-            keras.layers.Dense(10),
-        ]
-    )
 
 
 if __name__ == "__main__":

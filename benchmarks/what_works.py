@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from machine import versions
 
 ROWS, BATCH, EPOCHS = 100, 32, 3
 LIMIT = 180  # seconds
@@ -82,10 +83,9 @@ def table(found: dict[str, tuple[Path, str]]) -> str:
         apart = load(path.with_suffix(".1.npz")) if path.with_suffix(".1.npz").exists() else mine
         same = all(np.array_equal(a, b) for a, b in zip(mine, apart, strict=True))
         rows.append(f"| {name} | {'trains' if same else 'trains, and the processes part'} | off by {gap:.1g} |")
-    packages = ", ".join(f"{each} {version(each)}" for each in ("tensorflow", "keras", "horovod"))
     head = "# What trains a Keras 3 model by `fit` on two processes\n\n`python benchmarks/what_works.py`. "
     note = "Off by: the largest difference, relative to the largest entry of the variable. Rounding of float32 is 1e-7."
-    return f"{head}{packages}.\n\n" + "\n".join(rows) + f"\n\n{note}\n"
+    return f"{head}{versions('tensorflow', 'keras', 'horovod')}.\n\n" + "\n".join(rows) + f"\n\n{note}\n"
 
 
 def train(name: str, weights: Path) -> None:

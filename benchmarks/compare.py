@@ -1,0 +1,102 @@
+"""kdist against its peers: Keras 3, tf_keras with Horovod or MultiWorkerMirroredStrategy, PyTorch DDP, Keras on JAX.
+
+    pip install tf_keras torch jax matplotlib && kdist install-horovod
+    python benchmarks/compare.py [--models mlp cnn] [--contenders plain_keras kdist_mpi] [--turns 5] [--out DIR]
+    python benchmarks/compare.py --report DIR/compare.json    # only writes tables and plot anew
+
+In each turn every contender is launched once, in an order that each second turn reverses. It trains all models, one
+after the other, and says the seconds a step of each, from its fastest epoch but the first: others only ever slow it.
+Ratios are taken within a turn. Relaunching is wanted: plain Keras differs from process to process.
+
+Each process is pinned to one core of its own and computes with one thread. Each rank has a batch of the same size, so
+that two ranks have twice the rows a step. A contender whose package is missing is left out. One that fails, is not done
+in time, or whose ranks end with different weights is reported, and the others go on. DIR gets compare.md, compare.json
+and compare.png, also when the run is interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from comparison import compare, say
+from comparison_plot import draw
+from comparison_tables import tables
+from contenders import CONTENDERS
+from contenders.task import Task, own_rank
+from models import MODELS
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.worker:
+        work(arguments)
+        return
+    if arguments.report:
+        write(arguments.out or arguments.report.parent, json.loads(arguments.report.read_text()))
+        return
+    out = arguments.out or Path("build", "compare")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # what was started is ended then, too
+    try:
+        compare(arguments, Path(__file__).resolve(), functools.partial(save, out))
+    finally:
+        if (out / "compare.json").exists():
+            write(out, json.loads((out / "compare.json").read_text()))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=7, help="of each model; the first is not measured")
+    parser.add_argument("--limit", type=float, default=600, help="seconds that a launch may take")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="build/compare by default")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="only write tables and plot of these numbers")
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)  # of an epoch, to see whether all runs
+    parser.add_argument("--worker", choices=list(CONTENDERS), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.epochs < 2:
+        parser.error("--epochs must be at least 2: the first one is not measured")
+    return arguments
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """What each process runs: pins itself to a core, before any framework starts its threads, and trains."""
+    contender, rank, cores = CONTENDERS[arguments.worker], own_rank(), sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    module, function = contender.train.split(":")
+    models, folder = tuple(arguments.models), arguments.folder
+    task = Task(models, arguments.epochs, arguments.steps, rank, contender.ranks, folder)
+    getattr(importlib.import_module(f"contenders.{module}"), function)(task)
+
+
+def save(out: Path, record: dict[str, Any]) -> None:
+    """Writes the raw numbers."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "compare.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def write(out: Path, record: dict[str, Any]) -> None:
+    """Writes the tables and the plot."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = tables(record)
+    (out / "compare.md").write_text(text)
+    print(text)
+    try:
+        draw(record, out / "compare.png")
+    except ModuleNotFoundError as error:
+        say(f"no plot: {error}")
+
+
+if __name__ == "__main__":
+    main()

