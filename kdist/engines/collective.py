@@ -176,12 +176,14 @@ class CollectiveEngine(Engine):
     @contextlib.contextmanager
     def refusing(self, why: str) -> Iterator[None]:
         """Refuses collectives of graphs that were traced before, too; see `Engine.refusing`."""
-        with super().refusing(why), tf.init_scope():
-            self._is_refusing.assign(True)
+        with super().refusing(why):
+            with tf.init_scope():
+                self._is_refusing.assign(True)
             try:
                 yield
             finally:
-                self._is_refusing.assign(False)
+                with tf.init_scope():
+                    self._is_refusing.assign(False)
 
     def explain(self, error: BaseException) -> EngineError | None:
         """Returns what an error of TensorFlow's collectives means; see `Engine.explain`."""

@@ -145,12 +145,14 @@ class HorovodEngine(Engine):
     @contextlib.contextmanager
     def refusing(self, why: str) -> Iterator[None]:
         """Refuses collectives of graphs that were traced before, too; see `Engine.refusing`."""
-        with super().refusing(why), tf.init_scope():
-            self._order.assign(1)
+        with super().refusing(why):
+            with tf.init_scope():
+                self._order.assign(1)
             try:
                 yield
             finally:
-                self._order.assign(0)
+                with tf.init_scope():
+                    self._order.assign(0)
 
     def explain(self, error: BaseException) -> EngineError | None:
         """Returns what an error of Horovod's operations means; see `Engine.explain`."""

@@ -192,6 +192,9 @@ class ReplicatedModel:
         if getattr(type(model), name) is not getattr(keras.Model, name):
             self._say_not_compiled(f"it has a {name} of its own, in which XLA would compile the update as well")
             return False
+        if "_kdist_step_wrappers" in model.__dict__:
+            self._say_not_compiled("callbacks look into its training step, which XLA cannot compile")
+            return False
         return True
 
     def _say_not_compiled(self, why: str) -> None:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import kdist
 from kdist._process import open_engine
+from kdist.engines.single import SingleEngine
 from kdist.errors import MismatchError, NotSynchronizedError
 from tests.training.fidelity import (
     BATCH,
@@ -257,11 +258,29 @@ def jit_compile_is_off_where_messages_are_sent_before() -> None:
         model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
         return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
 
+    def own_step(batch: int) -> dict[str, Any]:
+        model = OwnStep()
+        model.build((None, 5))
+        deterministic_weights(model)
+        model.compile(keras.optimizers.Adam(0.01), jit_compile=True)
+        x, y = rows("ragged")
+        return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+    def watched(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+        callbacks = [kdist.callbacks.NaNPolicy("raise", engine=None if batch == BATCH else SingleEngine())]
+        x, y = rows("ragged")
+        return outcome(model, model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=callbacks))
+
+    reasons = ["its loss or its layers send messages before", "a train_step of its own", "callbacks look into its"]
     with logged() as said:
         simple(lambda: {"jit_compile": True}, model=normalised, rtol=1e-7)
         both(masked, rtol=1e-9 if keras.__version__ >= "3.13" else 1e-6)
-    told = [each for each in said if "its loss or its layers send messages before" in each]
-    assert len(told) == (2 if kdist.is_chief() else 0), said
+        both(own_step)
+        both(watched)
+    told = [sum(reason in each for each in said) for reason in reasons]
+    assert told == ([2, 1, 1] if kdist.is_chief() else [0, 0, 0]), said
 
 
 @contextlib.contextmanager

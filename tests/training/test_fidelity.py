@@ -36,6 +36,7 @@ ON_EVERY_ENGINE = (
     "exact_metrics",
     "two_optimizers",
     "predictions_that_are_no_plain_arrays",
+    "gradients_of_16_bits",
 )
 
 JOBS = (("mpi", 2), ("mpi", 3), ("horovod over gloo", 2), ("horovod over mpi", 3), ("collective", 3))
