@@ -54,6 +54,9 @@ ROOT = Path(__file__).parents[2]
 EVERY_PACKAGE = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 """For ranks that need the packages which `RANK_ENVIRONMENT` hides."""
 
+NEED_EVERY_PACKAGE = frozenset({"kinds_of_arrays"})
+"""The cases, by name, that need them."""
+
 # What every rank gets: few threads (the ranks share the cores), no GPU, root allowed, idle waits that yield, and no
 # packages that are imported for nothing.
 RANK_ENVIRONMENT = {
@@ -262,6 +265,7 @@ def run(
     """
     cases = tuple(only if only is not None else names(target))
     todo = list(cases)
+    env = {**(EVERY_PACKAGE if NEED_EVERY_PACKAGE & set(cases) else {}), **(env or {})}
     reports: dict[str, tuple[dict[str, Any] | None, ...]] = {}
     started = time.monotonic()
     outputs, launcher_output, returncode = [""] * ranks, "", 0

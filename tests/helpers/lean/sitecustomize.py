@@ -6,4 +6,4 @@ starting ranks is most of what a run of the tests costs.
 
 import sys
 
-sys.modules.update(dict.fromkeys(("jax", "matplotlib", "scipy", "sklearn")))  # type: ignore[arg-type]
+sys.modules.update(dict.fromkeys(("jax", "matplotlib", "pandas", "scipy", "sklearn")))  # type: ignore[arg-type]
