@@ -1,6 +1,6 @@
 """A script that was Horovod's, moved to kdist: it still asks for its rank, and still runs under horovodrun.
 
-horovodrun -np 2 python examples/moved_from_horovod.py
+horovodrun --gloo -np 2 python examples/moved_from_horovod.py
 mpirun -np 2 python examples/moved_from_horovod.py
 KDIST_STRATEGY=horovod mpirun -np 2 python examples/moved_from_horovod.py
 python examples/moved_from_horovod.py

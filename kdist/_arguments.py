@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,15 @@ _FIT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "warmup_epochs": (is_warmup, '"auto" or a number that is not negative'),
     "auto_shard": (lambda value: isinstance(value, bool), "True or False"),
     "stall_timeout": (lambda value: value is None or is_positive(value), "seconds, above 0, or None to wait for ever"),
+}
+
+_DEFAULTS: Mapping[str, Any] = {
+    "strategy": "auto",
+    "scale_batch": True,
+    "scale_lr": "auto",
+    "warmup_epochs": "auto",
+    "auto_shard": True,
+    "stall_timeout": STALL_TIMEOUT,
 }
 
 # How an environment variable's text becomes each argument's value.
@@ -47,16 +57,8 @@ def with_environment(given: Mapping[str, Any], env: Mapping[str, str]) -> dict[s
         ScopeError: if the launch contradicts the code.
         StrategyError: if a variable is not understood.
     """
-    defaults = {
-        "strategy": "auto",
-        "scale_batch": True,
-        "scale_lr": "auto",
-        "warmup_epochs": "auto",
-        "auto_shard": True,
-        "stall_timeout": STALL_TIMEOUT,
-    }
     chosen = dict(given)
-    for name, default in defaults.items():
+    for name, default in _DEFAULTS.items():
         variable = f"KDIST_{name.upper()}"
         if variable not in env:
             continue
@@ -86,6 +88,18 @@ def with_environment(given: Mapping[str, Any], env: Mapping[str, str]) -> dict[s
     return chosen
 
 
+def misspelt(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables of the launch that mean nothing, each with the one that was probably meant.
+
+    Args:
+        env: mapping, the environment.
+    """
+    known = [f"KDIST_{name.upper()}" for name in _DEFAULTS]
+    unknown = [name for name in env if name.startswith("KDIST_") and name not in known]
+    meant = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.7) for name in unknown}
+    return {name: close[0] for name, close in meant.items() if close}
+
+
 def check(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
     """Refuses what no scope can be asked for.
 
@@ -98,6 +112,11 @@ def check(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
         StrategyError: if the strategy or a setting is unknown.
     """
     strategy = chosen["strategy"]
+    if isinstance(strategy, str) and strategy == env.get("KDIST_STRATEGY") and strategy not in WORDS:
+        raise StrategyError(
+            f"The launch asks for an unknown strategy. Received: KDIST_STRATEGY={strategy!r}. Expected one of "
+            f"{', '.join(map(repr, WORDS))}. Fix: set one of these, or unset it."
+        )
     if not isinstance(strategy, (str, AllReduce, ParameterServer, TPU)) and not hasattr(strategy, "extended"):
         raise StrategyError(
             f"`strategy` is of no known kind. Received: strategy={strategy!r} of type {type(strategy).__name__}. "
@@ -110,9 +129,10 @@ def check(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
         )
     for name, (is_fit, expected) in _FIT.items():
         if not is_fit(chosen[name]):
+            variable = f"KDIST_{name.upper()}"
+            received = f"{variable}={env[variable]!r}" if variable in env else f"{name}={chosen[name]!r}"
             raise StrategyError(
-                f"`{name}` is not understood. Received: {name}={chosen[name]!r}. Expected {expected}. Fix: give one of "
-                "these."
+                f"`{name}` is not understood. Received: {received}. Expected {expected}. Fix: give one of these."
             )
     _check_backend(env)
 

@@ -104,6 +104,8 @@ def scope(
                 yield wanted
             return
         info = cluster_info()
+        for name, meant in _arguments.misspelt(os.environ).items() if info.is_chief else ():
+            logger.warning("%s is set and means nothing to kdist; %s is what it reads", name, meant)
         choice = choice_for(wanted if isinstance(wanted, str) else wanted.word, info)
         if choice.strategy == "single":
             yield _default_strategy(info)

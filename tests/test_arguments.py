@@ -122,3 +122,17 @@ def test_what_would_be_misunderstood_is_refused(name, value):
 )
 def test_numbers_of_any_kind_are_taken(name, value):
     _arguments.check({**DEFAULTS, name: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("KDIST_STRATEGY", "horovood"), ("KDIST_SCALE_LR", "lineer"), ("KDIST_STALL_TIMEOUT", "5s")],
+)
+def test_a_launch_that_is_not_understood_is_named_as_the_launch_says_it(name, text):
+    with pytest.raises(KDistError, match=f"Received: {name}='{text}'"):
+        _arguments.check(_arguments.with_environment(DEFAULTS, {name: text}), {name: text})
+
+
+def test_a_variable_that_is_nearly_one_of_kdists_is_named():
+    env = {"KDIST_SCALE_LEARNING": "1", "KDIST_STRATGY": "mpi", "KDIST_STRATEGY": "mpi", "KDIST_TEST_CACHE": "x"}
+    assert _arguments.misspelt(env) == {"KDIST_SCALE_LEARNING": "KDIST_SCALE_LR", "KDIST_STRATGY": "KDIST_STRATEGY"}

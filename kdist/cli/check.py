@@ -23,7 +23,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         "check",
         help="smoke test under the real launcher: ranks, devices, all-reduce, a small fit",
         description="Run a smoke test on several processes, under the launcher that kdist run uses.",
-        usage="kdist check -np N [options] [SCRIPT [ARGS...]]",
+        usage="kdist check [-np N] [options] [SCRIPT [ARGS...]]",
         allow_abbrev=False,
     )
     add_launch_arguments(parser)
@@ -43,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         LaunchError: if the job cannot be started as asked.
     """
+    if not (options.np or options.hosts or options.hostfile):
+        options.np = 2
     script = options.script or ["kdist.cli.smoke"]
     if options.script:
         check_exists(script[0])

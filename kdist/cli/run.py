@@ -58,7 +58,8 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy",
         metavar="WORD",
-        help=f"how to train, and by which launcher: {', '.join(WORDS)} (sets KDIST_STRATEGY for the ranks)",
+        help=f"how to train, and by which launcher: {', '.join(each for each in WORDS if each not in PASSED_THROUGH)} "
+        "(sets KDIST_STRATEGY for the ranks)",
     )
     parser.add_argument(
         "--ps", type=int, metavar="N", help="with --strategy parameter_server: how many ranks hold variables (1)"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ from kdist.errors import LaunchError
 from kdist.launch.command import Command
 
 _GRACE = 10.0  # seconds that a launcher has to end its ranks before they are killed
+_PR_SET_PDEATHSIG = 1  # of Linux' prctl
 _REMAINDER = 2.0  # seconds that processes have to end by themselves after their launcher
 
 
@@ -34,7 +38,12 @@ def run(command: Command) -> int:
     with _stop_signals() as received:
         try:
             # A session of its own: a terminal's Ctrl-C comes here alone, and what is left of the job can be found.
-            process = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
+            process = subprocess.Popen(
+                command.argv,
+                env={**os.environ, **command.env},
+                start_new_session=True,
+                preexec_fn=functools.partial(_end_with, os.getpid()) if sys.platform == "linux" else None,
+            )
         except OSError as err:
             raise LaunchError(
                 f"The launcher does not start. Received: {err} from `{command}`. Expected a program that runs. "
@@ -48,6 +57,13 @@ def run(command: Command) -> int:
     if received:
         return 128 + received[0]
     return 128 - code if code < 0 else code
+
+
+def _end_with(parent: int) -> None:
+    """Has the kernel end this process, a job's launcher, when its parent is killed: SIGKILL leaves no time to."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it was killed just before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

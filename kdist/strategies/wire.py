@@ -86,9 +86,9 @@ class Wire:
         full = sum(_num_bytes(each) for each in gradients)
         half = sum(_num_bytes(each) * 2 // each.dtype.size for each in gradients)
         logger.info(
-            "compression=%r rounds gradients to %s: %.1f MB a step travel, not %.1f. The training is not what it is "
-            "without, to rounding.",
-            self._compression, HALVES[self._compression].name, half / 1e6, full / 1e6,
+            "compression=%r: %s bytes of gradients travel in a step, not %s, rounded to %s: results are near those "
+            "without it, not equal",
+            self._compression, f"{half:,}", f"{full:,}", HALVES[self._compression].name,
         )  # fmt: skip
 
 

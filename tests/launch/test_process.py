@@ -94,3 +94,10 @@ def test_a_launcher_that_was_killed_leaves_no_ranks(job):
     os.kill(int(children[0]), signal.SIGKILL)
     assert running.wait(30) == 128 + 9
     assert wait_for(lambda: not any(map(alive, pids)), 10)
+
+
+@pytest.mark.timeout(120)
+def test_kdist_run_that_was_killed_leaves_no_ranks(job):
+    running, pids = job
+    running.kill()
+    assert wait_for(lambda: not any(map(alive, pids)), 20)

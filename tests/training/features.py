@@ -336,9 +336,10 @@ def gradients_of_16_bits() -> None:
                 float(np.max(np.abs(one - other)) / np.max(np.abs(one)))
                 for one, other in zip(plain["weights"], ours["weights"], strict=True)
             )
-    assert 1e-7 < errors["fp16"] < 2.0**-11, errors
-    assert errors["fp16"] < errors["bf16"] < 2.0**-7, errors
-    told = [each for each in said if "rounds gradients to" in each]
+    # Each gradient is rounded twice.
+    assert 1e-7 < errors["fp16"] < 2 * 2.0**-11, errors
+    assert errors["fp16"] < errors["bf16"] < 2 * 2.0**-8, errors
+    told = [each for each in said if "rounded to" in each]
     assert len(told) == (2 if kdist.is_chief() else 0), said
 
 
