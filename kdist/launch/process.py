@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import signal
@@ -11,13 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kdist.errors import LaunchError
 from kdist.launch.command import Command
 
 _GRACE = 10.0  # seconds that a launcher has to end its ranks before they are killed
-_PR_SET_PDEATHSIG = 1  # of Linux' prctl
 _REMAINDER = 2.0  # seconds that processes have to end by themselves after their launcher
 
 
@@ -35,50 +33,66 @@ def run(command: Command) -> int:
     Raises:
         LaunchError: if the launcher cannot be started.
     """
-    with _stop_signals() as received:
+    with _stop_signals() as received, _guard() as watch:
         try:
             # A session of its own: a terminal's Ctrl-C comes here alone, and what is left of the job can be found.
-            process = subprocess.Popen(
-                command.argv,
-                env={**os.environ, **command.env},
-                start_new_session=True,
-                preexec_fn=functools.partial(_end_with, os.getpid()) if sys.platform == "linux" else None,
-            )
+            process = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
         except OSError as err:
             raise LaunchError(
                 f"The launcher does not start. Received: {err} from `{command}`. Expected a program that runs. "
                 "Fix: check that it is installed and executable; `kdist env` shows which one is used."
             ) from err
         try:
+            watch(process.pid)
             while process.poll() is None and not received:
                 _wait(process, 0.5)
         finally:
-            code = _end(process)
+            end_session(process.pid)
+            code = process.wait()
     if received:
         return 128 + received[0]
     return 128 - code if code < 0 else code
 
 
-def _end_with(parent: int) -> None:
-    """Has the kernel end this process, a job's launcher, when its parent is killed: SIGKILL leaves no time to."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it was killed just before
-        os.kill(os.getpid(), signal.SIGTERM)
+@contextlib.contextmanager
+def _guard() -> Iterator[Callable[[int], None]]:
+    """Gives the function that has a process of its own end a job, should this one be killed: SIGKILL leaves no time."""
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "kdist.launch.guard"], stdin=subprocess.PIPE, start_new_session=True, text=True
+    )
+    try:
+        yield functools.partial(_tell, guard)
+    finally:
+        guard.communicate("ended\n")
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Ends what is left of the job, first by the launcher, then by force; returns the launcher's code."""
-    if process.poll() is None:
+def _tell(guard: subprocess.Popen[str], leader: int) -> None:
+    if guard.stdin is not None:
+        guard.stdin.write(f"{leader}\n")
+        guard.stdin.flush()
+
+
+def end_session(leader: int) -> None:
+    """Ends what is left of a job, first by its launcher, then by force.
+
+    Args:
+        leader: int, the launcher's process id, which is that of the job's session.
+    """
+    if leader in _session(leader):
         # Not SIGINT, which Hydra only passes on to ranks that may be deep in MPI.
-        process.terminate()
-        _wait(process, _GRACE)
-    deadline = time.monotonic() + _REMAINDER
-    while (left := _session(process.pid)) and process.poll() is not None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in left:
+        os.kill(leader, signal.SIGTERM)
+        _until(lambda: leader not in _session(leader), _GRACE)
+    if leader not in _session(leader):
+        _until(lambda: not _session(leader), _REMAINDER)
+    for pid in _session(leader):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return process.wait()
+
+
+def _until(is_over: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_over() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
