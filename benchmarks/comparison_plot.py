@@ -7,7 +7,8 @@ from typing import Any
 
 from contenders import CONTENDERS
 from models import MODELS
-from throughputs import Throughputs, quartiles
+from quartiles import quartiles
+from throughputs import Throughputs
 
 INK, GRID = "#2b2b3a", "#e3e6ea"
 # kdist is blue. The others have Okabe and Ito's palette without its blues: colour-blind readers can tell them apart.

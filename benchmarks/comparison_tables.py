@@ -7,7 +7,8 @@ from typing import Any
 
 from contenders import CONTENDERS
 from models import MODELS
-from throughputs import Throughputs, quartiles
+from quartiles import quartiles
+from throughputs import Throughputs
 
 HEAD = """\
 # kdist and its peers

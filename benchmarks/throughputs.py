@@ -48,11 +48,3 @@ class Throughputs:
         """Returns the contender of the highest median efficiency; `""` if none has any."""
         measured = [name for name in names if self.efficiencies(name, model)]
         return max(measured, key=lambda name: statistics.median(self.efficiencies(name, model)), default="")
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the lower quartile, the median and the upper quartile of one value or more."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         LaunchError: if the job cannot be started as asked.
     """
-    if not (options.np or options.hosts or options.hostfile):
+    if options.np is None and not (options.hosts or options.hostfile):
         options.np = 2
     script = options.script or ["kdist.cli.smoke"]
     if options.script:

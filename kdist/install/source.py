@@ -1,10 +1,11 @@
-"""Horovod's source distribution: got from the package index, checked, and changed in the one place where it must be."""
+"""Horovod's source distribution: got from the package index, checked, and changed in the places where it must be."""
 
 from __future__ import annotations
 
 import os
 import tarfile
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kdist.errors import InstallError
 from kdist.install import programs
@@ -12,9 +13,37 @@ from kdist.install import programs
 SHA256 = {"0.28.1": "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"}
 """The versions that are known, each with the SHA-256 of its source distribution."""
 
-# It includes XLA headers that TensorFlow no longer ships. Only HOROVOD_ENABLE_XLA_OPS=1 uses it.
-_LEFT_OUT = "xla_mpi_ops.cc"
-_LISTED_IN = ("horovod", "tensorflow", "CMakeLists.txt")
+REVISION = 2
+"""The number of the set of changes below: a wheel that was kept with another is not taken."""
+
+
+class Change(NamedTuple):
+    """A line of Horovod's source that is written otherwise.
+
+    Attributes:
+        path: tuple of str, the file, from the directory with `setup.py`.
+        mark: str, what that one line of it contains.
+        old: str, what of the line is written otherwise; `""` for a line that is left out.
+        new: str.
+    """
+
+    path: tuple[str, ...]
+    mark: str
+    old: str = ""
+    new: str = ""
+
+
+CHANGES = (
+    # It includes XLA headers that TensorFlow no longer ships. Only HOROVOD_ENABLE_XLA_OPS=1 uses it.
+    Change(("horovod", "tensorflow", "CMakeLists.txt"), "xla_mpi_ops.cc"),
+    # What horovodrun says to mpirun: Open MPI 5 takes `-bind-to` for the program to run. MPICH reads both.
+    Change(
+        ("horovod", "runner", "mpi_run.py"),
+        "_NO_BINDING_ARGS = ",
+        "['-bind-to none', '-map-by slot']",
+        "['--bind-to none', '--map-by slot']",
+    ),
+)
 
 
 def get(version: str, directory: str, run: Callable[[list[str]], str] = programs.run) -> str:
@@ -42,7 +71,8 @@ def get(version: str, directory: str, run: Callable[[list[str]], str] = programs
         tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
         tar.extractall(directory)
     source = os.path.join(directory, f"horovod-{version}")
-    _leave_out_xla(source)
+    for change in CHANGES:
+        _apply(change, source)
     return source
 
 
@@ -60,19 +90,20 @@ def requirement(version: str) -> str:
     return f"horovod=={version} --hash=sha256:{SHA256[version]}\n"
 
 
-def _leave_out_xla(source: str) -> None:
-    """Takes the file that current TensorFlow cannot compile out of what is built."""
-    path = os.path.join(source, *_LISTED_IN)
+def _apply(change: Change, source: str) -> None:
+    path = os.path.join(source, *change.path)
     try:
         with open(path) as file:
             lines = file.readlines()
     except OSError as err:
         raise InstallError(f"Horovod's source is not as known. Received: {err}. Expected {path}.") from err
-    kept = [line for line in lines if _LEFT_OUT not in line]
-    if len(kept) != len(lines) - 1:
+    found = [number for number, line in enumerate(lines) if change.mark in line and change.old in line]
+    if len(found) != 1:
         raise InstallError(
-            f"Horovod's source is not as known. Received: {len(lines) - len(kept)} lines of {path} that name "
-            f"{_LEFT_OUT}. Expected one. Fix: choose a version that `kdist install-horovod --help` names."
+            f"Horovod's source is not as known. Received: {len(found)} lines of {path} that say "
+            f"{change.mark}{change.old}. Expected one. Fix: choose a version that `kdist install-horovod --help` names."
         )
+    [number] = found
+    lines[number] = lines[number].replace(change.old, change.new) if change.old else ""
     with open(path, "w") as file:
-        file.writelines(kept)
+        file.writelines(lines)

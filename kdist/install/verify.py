@@ -26,10 +26,11 @@ def verify(*, with_mpi: bool) -> None:
         LaunchError: if they cannot be started.
     """
     search_path = os.environ.get("PATH", "")
-    _run("Gloo", horovodrun.build(horovodrun.find(sys.executable, search_path), _PROGRAM, np=_RANKS))
+    start = (horovodrun.find(sys.executable, search_path), "-np", str(_RANKS))  # as a user starts it
+    _run("Gloo", Command((*start, "--gloo", *_PROGRAM)))
     if with_mpi:
-        found = mpirun.find(sys.executable, search_path)
-        _run("MPI", mpirun.build(found, _PROGRAM, np=_RANKS, root=os.geteuid() == 0, oversubscribe=True))
+        directory = os.path.dirname(mpirun.find(sys.executable, search_path).path)
+        _run("MPI", Command((*start, "--mpi", *_PROGRAM), {"PATH": os.pathsep.join([directory, search_path])}))
 
 
 def _run(controller: str, command: Command) -> None:

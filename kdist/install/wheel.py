@@ -38,8 +38,9 @@ class Recipe:
 
     @property
     def label(self) -> str:
-        """What distinguishes the wheel from others of the same version: a local version, as `"tf2.21.0.gloo"`."""
-        parts = [f"tf{self.tensorflow}", self.mpi or "gloo", *([self.gpu_operations] if self.gpu_operations else [])]
+        """What distinguishes the wheel from others of its version: a local version, as `"tf2.21.0.gloo.kdist2"`."""
+        gpus = [self.gpu_operations] if self.gpu_operations else []
+        parts = [f"tf{self.tensorflow}", self.mpi or "gloo", *gpus, f"kdist{source.REVISION}"]
         return re.sub(r"[^a-z0-9]+", ".", ".".join(parts).lower()).strip(".")
 
     @property

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +25,7 @@ from kdist.training import _keras_internals as internals
 from kdist.training import saving, state
 from kdist.training.arguments import comparable, like, named_arguments
 from kdist.training.callback_list import replicated_callbacks
-from kdist.training.compiled_step import compiled_step
+from kdist.training.compiled_step import CompiledSteps
 from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
 from kdist.training.learning_rate import EffectiveRate, EffectiveRates
 from kdist.training.logs import measured_logs
@@ -37,8 +36,6 @@ from kdist.training.requests import Requests
 from kdist.training.settings import Settings
 from kdist.training.sources import describe_source, has_fixed_shapes, holds_random_state, make_source, split_batch
 from kdist.training.step import Step, TrainStep
-
-logger = logging.getLogger("kdist")
 
 
 def replicate(model: keras.Model, strategy: AllReduceStrategy, settings: Settings) -> None:
@@ -82,8 +79,7 @@ class ReplicatedModel:
         self._holds_random_state = False
         self._random_state = ""  # as it was when the outermost verb began: a generator may have drawn from it since
         self._num_sources = 0
-        self._compiled_config: Any = None  # of the `compile` that asked for jit_compile
-        self._not_compiled: set[str] = set()
+        self._compiled_steps = CompiledSteps(model, self.engine)
         self._on_batch_ready: set[tuple[str, int]] = set()
         self.requests = Requests(self.engine)
         self._wire = Wire(self.engine, compression=settings.compression, bucket_mb=settings.bucket_mb)
@@ -128,7 +124,7 @@ class ReplicatedModel:
             self.agree()  # a callback may have loaded weights on this rank
         given = named_arguments(inspect.signature(original).bind(*args, **kwargs))
         state.check_agreement(self.engine, f"the arguments of {name}", comparable(given))
-        self._without_jit()
+        self._compiled_steps.take_over()
         if name == "fit":
             self.training_data = None
         with (
@@ -148,7 +144,7 @@ class ReplicatedModel:
         key = (name, id(getattr(self.model, "optimizer", None)))
         if key not in self._on_batch_ready:
             self._agree_random_state()
-            self._without_jit()
+            self._compiled_steps.take_over()
             if name == "predict_on_batch":  # the others enter when Keras builds the model; here it does not
                 built = self.model.built
                 state.check_agreement(self.engine, f"the model given to {name}", {"whether it is built": built})
@@ -177,30 +173,6 @@ class ReplicatedModel:
             yield
         finally:
             self._verbs.pop()
-
-    def _without_jit(self) -> None:
-        """Keeps Keras from compiling the whole step, in which no message can be sent: see `compiled_step`."""
-        if self.model.jit_compile:
-            self.model.jit_compile = False
-            self._compiled_config = self.model._compile_config
-
-    def _compiles(self, name: str) -> bool:
-        """Whether XLA is to compile a step, and can."""
-        model = self.model
-        if self._compiled_config is None or model._compile_config is not self._compiled_config or model.run_eagerly:
-            return False
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            self._say_not_compiled(f"it has a {name} of its own, in which XLA would compile the update as well")
-            return False
-        if "_kdist_step_wrappers" in model.__dict__:
-            self._say_not_compiled("callbacks look into its training step, which XLA cannot compile")
-            return False
-        return True
-
-    def _say_not_compiled(self, why: str) -> None:
-        if why not in self._not_compiled and self.engine.rank == 0:
-            logger.warning("jit_compile=True is off for this model: %s.", why)
-        self._not_compiled.add(why)
 
     # Data.
 
@@ -380,16 +352,7 @@ class ReplicatedModel:
             return measured_logs(lambda: self._original(name)(step.data), flat_metrics(model), step)
 
         with step.running(model), tf.control_dependencies(arrived):
-            logged = None
-            if self._compiles(name):
-                optimizer = model.optimizer if name == "train_step" else None
-                logged = compiled_step(run, step, optimizer, self.engine)
-                if logged is None:
-                    self._say_not_compiled(
-                        "its loss or its layers send messages before the gradients are there, as masks and "
-                        "synchronised batch normalisation do"
-                    )
-            logs, results = run() if logged is None else logged
+            logs, results = self._compiled_steps.run(name, step, run)
         self._results[name] = results
 
         def undo() -> None:

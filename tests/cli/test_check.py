@@ -22,3 +22,9 @@ def test_a_script_of_ones_own_that_fails(tmp_path):
     done = spmd.execute([*COMMAND, str(tmp_path / "mine.py")], timeout=60)
     assert done.returncode == 5
     assert "kdist check: failed with exit code 5" in done.output
+
+
+def test_no_ranks_are_refused_not_taken_for_two():
+    done = spmd.execute([*COMMAND[:-1], "0"], timeout=60)
+    assert done.returncode == 2
+    assert "Received: -np 0" in done.output

@@ -105,9 +105,7 @@ def _horovodrun_gloo(python: str, ranks: int) -> list[str]:
 
 
 def _horovodrun_mpi(python: str, ranks: int) -> list[str]:
-    # The binding is named, as Open MPI 5 does not take Horovod's way to write it.
-    binding = "--binding-args=--bind-to none --map-by slot"
-    line = [python, _beside(python, "horovodrun"), "-np", str(ranks), "--mpi", binding]
+    line = [python, _beside(python, "horovodrun"), "-np", str(ranks), "--mpi"]
     # horovodrun looks for mpirun on the path.
     return ["env", f"PATH={Path(python).parent}:{os.environ.get('PATH', '')}", *line]
 

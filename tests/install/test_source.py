@@ -1,4 +1,4 @@
-"""Horovod's source: its hash, and the one change."""
+"""Horovod's source: its hash, and the changes."""
 
 import pytest
 
@@ -13,23 +13,34 @@ def test_a_version_is_pinned_by_its_hash():
         source.requirement("0.1")
 
 
-@pytest.fixture
-def listing(tmp_path):
-    path = tmp_path / "horovod" / "tensorflow" / "CMakeLists.txt"
-    path.parent.mkdir(parents=True)
-    return path
+XLA, BINDING = source.CHANGES
 
 
-def test_the_file_that_does_not_compile_is_left_out(listing, tmp_path):
+def test_the_file_that_does_not_compile_is_left_out(tmp_path):
     kept = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/mpi_ops.cc")\n'
-    listing.write_text(kept + kept.replace("mpi_ops", "xla_mpi_ops"))
-    source._leave_out_xla(str(tmp_path))
+    listing = written(tmp_path, XLA, kept + kept.replace("mpi_ops", "xla_mpi_ops"))
+    source._apply(XLA, str(tmp_path))
     assert listing.read_text() == kept
 
 
-@pytest.mark.parametrize("text", ["", "xla_mpi_ops.cc\nxla_mpi_ops.cc\n", None])
-def test_another_source_than_expected_is_refused(listing, tmp_path, text):
+def test_open_mpis_options_are_written_as_it_reads_them(tmp_path):
+    before = "# No process binding args\n_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']\nx = _NO_BINDING_ARGS\n"
+    code = written(tmp_path, BINDING, before)
+    source._apply(BINDING, str(tmp_path))
+    assert code.read_text() == before.replace("'-", "'--")
+
+
+@pytest.mark.parametrize("change", source.CHANGES)
+@pytest.mark.parametrize("text", ["", "{0}\n{0}\n", None])
+def test_another_source_than_expected_is_refused(tmp_path, change, text):
     if text is not None:
-        listing.write_text(text)
+        written(tmp_path, change, text.format(change.mark + change.old))
     with pytest.raises(InstallError, match="not as known"):
-        source._leave_out_xla(str(tmp_path))
+        source._apply(change, str(tmp_path))
+
+
+def written(tmp_path, change, text):
+    path = tmp_path.joinpath(*change.path)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return path

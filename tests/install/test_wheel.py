@@ -16,11 +16,11 @@ TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 @pytest.mark.parametrize(
     ("recipe", "version"),
     [
-        (WITH_MPI, "0.28.1+tf2.21.0.openmpi5.0.11"),
-        (Recipe("0.28.1", "2.21.0", None), "0.28.1+tf2.21.0.gloo"),
+        (WITH_MPI, "0.28.1+tf2.21.0.openmpi5.0.11.kdist2"),
+        (Recipe("0.28.1", "2.21.0", None), "0.28.1+tf2.21.0.gloo.kdist2"),
         (
             Recipe("0.28.1", "2.21.0rc1", "intelmpi2021.9 Update 1", "NCCL"),
-            "0.28.1+tf2.21.0rc1.intelmpi2021.9.update.1.nccl",
+            "0.28.1+tf2.21.0rc1.intelmpi2021.9.update.1.nccl.kdist2",
         ),
     ],
 )
@@ -29,7 +29,7 @@ def test_a_wheels_version_says_what_it_was_built_for(recipe, version):
 
 
 def test_only_a_wheel_for_the_same_is_taken(tmp_path):
-    others = ["0.28.1", "0.28.1+tf2.20.0.openmpi5.0.11", "0.28.1+tf2.21.0.gloo"]
+    others = ["0.28.1", "0.28.1+tf2.20.0.openmpi5.0.11.kdist2", "0.28.1+tf2.21.0.openmpi5.0.11"]
     for name in [*(f"horovod-{v}-{TAG}-{TAG}-linux_x86_64.whl" for v in others), "horovod-0.28.1.tar.gz"]:
         (tmp_path / name).touch()
     (tmp_path / f"horovod-{WITH_MPI.full_version}-cp27-cp27-linux_x86_64.whl").touch()

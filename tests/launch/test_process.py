@@ -1,5 +1,6 @@
 """A job as a child: its code, its end on signals, and nothing left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from kdist.errors import LaunchError
 from kdist.launch import process
 from kdist.launch.command import Command
+from tests.helpers import needs, spmd
 
 ROOT = Path(__file__).parents[2]
 # Ranks that would stay for long: one deep in MPI, where Python's signal handlers do not run.
@@ -21,6 +23,12 @@ from mpi4py import MPI
 world = MPI.COMM_WORLD
 with open(os.path.join(sys.argv[1], f"pid{world.rank}"), "w") as file: file.write(f"{os.getpid()}\\n")
 if world.rank == 0: world.Barrier()
+time.sleep(300)
+"""
+# The same without MPI.
+WAIT = """
+import os, sys, time
+with open(os.path.join(sys.argv[1], f"pid{os.getpid()}"), "w") as file: file.write(f"{os.getpid()}\\n")
 time.sleep(300)
 """
 
@@ -53,20 +61,30 @@ def wait_for(condition, seconds):
     return condition()
 
 
-@pytest.fixture
-def job(tmp_path):
-    """`kdist run` with two ranks that stay, and their process ids."""
-    (tmp_path / "stay.py").write_text(STAY)
-    command = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2", str(tmp_path / "stay.py"), str(tmp_path)]
+@contextlib.contextmanager
+def started(tmp_path, script, *options):
+    """Gives `kdist run` with two ranks that stay, and their process ids."""
+    (tmp_path / "stay.py").write_text(script)
+    command = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2", *options]
     with open(tmp_path / "output", "w") as output:
         running = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True, stdin=subprocess.DEVNULL
+            [*command, str(tmp_path / "stay.py"), str(tmp_path)],
+            env={**os.environ, **spmd.RANK_ENVIRONMENT},
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
         )
-    files = [tmp_path / "pid0", tmp_path / "pid1"]
     pids = []
+
+    def found():
+        files = sorted(tmp_path.glob("pid*"))
+        pids[:] = [int(file.read_text()) for file in files if file.read_text().endswith("\n")]
+        return len(pids) == 2
+
     try:
-        assert wait_for(lambda: all(f.exists() and f.read_text().endswith("\n") for f in files), 60)
-        pids = [int(file.read_text()) for file in files]
+        assert wait_for(found, 60), (tmp_path / "output").read_text()
         time.sleep(0.5)
         yield running, pids
     finally:
@@ -74,6 +92,12 @@ def job(tmp_path):
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
         running.wait()
+
+
+@pytest.fixture
+def job(tmp_path):
+    with started(tmp_path, STAY) as (running, pids):
+        yield running, pids
 
 
 @pytest.mark.timeout(120)
@@ -91,13 +115,23 @@ def test_a_signal_ends_all_ranks(job, number, code, tmp_path):
 def test_a_launcher_that_was_killed_leaves_no_ranks(job):
     running, pids = job
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    os.kill(int(children[0]), signal.SIGKILL)
+    launcher, *_ = [pid for pid in children if b"kdist.launch.guard" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(int(launcher), signal.SIGKILL)
     assert running.wait(30) == 128 + 9
     assert wait_for(lambda: not any(map(alive, pids)), 10)
 
 
 @pytest.mark.timeout(120)
-def test_kdist_run_that_was_killed_leaves_no_ranks(job):
+def test_kdist_run_that_was_killed_leaves_no_ranks(job, tmp_path):
     running, pids = job
     running.kill()
     assert wait_for(lambda: not any(map(alive, pids)), 20)
+    assert "`kdist run` was killed" in (tmp_path / "output").read_text()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("strategy", [pytest.param("horovod", marks=needs.horovod), "collective"])
+def test_so_it_is_under_other_launchers(tmp_path, strategy):
+    with started(tmp_path, WAIT, "--strategy", strategy) as (running, pids):
+        running.kill()
+        assert wait_for(lambda: not any(map(alive, pids)), 20)

@@ -308,6 +308,29 @@ def gradients_in_several_messages() -> None:
         model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.1), "mse")
         return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
 
+    def messages(bucket_mb: float | None) -> int:
+        """Returns how many a step sends, as it is traced."""
+        engine, sent = open_engine(kdist.cluster_info()), 0
+        fresh()
+        with kdist.scope(kdist.AllReduce(bucket_mb=bucket_mb), scale_lr=None):
+            model = mlp()
+            model.compile("sgd", "mse")
+            allreduce = engine.allreduce
+
+            def counted(tensors: Any) -> Any:
+                nonlocal sent
+                sent += not tf.executing_eagerly()
+                return allreduce(tensors)
+
+            engine.__dict__["allreduce"] = counted
+            try:
+                model.fit(*rows("even"), batch_size=BATCH, verbose=0)
+            finally:
+                del engine.__dict__["allreduce"]
+        return sent
+
+    assert messages(None) == 1
+    assert messages(1e-6) == len(mlp().trainable_variables)
     both(script, strategy=kdist.AllReduce(bucket_mb=1e-4), rtol=1e-9 if keras.__version__ >= "3.13" else 1e-6)
     simple(lambda: {"run_eagerly": True}, scope={"strategy": kdist.AllReduce(bucket_mb=1e-4)})
 

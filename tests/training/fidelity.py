@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,11 +142,16 @@ def of_the_chief(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Returns what `run` returns on rank 0, which runs it from a fresh state, on all ranks: they share few cores."""
     engine = open_engine(kdist.cluster_info())
     with tempfile.NamedTemporaryFile() as file:
+        name = Path(engine.broadcast_object(file.name))
+        written = Path(f"{name}.written")
         if engine.rank == 0:
             fresh()
             pickle.dump(keras.tree.map_structure(np.asarray, run()), file)
             file.flush()
-        plain = pickle.loads(Path(engine.broadcast_object(file.name)).read_bytes())
+            written.touch()
+        while not written.exists():  # not in a collective: MPI would burn a core
+            time.sleep(0.005)
+        plain = pickle.loads(name.read_bytes())
         engine.barrier()
     return plain
 
