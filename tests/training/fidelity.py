@@ -114,6 +114,10 @@ def outcome(model: keras.Model, history: Any = None, **more: Any) -> dict[str, A
     }
 
 
+def fit_alone(model: keras.Model, data: dict[str, Any], **fit: Any) -> dict[str, Any]:
+    return outcome(model, model.fit(**data, epochs=2, verbose=0, **fit))
+
+
 def fit_evaluate_predict(
     model: keras.Model, data: dict[str, Any], x: Any, y: Any, batch: int, **fit: Any
 ) -> dict[str, Any]:
