@@ -25,7 +25,8 @@ class BackupAndRestore(Backup):
     Keras' own `BackupAndRestore`, given to `fit` in a scope of several ranks, does the same.
 
     Args:
-        backup_dir: str or path, a directory of this training's own.
+        backup_dir: str or path, a directory of this training's own. While another process uses it, this one waits,
+            for half a minute.
         save_freq: `"epoch"`, or an int: after how many steps of the job to save.
         double_checkpoint: bool, as in Keras; the one before the newest is always kept.
         delete_checkpoint: bool, whether the checkpoints are deleted when `fit` has ended.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kdist._process import choice_for
+from kdist.cli.quiet_import import import_quietly
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import KDistError
@@ -96,6 +97,7 @@ def _settings(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} (those that this process may use)"
     try:
+        import_quietly("tensorflow", "keras")
         import keras
         import tensorflow as tf
     except ImportError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: the script's own, or 2 if it could not be started.
     """
     options = make_parser().parse_args(argv)
+    logging.basicConfig(format="kdist: %(message)s")
     try:
         return options.verb(options)
     except KDistError as error:

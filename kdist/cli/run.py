@@ -141,7 +141,13 @@ def build(options: argparse.Namespace, program: Sequence[str]) -> Command:
         raise LaunchError(
             "No number of ranks. Received: neither -np nor hosts. Expected -np N. Fix: kdist run -np 2 train.py"
         )
-    env = {} if options.strategy is None else {"KDIST_STRATEGY": _known(options.strategy)}
+    asked, variable = options.strategy, os.environ.get("KDIST_STRATEGY")
+    if asked is not None and variable not in (None, asked):
+        raise LaunchError(
+            f"Two strategies. Received: --strategy {asked} and KDIST_STRATEGY={variable}. Expected one. Fix: leave out "
+            "--strategy, or unset KDIST_STRATEGY."
+        )
+    env = {} if asked is None else {"KDIST_STRATEGY": _known(asked)}
     job = _Job(
         program=program,
         np=np,

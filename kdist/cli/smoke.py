@@ -12,6 +12,7 @@ import numpy as np
 
 import kdist
 from kdist._process import open_engine
+from kdist.cli.quiet_import import import_quietly
 from kdist.engines.engine import Engine
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def main() -> int:
     Returns:
         0 if the ranks trained as one process does, else 1.
     """
+    import_quietly("tensorflow", "keras")
     with kdist.scope(scale_lr=None):
         engine = open_engine(kdist.cluster_info())
         _report_ranks(engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -16,11 +17,16 @@ import tensorflow as tf
 from kdist._tf_internals import abort_collectives
 from kdist.engines import arguments, flat, fusion, rendezvous, slices
 from kdist.engines.engine import Engine
+from kdist.engines.in_turn import InTurn
 from kdist.engines.progress import Progress
+from kdist.engines.shared_memory import FAILURE, SharedMemory
 from kdist.errors import EngineError
 
 LANES = 8
 """How many collectives may be under way at once."""
+
+_SHARED_BYTES = 1 << 16
+"""From which size on sums go through memory that all ranks share, where there is such: it takes Python in the graph."""
 
 _LAST_WORDS = 0.1  # seconds that a rank stays after the last collective, whose answers may not have left yet
 _CODES = {tf.float32: 0, tf.float64: 1, tf.int32: 2, tf.int64: 3}
@@ -59,6 +65,8 @@ class CollectiveEngine(Engine):
             for no limit. A rank that has died is noticed without it, at once.
         abort: function of an exit code that ends all ranks, where a launcher offers one; by default the others notice
             that this one has ended.
+        share_memory: bool, whether large sums of ranks that are on one host go through memory that they share, which is
+            several times faster than any network.
 
     Raises:
         EngineError: if the server does not start, TensorFlow was used before, or a rank does not appear in time.
@@ -78,6 +86,7 @@ class CollectiveEngine(Engine):
         start_timeout: float = 600.0,
         timeout: float | None = None,
         abort: Callable[[int], NoReturn] | None = None,
+        share_memory: bool = True,
     ) -> None:
         self.addresses = tuple(addresses)
         self.rank = rank
@@ -102,6 +111,10 @@ class CollectiveEngine(Engine):
             with tf.device("GPU:0"):
                 self._gpu_lane = _Lane(1 + LANES, "GPU:0", "nccl", tf.Variable(0.0, trainable=False))
         self._timeout = timeout or 0.0
+        self._in_turn = InTurn("kdist_collective_order")
+        self._memory: SharedMemory | None = None
+        if share_memory and self.size > 1 and self.local_size == self.size and self._gpu_lane is None:
+            self._memory = SharedMemory.open(rank, self.size, self.gather_objects, timeout)
         if self.size > 1:
             # One each is enough: a rank whose collectives are aborted fails those of the others.
             after = (rank + 1) % self.size
@@ -193,7 +206,7 @@ class CollectiveEngine(Engine):
                 self.check_allowed()
             except EngineError as refusal:
                 return refusal
-        if not isinstance(error, tf.errors.OpError) or "ollective" not in text:
+        if not isinstance(error, (tf.errors.OpError, EngineError)) or "ollective" not in text:
             return None
         fix = "look for a branch, a shape, a dtype or a number of steps that depends on the rank"
         if gone := rendezvous.unreachable(self.addresses, self.rank):
@@ -203,7 +216,8 @@ class CollectiveEngine(Engine):
             what = f"no answer within {self._timeout:g} s"
             fix = f"look for a rank that stands still; {fix}"
         else:
-            what = (text.partition("Collective ops is aborted by: ")[2] or text).strip()
+            told = (text.partition(before)[2] for before in (FAILURE, "Collective ops is aborted by: "))
+            what = next(filter(None, told), text).strip().partition("\n")[0]
         return EngineError(
             f"A collective failed on rank {self.rank} of {self.size}. Received: {what}. Expected: every rank "
             f"calls the same collectives in the same order, with equal shapes and dtypes. Fix: {fix}."
@@ -230,7 +244,7 @@ class CollectiveEngine(Engine):
             self.activity.begin(kind, [(each.dtype.name, tuple(each.shape)) for each in sent], len(fixed))
             try:
                 yield lambda results: None
-            except tf.errors.OpError as error:
+            except (tf.errors.OpError, EngineError) as error:
                 explained = self.explain(error)
                 if explained is None:
                     raise
@@ -254,8 +268,10 @@ class CollectiveEngine(Engine):
         return sums
 
     def _sum_buffers(self, buffers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums buffers of known size in pieces, each in the next lane."""
+        """Sums buffers of known size: in shared memory, or in pieces, each in the next lane."""
         count, sums = 0, []
+        if self._memory is not None and sum(flat.size(each) * each.dtype.size for each in buffers) >= _SHARED_BYTES:
+            return self._sum_in_memory(self._memory, buffers)
         if tf.executing_eagerly() and sum(len(self._cut(buffer)) for buffer in buffers) > 1:
             # As a function, for eagerly one op waits for the other.
             key = tuple((buffer.dtype, flat.size(buffer)) for buffer in buffers)
@@ -269,6 +285,13 @@ class CollectiveEngine(Engine):
                 count += 1
             sums.append(totals[0] if len(totals) == 1 else tf.concat(totals, 0))
         return sums
+
+    def _sum_in_memory(self, memory: SharedMemory, buffers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        exchange = functools.partial(memory.sum, fusion.Recycler())
+        if tf.executing_eagerly():
+            return [tf.convert_to_tensor(each) for each in exchange(*map(flat.to_array, buffers))]
+        sums = self._in_turn.call(exchange, buffers)
+        return [tf.ensure_shape(total, buffer.shape) for total, buffer in zip(sums, buffers, strict=True)]
 
     def _cut(self, buffer: tf.Tensor) -> list[tuple[int, int]]:
         """Returns where the pieces of a buffer begin and end."""

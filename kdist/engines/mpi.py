@@ -21,6 +21,7 @@ import tensorflow as tf
 from kdist.engines import arguments, flat, fusion, slices
 from kdist.engines.engine import Engine
 from kdist.engines.fusion import Array
+from kdist.engines.in_turn import InTurn
 from kdist.errors import EngineError, EngineNotFoundError
 
 _LOG = logging.getLogger("kdist")
@@ -98,7 +99,7 @@ class MPIEngine(Engine):
             )
         self._comm = self._mpi.COMM_WORLD.Dup() if communicator is None else communicator
         self._one_at_a_time = threading.Lock()
-        self._of_thread = threading.local()
+        self._in_turn = InTurn("kdist_mpi_order")
         self.seconds: float = 0.0
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
@@ -201,39 +202,13 @@ class MPIEngine(Engine):
         return results
 
     def _when_run(self, call: _Call, exchange: _Exchange, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Makes the exchange a part of the graph, in program order: branches and loops of it included.
-
-        TensorFlow keeps the order of what has no variable among its inputs, and of what has the same; a branch that
-        uses some variable of the model's is neither. So all exchanges use one.
-        """
         self.check_allowed()
-        turn = self._order.read_value()
-        with tf.control_dependencies([turn]):
-            results = tf.numpy_function(
-                functools.partial(self._exchange, call, exchange),
-                tensors,
-                [tensor.dtype for tensor in tensors],
-                stateful=True,
-            )
-        with tf.control_dependencies(results if tensors else [results]):
-            self._order.assign(turn)
-        return results
-
-    @functools.cached_property
-    def _order(self) -> tf.Variable:
-        """What all exchanges in graphs read before and write after; made late, for the engine comes before GPUs."""
-        with tf.init_scope(), tf.device("CPU:0"):
-            return tf.Variable(0, trainable=False, name="kdist_mpi_order")
+        return self._in_turn.call(functools.partial(self._exchange, call, exchange), tensors)
 
     def _exchange(self, call: _Call, exchange: _Exchange, *arrays: Array) -> list[Array]:
-        """Runs the NumPy side of a collective.
-
-        The arrays may be TensorFlow's own memory, and TensorFlow may take over the results' memory: what comes
-        in is never written to, and what goes out is never used again.
-        """
+        """Runs the NumPy side of a collective."""
         self.check_allowed()
         started = time.perf_counter()
-        self._stay_a_python_thread()
         try:
             with self._one_at_a_time:
                 sent = [(array.dtype, array.shape) for array in arrays] if call.sent is None else call.sent
@@ -248,15 +223,6 @@ class MPIEngine(Engine):
         finally:
             self.activity.end()
             self.seconds += time.perf_counter() - started
-
-    def _stay_a_python_thread(self) -> None:
-        """Keeps what Python knows of this thread, which is TensorFlow's: making it anew costs a tenth of a message.
-
-        One state a thread stays until the process ends. For a thread of Python's own nothing changes.
-        """
-        if not hasattr(self._of_thread, "stays"):
-            self._of_thread.stays = True
-            ctypes.pythonapi.PyGILState_Ensure()
 
     def _sum_and_gather(self, dense: int, memory: fusion.Recycler, arrays: Sequence[Array]) -> list[Array]:
         return [*self._sum_arrays(arrays[:dense], memory), *self._gather_arrays(arrays[dense:])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 
 from kdist.errors import LaunchError
 from kdist.launch.command import Command
+
+_LOG = logging.getLogger("kdist")
 
 _GRACE = 10.0  # seconds that a launcher has to end its ranks before they are killed
 _REMAINDER = 2.0  # seconds that processes have to end by themselves after their launcher
@@ -50,6 +53,7 @@ def run(command: Command) -> int:
             end_session(process.pid)
             code = process.wait()
     if received:
+        _LOG.warning("%s: the job is ended", signal.Signals(received[0]).name)
         return 128 + received[0]
     return 128 - code if code < 0 else code
 

@@ -95,6 +95,7 @@ class Backup(JobWide):
         self.model._initial_epoch = None  # Keras would begin the next `fit` there too
         if self.is_chief and self.delete_checkpoint:
             self._folder.delete()
+        self._folder.claim.release()
         if self.owner is not None:
             self.owner.engine.barrier()  # whoever looks now finds it deleted
 
@@ -157,10 +158,13 @@ class Backup(JobWide):
 
         Collective: every rank must call this, in the same order.
         """
+        self._folder.claim.release()  # of a training that was interrupted
         self._folder = CheckpointFolder(self.backup_dir)
         self._epoch, self._last_batch, self._steps_since, self._saved_at = 0, -1, 0, None
         self._resumed = None
         self._random_of_fit = state.random_state() if replay.draws_in_background(self.owner) else {}
+        if self.is_chief:
+            self._folder.claim.take()
         found = self._folder.read() if self.is_chief else None
         saved = found[1] if found is not None else None
         if self.owner is not None:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kdist.errors import CheckpointError
+from kdist.training.claim import Claim
 
 logger = logging.getLogger("kdist")
 
@@ -56,6 +57,8 @@ class CheckpointFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._unreadable: set[Path] = set()
+        self.claim = Claim(self.path)
+        """`Claim`, for who writes there."""
 
     def write(self, checkpoint: Checkpoint) -> Path:
         """Writes the newest checkpoint and deletes those before its predecessor.
@@ -125,6 +128,7 @@ class CheckpointFolder:
             if path not in self._unreadable:
                 self._remove(path)
         shutil.rmtree(self.path / _BEING_DELETED, ignore_errors=True)
+        self.claim.release()
         with contextlib.suppress(OSError):
             self.path.rmdir()
 

@@ -102,9 +102,9 @@ class Pass:
         if self.staleness:
             logs |= staleness_logs(self.staleness, self._owner.dispatcher.num_workers)
             logger.info(
-                "staleness of %d updates: %s",
+                "%d updates by their staleness: %s",
                 self.staleness.total(),
-                ", ".join(f"{count} of {each}" for each, count in sorted(self.staleness.items())),
+                ", ".join(f"{each} ({count} times)" for each, count in sorted(self.staleness.items())),
             )
         return logs
 

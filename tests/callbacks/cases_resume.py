@@ -169,6 +169,10 @@ def shared_folder() -> str:
     return open_engine(kdist.cluster_info()).broadcast_object(tempfile.mkdtemp() if kdist.is_chief() else None)
 
 
+def checkpoints(folder: str) -> list[Path]:
+    return sorted(Path(folder).glob("checkpoint-*"))
+
+
 class Log(logging.Handler):
     """Notes what kdist says."""
 
@@ -224,7 +228,7 @@ def the_newest_is_damaged() -> None:
         folder = shared_folder()
         with pytest.raises(Interrupted):
             train("arrays", folder, [InterruptAt(1, 3), *others()])
-        newest = sorted(Path(folder).iterdir())[-1] if kdist.is_chief() else None
+        newest = checkpoints(folder)[-1] if kdist.is_chief() else None
         if newest is not None:
             damage(newest)
         with Log() as log:
@@ -233,7 +237,7 @@ def the_newest_is_damaged() -> None:
         if newest is not None:
             assert f"{newest} cannot be read" in log.text, log.text
             assert newest.is_dir()
-            assert len([each for each in Path(folder).iterdir() if each != newest]) == 2
+            assert len([each for each in checkpoints(folder) if each != newest]) == 2
 
 
 def _cut_off(newest: Path) -> None:
@@ -256,11 +260,11 @@ def none_can_be_read() -> None:
     with pytest.raises(Interrupted):
         train("arrays", folder, [InterruptAt(1, 3)])
     if kdist.is_chief():
-        for each in Path(folder).iterdir():
+        for each in checkpoints(folder):
             _cut_off(each)
         with pytest.raises(CheckpointError, match="No checkpoint can be read"):
             CheckpointFolder(folder).read()
-        assert len(list(Path(folder).iterdir())) == 2
+        assert len(checkpoints(folder)) == 2
 
 
 def another_model() -> None:

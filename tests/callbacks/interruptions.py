@@ -119,7 +119,7 @@ def interrupt_training(folder: Path, ends: Sequence[str], seed: int, on: Job) ->
             assert "File too large" in done.output, done.output[-3000:]
             assert model.exists()
             if KILL not in ends[: ends.index(end)]:
-                assert not [name for name in os.listdir(folder) if name.startswith(".")]  # nothing half is left
+                assert not list(folder.glob(".checkpoint-*"))  # nothing half is left
     done = on.launch(command, timeout=240)
     assert done.returncode == 0, done.output[-3000:]
     for rank in range(on.ranks):
@@ -139,4 +139,4 @@ def preempt_training(folder: Path, on: Job) -> None:
     step = 3 if on.ranks == 1 else 4
     assert f"SIGUSR1 on rank {on.ranks - 1}: saved after step {step} of epoch 1" in done.output, done.output[-3000:]
     assert "came to its end" not in done.output
-    assert os.listdir(folder) == ["checkpoint-00000001"]
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-00000001"]

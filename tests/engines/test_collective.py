@@ -1,4 +1,4 @@
-"""CollectiveEngine on 3 workers of a TF_CONFIG cluster, alone, and when one of them is missing."""
+"""CollectiveEngine on 2 and 3 workers of a TF_CONFIG cluster, alone, and when one of them is missing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 90  # seconds; a generous guard
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[(2, "engine"), (3, "engine_over_the_network")], ids=str)
 def conforming(request):
-    return spmd.run(CONFORMANCE, 3, given=f"{OWN}:engine", only=spmd.selected(request), launcher="local_cluster")
+    ranks, made = request.param
+    return spmd.run(CONFORMANCE, ranks, given=f"{OWN}:{made}", only=spmd.selected(request), launcher="local_cluster")
 
 
 @pytest.mark.parametrize("case", spmd.names(CONFORMANCE))
@@ -103,7 +104,23 @@ def test_a_worker_that_never_appears_is_named_with_its_address(pair):
     [("dies", " has ended"), ("stops", "no answer within 3 s"), ("differs", "no answer within 3 s")],
 )
 def test_a_peer_that_is_gone_ends_the_others(pair, action, words):
-    first, second = pair(f"goes_on_until_a_peer_is_gone({action!r})")
+    said_by_the_first(pair(f"goes_on_until_a_peer_is_gone({action!r}, 4)"), action, words)
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ("dies", " has ended"),
+        ("stops", "no answer from rank 1 within 3 s"),
+        ("differs", "80000 bytes to sum on this rank, and 80004 on rank 1"),
+    ],
+)
+def test_so_it_is_when_they_share_memory(pair, action, words):
+    said_by_the_first(pair(f"goes_on_until_a_peer_is_gone({action!r}, 20000)"), action, words)
+
+
+def said_by_the_first(started, action, words):
+    first, second = started
     output = said(first)
     assert first.returncode == 1, output
     assert "went on" in output

@@ -108,7 +108,9 @@ def test_a_signal_ends_all_ranks(job, number, code, tmp_path):
     running.send_signal(number)
     assert running.wait(30) == code
     assert wait_for(lambda: not any(map(alive, pids)), 5)
-    assert "Traceback" not in (tmp_path / "output").read_text()
+    output = (tmp_path / "output").read_text()
+    assert f"kdist: {number.name}: the job is ended" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.timeout(120)

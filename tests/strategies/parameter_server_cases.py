@@ -5,6 +5,7 @@ The chief runs the cases named on its command line and writes a report of each; 
 
 import json
 import logging
+import re
 import sys
 import tempfile
 import traceback
@@ -281,9 +282,8 @@ class Descent(keras.Model):
 
 def histogram(messages):
     """Returns the numbers of updates by their staleness, as the log tells them."""
-    [told] = [message for message in messages if message.startswith("staleness of ")]
-    pairs = [part.split(" of ") for part in told.partition(": ")[2].split(", ")]
-    return {int(staleness): int(count) for count, staleness in pairs}
+    [told] = [message for message in messages if "updates by their staleness" in message]
+    return {int(staleness): int(count) for staleness, count in re.findall(r"(\d+) \((\d+) times\)", told)}
 
 
 def case_staleness_is_what_the_options_say():

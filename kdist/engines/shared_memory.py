@@ -1,0 +1,190 @@
+"""Sums over ranks of one host, through memory that all of them see; standard library and NumPy."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kdist.engines import fusion
+from kdist.engines.fusion import Array
+from kdist.errors import EngineError
+
+PIECE_BYTES = 1 << 20
+"""How much of a buffer each rank shows the others at a time: so much stays in the processor's cache."""
+
+FAILURE = "A collective failed in shared memory: "
+
+_TURNS = 2  # pieces that take turns: a rank writes the next one while another still reads this one
+_TOKEN_BYTES = 16
+_WORD = struct.Struct("=q")
+
+
+class SharedMemory:
+    """A region of memory for each rank, which all ranks map, and a pipe for each pair of ranks.
+
+    A rank writes a piece of its buffer into its region; every rank sums its part of all regions' pieces, in rank order,
+    so that all get the same bits, and writes that into its region, from which the others take it. Before each look at
+    another's region, ranks meet: each writes a word into the pipe to every other, and waits for theirs. Regions and
+    pipes have no names, and go with the last process that holds them.
+
+    Made by `open`.
+
+    Args:
+        rank: int, this process's number.
+        regions: sequence of memory maps, one a rank.
+        to: sequence of file descriptors, the pipes to each rank; what stands at this rank's own place is not used.
+        of: sequence of file descriptors, the pipes from each rank.
+        timeout: float or `None`, seconds that a rank waits for another one.
+    """
+
+    def __init__(
+        self, rank: int, regions: Sequence[mmap.mmap], to: Sequence[int], of: Sequence[int], timeout: float | None
+    ) -> None:
+        self._rank, self._size = rank, len(regions)
+        self._regions = [np.frombuffer(region, np.uint8) for region in regions]
+        others = [other for other in range(self._size) if other != rank]
+        self._to = {other: to[other] for other in others}
+        self._of = {other: of[other] for other in others}
+        self._timeout = timeout
+        self._turn = 0
+        self._one_at_a_time = threading.Lock()
+
+    @classmethod
+    def open(
+        cls, rank: int, size: int, gather: Callable[[Any], list[Any]], timeout: float | None = None
+    ) -> SharedMemory | None:
+        """Maps the memory of all ranks.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            rank: int, this process's number.
+            size: int, the number of ranks.
+            gather: function that returns every rank's value, in rank order; as `Engine.gather_objects`.
+            timeout: float or `None`, seconds that a rank may wait for another one, later.
+
+        Returns:
+            A `SharedMemory`, the same for all ranks, or `None` on all of them if there is one whose memory another one
+            does not see: on another host, in another container, or another user's.
+        """
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        with contextlib.ExitStack() as until_opened:
+            pipes = []
+            try:
+                memory = os.memfd_create("kdist")
+                until_opened.callback(os.close, memory)
+                os.posix_fallocate(memory, 0, _region_bytes(size))  # what there is no room for is noticed here
+                os.pwrite(memory, token, 0)
+                for _ in range(size):
+                    pipes.append(os.pipe())
+                    until_opened.callback(os.close, pipes[-1][1])  # so that a read ends when the other rank does
+            except (OSError, AttributeError):
+                mine = None
+            else:
+                mine = [os.getpid(), token.hex(), memory, [write for _, write in pipes]]
+            everyone = gather(mine)
+            regions: list[mmap.mmap] = []
+            to: list[int] = []
+            with contextlib.suppress(OSError, TypeError):
+                for theirs in everyone:
+                    regions.append(_region(theirs, size))
+                    to.append(os.open(f"/proc/{theirs[0]}/fd/{theirs[3][rank]}", os.O_WRONLY))
+            all_see_all = all(gather(len(to) == size))
+        if all_see_all:
+            return cls(rank, regions, to, [read for read, _ in pipes], timeout)
+        for descriptor in [*to, *(read for read, _ in pipes)]:
+            os.close(descriptor)
+        return None
+
+    def sum(self, memory: fusion.Recycler, *buffers: Array) -> list[Array]:
+        """Sums buffers over all ranks.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            memory: `Recycler`, where the results' memory comes from.
+            *buffers: 1-D arrays of any numeric dtype, whose sizes are equal on all ranks.
+
+        Returns:
+            A list of arrays like `buffers`.
+
+        Raises:
+            EngineError: if the ranks' sizes differ, a rank has ended, or one does not come in time.
+        """
+        with self._one_at_a_time:
+            return [self._sum_buffer(buffer, memory.empty(buffer.size, buffer.dtype)) for buffer in buffers]
+
+    def _sum_buffer(self, buffer: Array, total: Array) -> Array:
+        regions = [region.view(buffer.dtype) for region in self._regions]
+        step = PIECE_BYTES // buffer.itemsize
+        for start in range(0, max(buffer.size, 1), step):  # an empty buffer has a piece too: the others' may be longer
+            piece, sums = buffer[start : start + step], total[start : start + step]
+            shown = self._turn * _turn_bytes(self._size) // buffer.itemsize
+            summed = shown + step
+            self._turn = (self._turn + 1) % _TURNS
+            bounds = [piece.size * rank // self._size for rank in range(self._size + 1)]
+            first, last = bounds[self._rank], bounds[self._rank + 1]
+            regions[self._rank][shown : shown + piece.size] = piece
+            self._meet(buffer.nbytes)
+            part = regions[self._rank][summed : summed + last - first]
+            terms = [region[shown + first : shown + last] for region in regions]
+            np.add(terms[0], terms[1], out=part)
+            for term in terms[2:]:
+                np.add(part, term, out=part)
+            self._meet(buffer.nbytes)
+            for region, start_of, stop in zip(regions, bounds, bounds[1:], strict=False):
+                sums[start_of:stop] = region[summed : summed + stop - start_of]
+        return total
+
+    def _meet(self, word: int) -> None:
+        """Returns when all ranks are here, with the same word."""
+        for rank, pipe in self._to.items():
+            try:
+                os.write(pipe, _WORD.pack(word))
+            except BrokenPipeError:
+                raise self._failure(f"rank {rank} has ended") from None
+        for rank, pipe in self._of.items():
+            if self._timeout is not None and not select.select([pipe], [], [], self._timeout)[0]:
+                raise self._failure(f"no answer from rank {rank} within {self._timeout:g} s")
+            said = os.read(pipe, _WORD.size)
+            if not said:
+                raise self._failure(f"rank {rank} has ended")
+            if (theirs := _WORD.unpack(said)[0]) != word:
+                raise self._failure(f"{word} bytes to sum on this rank, and {theirs} on rank {rank}")
+
+    def _failure(self, what: str) -> EngineError:
+        return EngineError(f"{FAILURE}{what}")
+
+
+def _turn_bytes(size: int) -> int:
+    """Returns how much of a region a piece takes: what is shown, and the sum of a part of it."""
+    return PIECE_BYTES + (PIECE_BYTES // size // fusion.ALIGNMENT + 1) * fusion.ALIGNMENT
+
+
+def _region_bytes(size: int) -> int:
+    return _TURNS * _turn_bytes(size)
+
+
+def _region(theirs: Sequence[Any], size: int) -> mmap.mmap:
+    """Maps a rank's memory.
+
+    Raises:
+        OSError: if it is not to be seen here.
+    """
+    pid, token, memory, _ = theirs
+    descriptor = os.open(f"/proc/{pid}/fd/{memory}", os.O_RDWR)
+    try:
+        if os.pread(descriptor, _TOKEN_BYTES, 0).hex() != token:
+            raise OSError("another process has this number here")
+        return mmap.mmap(descriptor, _region_bytes(size))
+    finally:
+        os.close(descriptor)

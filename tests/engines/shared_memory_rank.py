@@ -1,0 +1,81 @@
+"""A rank that sums in shared memory: values for all ranks go out as lines of JSON, and come back as lists."""
+
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+from kdist.engines.fusion import Recycler
+from kdist.engines.shared_memory import PIECE_BYTES, SharedMemory
+from kdist.errors import EngineError
+
+
+def gather(value):
+    print(json.dumps(value), flush=True)
+    return json.loads(sys.stdin.readline())
+
+
+def buffers(rank, seed):
+    """Returns arrays of all dtypes, of sizes at and around those of a piece."""
+    generator = np.random.default_rng([rank, seed])
+    made = []
+    for dtype in (np.float32, np.float64, np.int32, np.int64):
+        step = PIECE_BYTES // np.dtype(dtype).itemsize
+        for size in (0, 1, 2, 7, step - 1, step, step + 1, 3 * step + 5):
+            made.append((1000 * generator.standard_normal(size)).astype(dtype))
+    return made
+
+
+def sums(memory, rank, size):
+    recycler = Recycler()
+    for seed in range(2):
+        everyone = [buffers(each, seed) for each in range(size)]
+        for place, total in enumerate(memory.sum(recycler, *everyone[rank])):
+            expected = everyone[0][place]
+            for each in range(1, size):  # in rank order, to the bit
+                expected = expected + everyone[each][place]
+            np.testing.assert_array_equal(total, expected)
+            assert total.dtype == expected.dtype
+    print("done", flush=True)
+
+
+def _descriptors():
+    return sorted(int(each) for each in os.listdir("/proc/self/fd"))
+
+
+def differs(memory, rank, size):
+    memory.sum(Recycler(), np.ones(10 + (rank == size - 1), np.float32))
+
+
+def dies(memory, rank, size):
+    if rank == size - 1:
+        os._exit(0)
+    memory.sum(Recycler(), np.ones(10, np.float32))
+
+
+def stops(memory, rank, size):
+    if rank == size - 1:
+        time.sleep(5)
+    memory.sum(Recycler(), np.ones(10, np.float32))
+
+
+def main(action, rank, size):
+    if action == "hidden" and rank == size - 1:
+        del os.memfd_create  # as where the kernel has none
+    before = _descriptors()
+    memory = SharedMemory.open(rank, size, gather, 1.0 if action == "stops" else None)
+    if action == "hidden":
+        assert memory is None
+        assert _descriptors() == before
+        print("done", flush=True)
+        return
+    try:
+        {"sums": sums, "differs": differs, "dies": dies, "stops": stops}[action](memory, rank, size)
+    except EngineError as error:
+        print(f"failed: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

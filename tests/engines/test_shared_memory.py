@@ -1,0 +1,68 @@
+"""Sums in memory that ranks share, on 2 to 5 processes: to the bit, and what happens when a rank does not come."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANK = Path(__file__).with_name("shared_memory_rank.py")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run():
+    started = []
+
+    def running(action, size):
+        """Starts ranks, passes on what they tell each other, and returns the last line of each."""
+        for rank in range(size):
+            command = [sys.executable, "-m", "tests.engines.shared_memory_rank", action, str(rank), str(size)]
+            started.append(
+                subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+        last = [""] * size
+        waiting = set(range(size))
+        while waiting:
+            told = {rank: started[rank].stdout.readline() for rank in sorted(waiting)}
+            waiting = {rank for rank, line in told.items() if line.startswith(("[", "null", "true", "false"))}
+            last = [told.get(rank, last[rank]).strip() for rank in range(size)]
+            everyone = json.dumps([json.loads(told[rank]) for rank in sorted(waiting)])
+            for rank in waiting:
+                started[rank].stdin.write(everyone + "\n")
+                started[rank].stdin.flush()
+        return last
+
+    yield running
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_sums_are_those_of_numpy_in_rank_order(run, size):
+    assert run("sums", size) == ["done"] * size
+
+
+@pytest.mark.timeout(60)
+def test_where_one_rank_has_no_such_memory_none_uses_it_and_nothing_is_left_open(run):
+    assert run("hidden", 3) == ["done"] * 3
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_differ_are_told_of_both_sizes(run):
+    first, second = run("differs", 2)
+    assert "40 bytes to sum on this rank, and 44 on rank 1" in first
+    assert "44 bytes to sum on this rank, and 40 on rank 0" in second
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_has_ended_is_named(run):
+    assert run("dies", 2)[0].endswith("rank 1 has ended")
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_does_not_come_is_named_after_the_time_limit(run):
+    assert run("stops", 2)[0].endswith("no answer from rank 1 within 1 s")
