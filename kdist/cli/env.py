@@ -97,7 +97,7 @@ def _settings(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} (those that this process may use)"
     try:
-        import_quietly("tensorflow", "keras")
+        import_quietly(["tensorflow", "keras"])
         import keras
         import tensorflow as tf
     except ImportError as error:

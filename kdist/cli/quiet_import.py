@@ -7,16 +7,16 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # at 3, TensorFlow does not say that there is no GPU
 
 
-def import_quietly(*modules: str) -> None:
+def import_quietly(modules: Sequence[str]) -> None:
     """Imports modules; what they write to standard error is shown only if one does not load.
 
     Args:
-        modules: str, their names.
+        modules: sequence of str, their names.
 
     Raises:
         ImportError: if one does not load.

@@ -32,7 +32,7 @@ def main() -> int:
     Returns:
         0 if the ranks trained as one process does, else 1.
     """
-    import_quietly("tensorflow", "keras")
+    import_quietly(["tensorflow", "keras"])
     with kdist.scope(scale_lr=None):
         engine = open_engine(kdist.cluster_info())
         _report_ranks(engine)
