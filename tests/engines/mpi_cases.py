@@ -103,18 +103,14 @@ def case_tensorflows_threads_stay_pythons(engine):
 
     of_thread, seen, kept = threading.local(), set(), []
 
-    def exchange(_):
+    def exchange(arrays):
         if threading.get_ident() in seen:
             kept.append(hasattr(of_thread, "was_here"))
         seen.add(threading.get_ident())
         of_thread.was_here = True
-        return []
+        return list(arrays)
 
-    def run_exchange():
-        engine._exchange(_Call.of("barrier"), exchange)
-        return np.int64(0)
-
-    run = tf.function(lambda: tf.numpy_function(run_exchange, [], tf.int64), autograph=False)
+    run = tf.function(lambda: engine._when_run(_Call.of("barrier"), exchange, [tf.constant(0)]), autograph=False)
     for _ in range(20):
         run()
     assert kept
