@@ -1,8 +1,10 @@
 """What is Horovod's own: cases for any number of ranks, and scripts that end in their own way."""
 
+import ctypes
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
@@ -66,6 +68,33 @@ def case_gradients_do_not_pass(engine):
 
 
 # Run by themselves, each in a launch of its own.
+
+
+def says_whether_open_mpi_yields() -> bool:
+    """Returns what Open MPI goes by: `OUR_YIELD` stands for what the user has set; the tests' own setting is undone."""
+    setting = "OMPI_MCA_mpi_yield_when_idle"
+    os.environ.pop(setting)
+    if "OUR_YIELD" in os.environ:
+        os.environ[setting] = os.environ["OUR_YIELD"]
+    before = dict(os.environ)
+    HorovodEngine()
+    assert dict(os.environ) == before
+    return bool(control_variable(b"mpi_yield_when_idle"))
+
+
+def control_variable(name: bytes) -> int:
+    """Returns one of MPI's own settings, by its interface for tools."""
+    (path,) = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libmpi.so" in line}
+    mpi, handle = ctypes.CDLL(path), ctypes.c_void_p()
+    index, count, value = (ctypes.c_int() for _ in range(3))
+    for done in (
+        mpi.MPI_T_init_thread(0, ctypes.byref(ctypes.c_int())),
+        mpi.MPI_T_cvar_get_index(name, ctypes.byref(index)),
+        mpi.MPI_T_cvar_handle_alloc(index, None, ctypes.byref(handle), ctypes.byref(count)),
+        mpi.MPI_T_cvar_read(handle, ctypes.byref(value)),
+    ):
+        assert done == 0
+    return value.value
 
 
 def ends_early_and_waits():

@@ -52,6 +52,12 @@ def test_a_rank_that_ends_early_waits_for_the_others(launcher):
         assert burnt < 1.0, "of 2 seconds of waiting"
 
 
+@pytest.mark.parametrize(("users", "yields"), [({}, True), ({"OUR_YIELD": "0"}, False)])
+def test_horovods_thread_leaves_its_core_unless_the_user_says_otherwise(users, yields):
+    result = spmd.run(f"{OWN}:says_whether_open_mpi_yields", 2, env=users, timeout=90)
+    assert result.values("says_whether_open_mpi_yields") == [yields] * 2
+
+
 @pytest.mark.parametrize("case", ["initialises_mpi_first", "initialises_mpi_second"])
 def test_horovod_and_mpi4py_in_one_process_end_cleanly(case):
     spmd.run(f"{OWN}:{case}", 2, timeout=90).check()
