@@ -75,6 +75,8 @@ class Throughput(EngineCallback):
     ```
     """
 
+    reads_state_between_steps = False  # only clocks
+
     def __init__(self, *, per_rank: bool = True, engine: Engine | None = None) -> None:
         super().__init__(engine)
         self.per_rank = per_rank

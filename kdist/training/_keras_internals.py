@@ -13,7 +13,7 @@ import itertools
 import random
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -30,6 +30,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils.io_utils import print_msg
+from keras.src.utils.python_utils import is_default
 
 DataAdapter = data_adapter.DataAdapter
 TFEpochIterator = tensorflow_trainer.TFEpochIterator
@@ -196,6 +197,39 @@ def set_optimizer_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.d
     while optimizer is not None:
         optimizer._distribution_strategy = strategy
         optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def accumulates_plainly(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether an optimizer only adds gradients up between its updates, and does all else with the sum."""
+    kept = ("apply", "apply_gradients", "_backend_apply_gradients", "_backend_increment_gradient_accumulators")
+    return (
+        bool(optimizer.gradient_accumulation_steps)
+        and optimizer.loss_scale_factor is None
+        and not hasattr(optimizer, "inner_optimizer")
+        and all(getattr(type(optimizer), name) is getattr(keras.optimizers.Optimizer, name) for name in kept)
+    )
+
+
+def accumulators(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any] | None = None
+) -> list[tf.Variable | None]:
+    """Returns where an optimizer adds up the gradients of variables, by default of all; empty before it is built."""
+    if not optimizer.built:
+        return []
+    everything = optimizer._accumulated_gradients
+    chosen = everything if variables is None else [everything[optimizer._get_variable_index(v)] for v in variables]
+    return [None if each is None else each.value for each in chosen]
+
+
+def is_update_due(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+    """Returns whether an accumulating optimizer's next step updates, a `bool` scalar."""
+    return tf.equal((optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps, 0)
+
+
+def is_called_each_step(callback: Any) -> bool:
+    """Returns whether a callback has a method of its own that is called at each step of training."""
+    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    return not all(is_default(getattr(callback, name)) for name in names)
 
 
 def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:

@@ -49,6 +49,11 @@ class Backup(JobWide):
         names = ("backup_dir", "save_freq", "delete_checkpoint")
         return {name: getattr(self, name) for name in names}
 
+    @property
+    def reads_state_between_steps(self) -> bool:
+        """Whether it saves at other times than between epochs."""
+        return self.save_freq != "epoch"
+
     # Saving.
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -13,6 +13,7 @@ from kdist.errors import MismatchError
 from kdist.training import _keras_internals as internals
 from kdist.training.agreement import Agreement, EffectiveRateLog
 from kdist.training.backup import Backup
+from kdist.training.deferred_sums import look_between_steps
 from kdist.training.file_writers import labels, silenced
 from kdist.training.job_wide import JobWide
 from kdist.training.preempt import Preempt
@@ -60,6 +61,8 @@ def _replicated_list(
     given = container.callbacks if container else keras.tree.flatten(callbacks) if callbacks is not None else []
     given = [Backup.of_keras(each) if type(each) is keras.callbacks.BackupAndRestore else each for each in given]
     shared = _Shared.of(owner, given)
+    if verb == "fit":
+        owner.deferred_sums.choose(looked_at=shared.look_between_steps)
     kept = [
         each if shared.writer(label) == owner.engine.rank else silenced(each, undo)
         for label, each in zip(labels(given), given, strict=True)
@@ -102,11 +105,13 @@ class _Shared:
         rank: int, this rank.
         labels: list, the labels of each rank's callbacks.
         settings: list, of each rank the settings of its job-wide callbacks by label.
+        look_between_steps: bool, whether any rank's may look at the model between two steps.
     """
 
     rank: int
     labels: list[list[str]]
     settings: list[dict[str, Any]]
+    look_between_steps: bool
 
     @classmethod
     def of(cls, owner: ReplicatedModel, given: list[Any]) -> _Shared:
@@ -118,7 +123,7 @@ class _Shared:
         ]
         own = [each for each in given if isinstance(each, JobWide)]
         settings = {label: each.settings() for label, each in zip(cls._job_wide_labels(own), own, strict=True)}
-        everyone = owner.engine.gather_objects([mine, settings])
+        everyone = owner.engine.gather_objects([mine, settings, look_between_steps(given)])
         theirs = [[label for label, _ in each[0]] for each in everyone]
         for label, rank in {
             label: rank for rank, each in enumerate(everyone) for label, talks in each[0] if talks
@@ -129,7 +134,7 @@ class _Shared:
                     f"and not on rank(s) {missing}. Expected it on all {len(theirs)}. Fix: give it without a branch on "
                     "the rank."
                 )
-        return cls(owner.engine.rank, theirs, [each[1] for each in everyone])
+        return cls(owner.engine.rank, theirs, [each[1] for each in everyone], any(each[2] for each in everyone))
 
     @staticmethod
     def _job_wide_labels(own: list[JobWide]) -> list[str]:

@@ -26,6 +26,7 @@ from kdist.training import saving, state
 from kdist.training.arguments import comparable, like, named_arguments
 from kdist.training.callback_list import replicated_callbacks
 from kdist.training.compiled_step import CompiledSteps
+from kdist.training.deferred_sums import DeferredSums
 from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
 from kdist.training.learning_rate import EffectiveRate, EffectiveRates
 from kdist.training.logs import measured_logs
@@ -82,6 +83,7 @@ class ReplicatedModel:
         self._compiled_steps = CompiledSteps(model, self.engine)
         self._on_batch_ready: set[tuple[str, int]] = set()
         self.requests = Requests(self.engine)
+        self.deferred_sums = DeferredSums(model, self.engine)
         self._wire = Wire(self.engine, compression=settings.compression, bucket_mb=settings.bucket_mb)
         self.writes = self.engine.rank == 0
         self.training_data: ShardedEpochIterator | None = None
@@ -152,6 +154,8 @@ class ReplicatedModel:
                     self.enter(name)
         else:
             self.agree()  # a rank may have loaded weights since
+        if name == "train_on_batch":
+            self.deferred_sums.choose(looked_at=True)  # by whoever calls it
         with self._running(name):
             result = self._original(name)(*args, **kwargs)
         if name == "predict_on_batch":
@@ -236,12 +240,15 @@ class ReplicatedModel:
     def _begin_pass(self) -> None:
         if self._verbs[-1] != "predict":
             self.metrics.begin()
+        if self._verbs[-1] == "fit":
+            self.deferred_sums.begin()
 
     def _end_pass(self) -> None:
         if self._verbs[-1] == "predict":
             return
         self.metrics.end()
         if self._verbs[-1] == "fit":
+            self.deferred_sums.end()
             self.agree()
 
     def agree(self) -> None:
@@ -264,9 +271,14 @@ class ReplicatedModel:
         """
         asking = self.engine.gather_objects(self.requests.asks("weights"))
         self.requests.withdraw("weights")
+        within_a_pass = self.deferred_sums.is_open
+        if within_a_pass:
+            self.deferred_sums.end()
         state.broadcast_state(
             self.engine, state.variables_of(self.model), root=asking.index(True) if any(asking) else 0
         )
+        if within_a_pass:
+            self.deferred_sums.begin()
 
     # State.
 
@@ -322,6 +334,7 @@ class ReplicatedModel:
             rate_of=self._rates.of,
             scaled=is_shard,
             requests=self.requests,
+            deferring=self.deferred_sums.optimizer,
         )
         return self._measured_step("train_step", step, alone=not is_shard)
 

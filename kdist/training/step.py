@@ -112,6 +112,7 @@ class TrainStep(Step):
         rate_of: callable that returns the `EffectiveRate` of an innermost optimizer.
         scaled: bool, whether updates take the scaled rate: not where the user's own batch is split.
         requests: `Requests`, what this rank's callbacks ask of all ranks.
+        deferring: the optimizer whose gradients travel once an update and not in every step, if there is one.
 
     Attributes:
         local_gradients: list of tensors and `None`, this rank's own part of the gradients that an optimizer applies.
@@ -126,12 +127,14 @@ class TrainStep(Step):
         rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate],
         scaled: bool,
         requests: Requests,
+        deferring: keras.optimizers.Optimizer | None,
     ) -> None:
         super().__init__(extended, shard)
         self._wire = wire
         self._rate_of = rate_of
         self._scaled = scaled
         self._requests = requests
+        self._deferring = deferring
         self._state: _AssignedState | None = None
         self._weighted_losses: list[int] = []
         self._any_loss_was_scaled = False
@@ -198,6 +201,7 @@ class TrainStep(Step):
         reduced = self._reduce(
             [None if overwrites else grad for grad, overwrites in zip(grads, overwriting, strict=True)],
             rate,
+            held=self._held(optimizer, variables),
             loss_is_weighted=self._take_weighted_loss(optimizer),
         )
         largest = self._largest(
@@ -226,7 +230,17 @@ class TrainStep(Step):
             )
         return False
 
-    def _reduce(self, grads: list[Any], rate: EffectiveRate, *, loss_is_weighted: bool) -> list[Any]:
+    def _held(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> list[tf.Variable] | None:
+        """Returns where an optimizer adds up this rank's gradients until its update, if they travel with it."""
+        if self._deferring is None or optimizer is not self._deferring:
+            return None
+        if not optimizer.built:
+            optimizer.build(variables)
+        return internals.accumulators(optimizer, variables)
+
+    def _reduce(
+        self, grads: list[Any], rate: EffectiveRate, *, held: list[tf.Variable] | None, loss_is_weighted: bool
+    ) -> list[Any]:
         """Sends gradients, statistics and requests in one message; returns the global gradients."""
         state = self._state
         if state is None:
@@ -238,11 +252,39 @@ class TrainStep(Step):
         def addends(grads: Sequence[Any]) -> list[Any]:
             return self._zeros_if_idle(grads) if loss_is_weighted else [self.weighted(grad) for grad in grads]
 
-        reduced, (*merged, requests) = self._wire.sum(given, [*statistics, request], addends)
+        if held is None:
+            reduced, (*merged, requests) = self._wire.sum(given, [*statistics, request], addends)
+        else:
+            held = [each for each, grad in zip(held, grads, strict=True) if grad is not None]
+            is_due = internals.is_update_due(rate.optimizer)
+            reduced, (*merged, requests) = self._sum_if_due(is_due, addends(given), held, statistics, request)
         state.merge(merged)
         self._grant(requests, rate)
         arrived = iter(reduced)
         return [None if grad is None else next(arrived) for grad in grads]
+
+    def _sum_if_due(
+        self,
+        is_due: tf.Tensor,
+        addends: list[Any],
+        held: list[tf.Variable],
+        statistics: list[tf.Tensor],
+        request: tf.Tensor,
+    ) -> tuple[list[Any], list[Any]]:
+        """Sends gradients if their update is due, and what is held of the steps before; else this rank keeps them."""
+        mine = [tf.convert_to_tensor(each) for each in addends]  # the sum has a place for each row, as Keras' has
+
+        def send() -> tuple[list[Any], list[Any]]:
+            together = [each + tf.cast(before, each.dtype) for each, before in zip(mine, held, strict=True)]
+            sent = self._wire.sum(together, [*statistics, request])
+            for each in held:
+                each.assign(tf.zeros_like(each))
+            return sent
+
+        def keep() -> tuple[list[Any], list[Any]]:
+            return mine, [*(self._extended.reduce_sum(statistics) if statistics else []), tf.zeros_like(request)]
+
+        return tf.cond(is_due, send, keep)
 
     def _largest(self, values: list[Any]) -> list[Any]:
         """Returns the elementwise maxima over the active ranks.

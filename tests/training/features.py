@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -624,6 +626,76 @@ def a_second_model_begins_alike() -> None:
 @feature
 def gradient_accumulation() -> None:
     simple(lambda: {"optimizer": keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, clipnorm=0.1)})
+
+
+class AccumulatorsOfEachStep(keras.callbacks.Callback):
+    """Looks between two steps, as any callback may whose methods are called there."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.found: list[list[Any]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.found.append([np.asarray(v) for v in self.model.optimizer.variables if "accumulator" in v.path])
+
+
+@feature
+def gradients_travel_with_their_update() -> None:
+    """Epochs end between two updates; one layer has sparse gradients, another statistics; verbs take turns."""
+    x, y = sequences()
+    whole = size() * BATCH
+
+    def script(batch: int) -> dict[str, Any]:
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        layers = [keras.layers.Embedding(9, 4), norm, keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((6,), dtype="int64"), *layers])
+        deterministic_weights(model)
+        model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, global_clipnorm=0.1), "mse")
+        data, looking, found = fed("arrays", (x, y), batch), AccumulatorsOfEachStep(), []
+        for callbacks in ([], [looking], [keras.callbacks.ReduceLROnPlateau("loss")]):
+            found.append(outcome(model, model.fit(**data, epochs=3, verbose=0, callbacks=callbacks)))
+            model.train_on_batch(x[:whole], y[:whole])
+            found.append(outcome(model))
+        return {"found": found, "looking": looking.found}
+
+    both(script)
+
+
+@feature
+def gradients_travel_in_each_step_if_someone_looks() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saving = functools.partial(keras.callbacks.ModelCheckpoint, f"{folder}/model.keras")
+        for callbacks, expected in (
+            ([], 2),
+            ([kdist.callbacks.Throughput(), saving()], 2),
+            ([keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)], 7),
+            ([saving(save_freq=10**9)], 7),
+            # On one rank only: all must do the same.
+            ([keras.callbacks.TerminateOnNaN()] if open_engine(kdist.cluster_info()).rank == 1 else [], 7),
+        ):
+            assert messages_of_gradients(callbacks) == expected, callbacks
+
+
+def messages_of_gradients(callbacks: list[Any]) -> int:
+    """Returns how many messages the gradients of 7 steps are sent in, 3 steps an update."""
+    engine = open_engine(kdist.cluster_info())
+    allreduce, sent = engine.allreduce, []
+
+    def noted(tensors: Any) -> Any:
+        if not tf.executing_eagerly() and sum(each.shape.rank == 2 for each in tensors) == 2:  # the kernels
+            tf.py_function(lambda: sent.append(1), [], [])
+        return allreduce(tensors)
+
+    fresh()
+    with kdist.scope(scale_lr=None):
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), "mse")
+        engine.__dict__["allreduce"] = noted
+        try:
+            x, y = np.ones((7 * BATCH * size(), 5)), np.ones((7 * BATCH * size(), 2))
+            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=callbacks)
+        finally:
+            del engine.__dict__["allreduce"]
+    return len(sent)
 
 
 @feature

@@ -29,6 +29,7 @@ ON_THREE = (
 # same engine as over Gloo, and its busy waits are slow where ranks share cores: it has its part of the matrix.
 ON_EVERY_ENGINE = (
     "jit_compile",
+    "gradients_travel_with_their_update",
     "masked_sequences",
     "sequences_of_unknown_length",
     "mixed_precision_scales_as_one",
