@@ -97,14 +97,8 @@ def test_an_error_on_all_ranks_is_printed_once(ended):
     assert "[3, 3]" in done.output
 
 
-@pytest.mark.parametrize("where", ["callback", "between"])
-def test_a_rank_that_exits_with_a_code_ends_the_job_with_it(ended, where):
-    lines = (
-        breaks("exit", code=3)
-        if where == "callback"
-        else "with kdist.scope():\n    if rank == 1: sys.exit(3)\n    train()\n"
-    )
-    done = ended(lines)
+def test_a_rank_that_exits_with_a_code_ends_the_job_with_it(ended):
+    done = ended(breaks("exit", code=3))
     assert done.returncode == 3, done.output
     assert "[kdist] rank 1 of 2" in done.output
     assert "exited with code 3" in done.output
@@ -123,13 +117,6 @@ def test_all_ranks_that_exit_well_end_well(ended):
 def test_a_killed_rank_ends_the_job(ended):
     done = ended(breaks("kill"))
     assert done.returncode != 0
-
-
-def test_a_script_that_raises_before_the_scope_ends_the_job(ended):
-    """Under plain mpirun kdist is not asked before the scope; MPI's launcher ends the job."""
-    done = ended("if rank == 1: raise ValueError('early')\nwith kdist.scope():\n    train()\n")
-    assert done.returncode != 0
-    assert done.output.count("ValueError: early") == 1
 
 
 def test_nothing_is_trained_on_a_mismatch_of_verbs(ended):

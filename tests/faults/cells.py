@@ -85,6 +85,15 @@ def all_cells(engines: Sequence[str] = tuple(ENGINES)) -> list[Cell]:
     return [Cell(*each) for each in itertools.product(engines, KINDS, MOMENTS, RANKS)]
 
 
+def few_cells(engines: Sequence[str] = tuple(ENGINES)) -> list[Cell]:
+    """Returns cells in which each engine meets each kind and each moment once, and each time another pair of them."""
+    return [
+        Cell(engine, kind, MOMENTS[(place + 2 * number) % len(MOMENTS)], RANKS[(place + number) % 2])
+        for number, engine in enumerate(engines)
+        for place, kind in enumerate(KINDS)
+    ]
+
+
 def covering_cells(engines: Sequence[str] = tuple(ENGINES)) -> list[Cell]:
     """Returns cells in which every two of an engine, a kind and a moment meet; the ranks take turns."""
     cells = pairwise(engines, KINDS, MOMENTS)

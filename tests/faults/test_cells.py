@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.faults.cells import KINDS, MOMENTS, Cell, all_cells, covering_cells
+from tests.faults.cells import KINDS, MOMENTS, Cell, all_cells, covering_cells, few_cells
 from tests.helpers.jobs import ENGINES
 from tests.helpers.spmd import Finished
 
@@ -34,6 +34,16 @@ def test_every_two_of_an_engine_a_fault_and_a_moment_meet():
     factors = [[("e", each) for each in ENGINES], [("k", each) for each in KINDS], [("m", each) for each in MOMENTS]]
     assert met == {pair for two in itertools.combinations(factors, 2) for pair in itertools.product(*two)}
     assert {cell.rank for cell in covering_cells()} == {0, 1}
+
+
+def test_in_ci_each_engine_meets_each_fault_and_each_moment():
+    cells = few_cells()
+    assert len({(cell.kind, cell.moment) for cell in cells}) == len(cells) == len(ENGINES) * len(KINDS)
+    for engine in ENGINES:
+        of_engine = [cell for cell in cells if cell.engine == engine]
+        assert {cell.kind for cell in of_engine} == set(KINDS)
+        assert {cell.moment for cell in of_engine} == set(MOMENTS)
+        assert {cell.rank for cell in of_engine} == {0, 1}
 
 
 @pytest.mark.parametrize(

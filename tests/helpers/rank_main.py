@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import importlib
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 BEFORE_CASES = "(before the cases)"  # reported in a case's place when importing or making what is given fails
 
@@ -57,6 +58,8 @@ def main(directory: Path) -> None:
             _wait_for_the_others(directory, request["ranks"], name)
             _end_job()
     faulthandler.cancel_dump_traceback_later()
+    if len(cases_of(request["target"])) > 1:  # a case alone may be about how a process ends
+        _leave()
 
 
 def _rank(text: str) -> int:
@@ -93,6 +96,17 @@ def _end_job() -> None:
     if mpi is not None:
         mpi.COMM_WORLD.Abort(1)
     os._exit(1)  # not sys.exit: nothing may wait for a peer on the way out; every launcher ends the job on this
+
+
+def _leave() -> NoReturn:
+    """Ends this process well, but does not take TensorFlow apart, which waits for each pipeline that was ever tuned."""
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()  # after Python's own exit functions mpi4py does
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

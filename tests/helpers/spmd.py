@@ -28,6 +28,9 @@ A failing rank reports, waits a moment for the others' reports, and takes the wh
 the failed one then run in a new launch, so that no case sees what another left behind. At the time limit every
 rank prints where it stands, and every process that was started is killed, wherever the launcher put it.
 
+Having run many cases, ranks end well and at once, without taking TensorFlow apart; a target that is one function ends
+as any program.
+
 `launch` runs any command on N ranks, and `execute` any command at all, with the same limit and the same care.
 """
 

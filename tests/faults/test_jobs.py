@@ -1,0 +1,13 @@
+"""Jobs that break, a few of the campaign's cells: each engine with each fault and at each moment."""
+
+import pytest
+
+from tests.faults.cells import few_cells
+from tests.helpers import needs
+
+pytestmark = needs.horovod
+
+
+@pytest.mark.parametrize("cell", few_cells(), ids=lambda cell: f"{cell.engine}-{cell.kind}-{cell.moment}")
+def test_it_ends_in_time_with_one_message(cell):
+    cell.check(cell.run())
