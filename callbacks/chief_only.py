@@ -8,6 +8,7 @@ import keras
 
 from kdist.callbacks.engine_callback import engine_of
 from kdist.engines.engine import Engine
+from kdist.training.deferred_sums import look_between_steps
 
 
 class ChiefOnly(keras.callbacks.Callback):
@@ -50,6 +51,11 @@ class ChiefOnly(keras.callbacks.Callback):
         """Hands the parameters on; they come before the model as well as after it."""
         super().set_params(params)
         self.callback.set_params(params)
+
+    @property
+    def reads_state_between_steps(self) -> bool:
+        """Whether the callback may look at the model between two steps of an epoch."""
+        return look_between_steps([self.callback])
 
     def _forward(self, method: str, *arguments: Any) -> None:
         if self.engine.rank != 0:

@@ -55,6 +55,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
     """
 
     is_collective = True
+    reads_state_between_steps = False
 
     def __init__(
         self,

@@ -22,7 +22,8 @@ _REBUILD = "`kdist install-horovod --force`, which builds it for the installed T
 
 # Horovod's thread asks its peers in every cycle whether something is to be sent, and waits for their answers: with
 # Open MPI as it comes, on the core that computes. What the user has set is left as it is.
-_SETTINGS = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.5"}
+_YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+_CYCLE = {"HOROVOD_CYCLE_TIME": "0.5"}  # milliseconds
 
 _REFUSED = "kdist: a collective of one rank alone"  # what a graph says, in which nobody can raise
 
@@ -45,8 +46,9 @@ class HorovodEngine(Engine):
 
     A process that ends waits until all ranks have ended: the first to leave would shut Horovod down for all.
 
-    Two settings are made unless the user did: Horovod's thread leaves its core to who computes while it waits in Open
-    MPI (`OMPI_MCA_mpi_yield_when_idle=1`), and looks for messages twice a millisecond (`HOROVOD_CYCLE_TIME=0.5`).
+    Two settings are made unless the environment has them: Horovod's thread leaves its core to who computes while it
+    waits in Open MPI (`OMPI_MCA_mpi_yield_when_idle=1`), and looks for messages twice a millisecond
+    (`HOROVOD_CYCLE_TIME=0.5`, but not where `HOROVOD_AUTOTUNE` looks for the best).
 
     Args:
         controller: str or `None`, `"mpi"` or `"gloo"`: what the launcher needs Horovod to be built with. Collective:
@@ -67,7 +69,9 @@ class HorovodEngine(Engine):
         self._hvd = _import_horovod()
         _check_controller(self._hvd, controller)
         try:
-            with _environment_with_defaults(_SETTINGS):
+            # With a cycle time from outside, Horovod's tuner would leave it alone.
+            tunes = os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
+            with _environment_with_defaults(_YIELD if tunes else {**_YIELD, **_CYCLE}):
                 self._hvd.init()
         except Exception as err:
             raise EngineError(

@@ -201,7 +201,10 @@ def set_optimizer_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.d
 
 def accumulates_plainly(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether an optimizer only adds gradients up between its updates, and does all else with the sum."""
-    kept = ("apply", "apply_gradients", "_backend_apply_gradients", "_backend_increment_gradient_accumulators")
+    kept = (
+        *("apply", "apply_gradients", "_backend_apply_gradients"),
+        *("_backend_increment_gradient_accumulators", "_backend_reset_gradient_accumulators"),
+    )
     return (
         bool(optimizer.gradient_accumulation_steps)
         and optimizer.loss_scale_factor is None
@@ -216,14 +219,16 @@ def accumulators(
     """Returns where an optimizer adds up the gradients of variables, by default of all; empty before it is built."""
     if not optimizer.built:
         return []
-    everything = optimizer._accumulated_gradients
-    chosen = everything if variables is None else [everything[optimizer._get_variable_index(v)] for v in variables]
-    return [None if each is None else each.value for each in chosen]
+    found = optimizer._accumulated_gradients
+    if variables is not None:
+        optimizer._check_variables_are_known(variables)
+        found = [found[optimizer._get_variable_index(variable)] for variable in variables]
+    return [None if each is None else each.value for each in found]
 
 
-def is_update_due(optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
-    """Returns whether an accumulating optimizer's next step updates, a `bool` scalar."""
-    return tf.equal((optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps, 0)
+def is_update_due(optimizer: keras.optimizers.Optimizer, *, steps: int = 1) -> tf.Tensor:
+    """Returns whether an accumulating optimizer updates in so many steps from here, a `bool` scalar."""
+    return tf.equal((optimizer._iterations.value + steps) % optimizer.gradient_accumulation_steps, 0)
 
 
 def is_called_each_step(callback: Any) -> bool:

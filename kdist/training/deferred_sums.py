@@ -13,7 +13,6 @@ from kdist.training import _keras_internals as internals
 from kdist.training.optimizers import optimizers_of
 
 _READ_NO_STATE = (keras.callbacks.ProgbarLogger, keras.callbacks.TensorBoard)
-_READ_IT_WHEN_THEY_SAVE = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 
 
 class DeferredSums:
@@ -28,14 +27,15 @@ class DeferredSums:
         engine: `Engine`, how the ranks talk to each other.
 
     Attributes:
-        optimizer: the optimizer whose gradients travel with its updates, or `None`.
+        optimizer: the optimizer whose gradients travel with its updates in `fit`, or `None`.
+        is_open: bool, whether the ranks' accumulators may differ.
     """
 
     def __init__(self, model: keras.Model, engine: Engine) -> None:
         self._model = model
         self._engine = engine
-        self._is_open = False
         self.optimizer: keras.optimizers.Optimizer | None = None
+        self.is_open = False
 
     def choose(self, *, looked_at: bool) -> None:
         """Chooses the optimizer, before the training step is traced: the model's only one, if it does as Keras' do.
@@ -44,21 +44,15 @@ class DeferredSums:
             looked_at: bool, whether something may read or write the model's state between two steps, on any rank.
         """
         found = optimizers_of(self._model)
-        overwritten = any(getattr(each, "overwrite_with_gradient", False) for each in self._model.trainable_variables)
-        defers = len(found) == 1 and internals.accumulates_plainly(found[0]) and not (looked_at or overwritten)
-        chosen = found[0] if defers else None
+        defers = not looked_at and len(found) == 1 and internals.accumulates_plainly(found[0])
+        chosen = found[0] if defers and not _sends_other_than_sums(self._model) else None
         if chosen is not self.optimizer:
             self._model.train_function = None
-        self.optimizer, self._is_open = chosen, False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the ranks' accumulators may differ."""
-        return self._is_open
+        self.optimizer = chosen
 
     def begin(self) -> None:
         """Leaves the sums that are there to rank 0."""
-        self._is_open = self.optimizer is not None
+        self.is_open = True
         if self._engine.rank != 0:
             for each in self._accumulators():
                 each.assign(tf.zeros_like(each))
@@ -68,9 +62,9 @@ class DeferredSums:
 
         Collective: every rank must call this, in the same order.
         """
-        self._is_open = False
+        self.is_open = False
         accumulators = self._accumulators()
-        if accumulators:
+        if accumulators and not internals.is_update_due(self.optimizer, steps=0):  # just updated: all are zeros
             totals = self._engine.allreduce([tf.convert_to_tensor(each) for each in accumulators])
             for each, total in zip(accumulators, totals, strict=True):
                 each.assign(total)
@@ -80,19 +74,26 @@ class DeferredSums:
         return [each for each in found if each is not None]
 
 
+def _sends_other_than_sums(model: keras.Model) -> bool:
+    """Returns whether some gradients are better sent as they come: an embedding's few rows, a float8 layer's maxima."""
+    is_sparse = any(isinstance(each, keras.layers.Embedding) and each.trainable for each in model._flatten_layers())
+    return is_sparse or any(getattr(each, "overwrite_with_gradient", False) for each in model.trainable_variables)
+
+
 def look_between_steps(callbacks: Iterable[Any]) -> bool:
     """Returns whether callbacks may read or write the model's state between two steps of an epoch.
 
     Args:
-        callbacks: iterable of callbacks. One whose methods are called at every step and that does not look says
-            `reads_state_between_steps = False`.
+        callbacks: iterable of callbacks. An attribute `reads_state_between_steps` of a callback's own decides for it;
+            without one, whether it is called at every step.
     """
     return any(_looks(each) for each in callbacks)
 
 
 def _looks(callback: Any) -> bool:
-    if type(callback) in _READ_NO_STATE or not getattr(callback, "reads_state_between_steps", True):
-        return False
-    if type(callback) in _READ_IT_WHEN_THEY_SAVE:
+    says = getattr(callback, "reads_state_between_steps", None)
+    if says is not None:
+        return bool(says)
+    if type(callback) is keras.callbacks.ModelCheckpoint:
         return callback.save_freq != "epoch"
-    return internals.is_called_each_step(callback)
+    return type(callback) not in _READ_NO_STATE and internals.is_called_each_step(callback)

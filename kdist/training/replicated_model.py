@@ -119,6 +119,7 @@ class ReplicatedModel:
             with self._running(name):  # validation within fit: everything is set up
                 return original(*args, **kwargs)
         is_outermost = not self._verbs
+        self._end_a_broken_pass()
         self._agree_random_state()
         if is_outermost:
             self._random_state = repr(random.getstate())
@@ -142,6 +143,7 @@ class ReplicatedModel:
                     self._holds_random_state = False
 
     def _verb_on_batch(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self._end_a_broken_pass()
         # The first call on each compiled state sets up what the other verbs set up at every call.
         key = (name, id(getattr(self.model, "optimizer", None)))
         if key not in self._on_batch_ready:
@@ -154,8 +156,6 @@ class ReplicatedModel:
                     self.enter(name)
         else:
             self.agree()  # a rank may have loaded weights since
-        if name == "train_on_batch":
-            self.deferred_sums.choose(looked_at=True)  # by whoever calls it
         with self._running(name):
             result = self._original(name)(*args, **kwargs)
         if name == "predict_on_batch":
@@ -240,7 +240,8 @@ class ReplicatedModel:
     def _begin_pass(self) -> None:
         if self._verbs[-1] != "predict":
             self.metrics.begin()
-        if self._verbs[-1] == "fit":
+        if self._verbs[-1] == "fit" and self.deferred_sums.optimizer is not None:
+            self.agree()  # a callback may have loaded weights on one rank: before the sums are apart
             self.deferred_sums.begin()
 
     def _end_pass(self) -> None:
@@ -250,6 +251,11 @@ class ReplicatedModel:
         if self._verbs[-1] == "fit":
             self.deferred_sums.end()
             self.agree()
+
+    def _end_a_broken_pass(self) -> None:
+        """Puts together what is apart still, because the last `fit` raised in a pass over its data."""
+        if self.deferred_sums.is_open and not self._verbs:
+            self.deferred_sums.end()
 
     def agree(self) -> None:
         """Makes all ranks do at once what one of them asks for: stop training, take over its weights.
@@ -334,7 +340,7 @@ class ReplicatedModel:
             rate_of=self._rates.of,
             scaled=is_shard,
             requests=self.requests,
-            deferring=self.deferred_sums.optimizer,
+            deferring=self.deferred_sums.optimizer if is_shard else None,
         )
         return self._measured_step("train_step", step, alone=not is_shard)
 

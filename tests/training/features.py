@@ -638,6 +638,16 @@ class AccumulatorsOfEachStep(keras.callbacks.Callback):
         self.found.append([np.asarray(v) for v in self.model.optimizer.variables if "accumulator" in v.path])
 
 
+class Rows(keras.layers.Layer):
+    """A table whose gradients are sparse, as those of `keras.layers.Embedding`, which is known to have them."""
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(9, 4))
+
+    def call(self, numbers: Any) -> Any:
+        return tf.gather(self.table.value, tf.cast(numbers, tf.int64))
+
+
 @feature
 def gradients_travel_with_their_update() -> None:
     """Epochs end between two updates; one layer has sparse gradients, another statistics; verbs take turns."""
@@ -646,8 +656,7 @@ def gradients_travel_with_their_update() -> None:
 
     def script(batch: int) -> dict[str, Any]:
         norm = keras.layers.BatchNormalization(synchronized=True)
-        layers = [keras.layers.Embedding(9, 4), norm, keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((6,), dtype="int64"), *layers])
+        model = keras.Sequential([keras.Input((6,), dtype="int64"), Rows(), norm, keras.layers.Dense(1)])
         deterministic_weights(model)
         model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, global_clipnorm=0.1), "mse")
         data, looking, found = fed("arrays", (x, y), batch), AccumulatorsOfEachStep(), []
@@ -661,12 +670,80 @@ def gradients_travel_with_their_update() -> None:
 
 
 @feature
+def accumulated_sums_are_whole_after_all_that_may_happen() -> None:
+    x, y = rows("ragged")
+    whole = size() * BATCH
+    engine = open_engine(kdist.cluster_info())
+    folder = engine.broadcast_object(tempfile.mkdtemp() if engine.rank == 0 else None)
+
+    class Breaking(keras.Model):
+        """Raises in its fifth step, on all ranks."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.steps = mlp(), 0
+
+        def call(self, inputs: Any) -> Any:
+            return self.inner(inputs)
+
+        def train_step(self, data: Any) -> Any:
+            self.steps += 1
+            if self.steps == 5:
+                raise ValueError("in the fifth step")
+            return super().train_step(data)
+
+    def compiled(model: keras.Model, **options: Any) -> keras.Model:
+        model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=3), "mse", **options)
+        return model
+
+    def an_own_loop(batch: int) -> dict[str, Any]:
+        model = compiled(mlp())
+        model.fit(**fed("arrays", (x, y), batch), verbose=0)
+        step = tf.function(lambda data: tf.distribute.get_strategy().run(model.train_step, args=(data,)))
+        for _ in range(4):
+            step((tf.constant(x[:whole]), tf.constant(y[:whole])))
+        return outcome(model)
+
+    def an_error_that_is_caught(batch: int) -> dict[str, Any]:
+        model = compiled(Breaking(), run_eagerly=True)
+        model.train_on_batch(x[:whole], y[:whole])
+        with pytest.raises(ValueError, match="in the fifth step"):
+            model.fit(**fed("arrays", (x, y), batch), epochs=9, verbose=0)
+        for _ in range(4):
+            model.train_on_batch(x[:whole], y[:whole])
+        return outcome(model)
+
+    def a_load_on_one_rank(batch: int) -> dict[str, Any]:
+        model = compiled(mlp())
+        model.fit(**fed("arrays", (x, y), batch), verbose=0)
+        file = f"{folder}/{batch}.weights.h5"
+        model.save_weights(file)
+        loading = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: model.load_weights(file))
+        loads = batch == whole or engine.rank == 1  # plainly, and on one of the ranks
+        return outcome(
+            model,
+            model.fit(**fed("arrays", (x, y), batch), epochs=2, verbose=0, callbacks=[loading] if loads else []),
+        )
+
+    def a_fit_within_a_fit(batch: int) -> dict[str, Any]:
+        model, looking = compiled(mlp()), AccumulatorsOfEachStep()
+        data = fed("arrays", (x, y), batch)
+        again = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.fit(**data, verbose=0))
+        model.fit(**data, epochs=2, verbose=0, callbacks=[looking, again])
+        return outcome(model, looking=looking.found)
+
+    for script in (an_own_loop, an_error_that_is_caught, a_load_on_one_rank, a_fit_within_a_fit):
+        print(script.__name__, flush=True)
+        both(script)
+
+
+@feature
 def gradients_travel_in_each_step_if_someone_looks() -> None:
     with tempfile.TemporaryDirectory() as folder:
         saving = functools.partial(keras.callbacks.ModelCheckpoint, f"{folder}/model.keras")
         for callbacks, expected in (
             ([], 2),
-            ([kdist.callbacks.Throughput(), saving()], 2),
+            ([kdist.callbacks.Throughput(), kdist.callbacks.ChiefOnly(saving())], 2),
             ([keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)], 7),
             ([saving(save_freq=10**9)], 7),
             # On one rank only: all must do the same.
