@@ -145,6 +145,9 @@ def _wait(ranks: dict[int, int], np: int, start: Callable[[int], None], restarts
                 _LOG.warning("rank %d is started again", rank)
                 start(rank)
                 continue
+        else:
+            # It may have left without a word: by `os._exit`, or before kdist is asked for anything.
+            _LOG.error("the job ends: rank %d of %d has ended with exit code %d", rank, np, code)
         return 128 - code if code < 0 else code
     return 0
 

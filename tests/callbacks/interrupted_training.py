@@ -52,7 +52,7 @@ class FillDisk(keras.callbacks.Callback):
 
 
 def train(folder: str, end: str = "", rank: str = "", seconds: str = "") -> list[Any]:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     writers = (
         keras.callbacks.CSVLogger(os.path.join(folder, "log.csv"), append=True),

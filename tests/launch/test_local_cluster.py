@@ -63,7 +63,7 @@ def test_ranks_end_well() -> None:
 def test_the_code_of_the_first_that_fails_is_passed_on_and_the_others_are_ended() -> None:
     started = time.monotonic()
     process = start("import sys, time; rank == 1 and sys.exit(7); time.sleep(300)")
-    ended(process)
+    assert "rank 1 of 3 has ended with exit code 7" in ended(process)
     assert process.returncode == 7
     assert time.monotonic() - started < 60
 
