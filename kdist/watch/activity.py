@@ -25,7 +25,7 @@ class Activity:
     """Notes when collectives begin and end; cheap, for it is done at each.
 
     Attributes:
-        calls: int, how many collectives have begun, without those of graphs that count theirs.
+        calls: int, how many collectives the script has begun, without those of graphs that count theirs.
         of_graphs: function that returns how many collectives graphs have begun and ended, or `None`.
         has_ended: bool, whether the script is through and the process only waits for the others.
     """
@@ -47,7 +47,8 @@ class Activity:
             sent: sequence of pairs of a dtype and a shape, one for each tensor that is sent.
             num_fixed: int, how many of them, the first ones, have the same shape on all ranks; the others are gathered.
         """
-        self.calls += 1
+        if not self.has_ended:  # in what a process waits at its exit is no call that the others make
+            self.calls += 1
         self._waiting = (kind, sent, num_fixed)
         self._since = time.monotonic()
 

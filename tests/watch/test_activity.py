@@ -25,3 +25,13 @@ def test_graphs_are_asked_how_far_they_are():
     assert activity.report()["waiting"] is None
     activity.has_ended = True
     assert activity.report()["calls"] == 3  # graphs are not asked any more
+
+
+def test_what_waits_at_the_exit_is_no_call():
+    activity = Activity()
+    activity.begin("barrier", [], 0)
+    activity.end()
+    activity.has_ended = True
+    activity.begin("barrier", [], 0)
+    told = activity.report()
+    assert (told["calls"], told["waiting"]) == (1, "barrier")
