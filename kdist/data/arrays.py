@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +58,6 @@ class ArraySource(Source):
         )
         self._epoch = -1
         self._resumed_pass: int | None = None
-        self._signature = batch_signature(self.dataset().element_spec.data)
 
     @property
     def num_steps(self) -> int:
@@ -71,7 +72,7 @@ class ArraySource(Source):
     @property
     def signature(self) -> Any:
         """Structure of specs of `Shard.data`."""
-        return self._signature
+        return batch_signature(self._dataset.element_spec.data)
 
     def glimpse(self) -> list[str]:
         """Returns what some rows look like, by which ranks can tell whether they hold the same arrays."""
@@ -93,6 +94,10 @@ class ArraySource(Source):
 
     def dataset(self) -> tf.data.Dataset:
         """Returns the dataset of this rank's `Shard` elements."""
+        return self._dataset
+
+    @functools.cached_property  # to trace its functions takes as long as many a small step
+    def _dataset(self) -> tf.data.Dataset:
         sizes = self._stops - self._starts
         ends = np.cumsum(sizes)
         steps = (ends - sizes, ends, self._rows, self._global_rows)
@@ -100,9 +105,16 @@ class ArraySource(Source):
         # weights what it means over steps by rows where it knows their number.
         size = int(sizes[0]) if (self._global_rows == self._global_rows[0]).all() else None
 
+        # TensorFlow never lets go of the functions of Python's that it calls: what this one holds would stay, arrays
+        # and all.
+        this, gather, length = weakref.proxy(self), self._gather, len(self._positions)
+
+        def own_indices() -> Any:
+            return this._own_indices()
+
         def indices_of_a_pass(_: Any) -> Any:
-            indices = tf.numpy_function(self._own_indices, [], tf.int64)
-            indices.set_shape([len(self._positions)])
+            indices = tf.numpy_function(own_indices, [], tf.int64)
+            indices.set_shape([length])
             return indices
 
         def pair_with_steps(indices: Any) -> Any:
@@ -113,7 +125,7 @@ class ArraySource(Source):
             start, stop, rows, global_rows = step
             own = indices[start:stop]
             own.set_shape([size])
-            return Shard(self._gather(own), rows, global_rows)
+            return Shard(gather(own), rows, global_rows)
 
         dataset = tf.data.Dataset.range(1).map(indices_of_a_pass).prefetch(1).flat_map(pair_with_steps)
         dataset = dataset.map(draw)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -287,10 +286,9 @@ class CollectiveEngine(Engine):
         return sums
 
     def _sum_in_memory(self, memory: SharedMemory, buffers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        exchange = functools.partial(memory.sum, fusion.Recycler())
         if tf.executing_eagerly():
-            return [tf.convert_to_tensor(each) for each in exchange(*map(flat.to_array, buffers))]
-        sums = self._in_turn.call(exchange, buffers)
+            return [tf.convert_to_tensor(each) for each in memory.sum(*map(flat.to_array, buffers))]
+        sums = self._in_turn.call(memory.sum, buffers)
         return [tf.ensure_shape(total, buffer.shape) for total, buffer in zip(sums, buffers, strict=True)]
 
     def _cut(self, buffer: tf.Tensor) -> list[tuple[int, int]]:

@@ -20,6 +20,9 @@ LARGE_BYTES = 1 << 18
 # All-reduced in pieces that stay in the processor's cache, a large buffer is done several times faster.
 PIECE_BYTES = 1 << 21
 
+# So many buffers later a size has not been asked for in a while: more than any step has.
+_A_WHILE = 1000
+
 # TensorFlow takes over an array that is so aligned without copying it.
 ALIGNMENT = 64
 
@@ -59,23 +62,33 @@ def _aligned(block: Array, size: int, dtype: npt.DTypeLike) -> Array:
 
 
 class Recycler:
-    """Memory for the buffers of a message that is sent again and again.
+    """Memory for the buffers of messages that are sent again and again.
 
     New memory costs as much as the copy into it. TensorFlow holds a result's memory until the next message, so that
-    two buffers take turns.
+    two buffers take turns. Models come and go: sizes that nobody has asked for in a while are forgotten.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, np.dtype], list[Array]] = {}
+        self._asked: dict[tuple[int, np.dtype], int] = {}  # when for the last time
+        self._count = 0
 
     def empty(self, size: int, dtype: npt.DTypeLike) -> Array:
         """Returns what `empty` does, in memory that nobody holds any more if there is such."""
-        blocks = self._blocks.setdefault((size, np.dtype(dtype)), [])
+        key = size, np.dtype(dtype)
+        self._count += 1
+        self._asked[key] = self._count
+        blocks = self._blocks.setdefault(key, [])
         for block in blocks:  # the owner of its memory: NumPy lets every view refer to that, not to another view
             if sys.getrefcount(block) == _UNUSED:
                 return _aligned(block, size, dtype)
+        self._forget()
         blocks.append(_block(size, dtype))
         return _aligned(blocks[-1], size, dtype)
+
+    def _forget(self) -> None:
+        for key in [key for key, asked in self._asked.items() if self._count - asked > _A_WHILE]:
+            del self._asked[key], self._blocks[key]
 
 
 def _references() -> int:

@@ -100,6 +100,7 @@ class MPIEngine(Engine):
         self._comm = self._mpi.COMM_WORLD.Dup() if communicator is None else communicator
         self._one_at_a_time = threading.Lock()
         self._in_turn = InTurn("kdist_mpi_order")
+        self._memory = fusion.Recycler()
         self.seconds: float = 0.0
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
@@ -117,7 +118,7 @@ class MPIEngine(Engine):
         gathered: list[tf.Tensor] = []
 
         def send(buffers: list[tf.Tensor]) -> list[tf.Tensor]:
-            exchange = functools.partial(self._sum_and_gather, len(buffers), fusion.Recycler())
+            exchange = functools.partial(self._sum_and_gather, len(buffers))
             shapes = [each.shape for each in buffers] + [slices.any_length(part.shape) for part in parts]
             received = self._call(_Call.of("allreduce", dense, parts), exchange, [*buffers, *parts], shapes)
             gathered.extend(received[len(buffers) :])
@@ -224,11 +225,11 @@ class MPIEngine(Engine):
             self.activity.end()
             self.seconds += time.perf_counter() - started
 
-    def _sum_and_gather(self, dense: int, memory: fusion.Recycler, arrays: Sequence[Array]) -> list[Array]:
-        return [*self._sum_arrays(arrays[:dense], memory), *self._gather_arrays(arrays[dense:])]
+    def _sum_and_gather(self, dense: int, arrays: Sequence[Array]) -> list[Array]:
+        return [*self._sum_arrays(arrays[:dense]), *self._gather_arrays(arrays[dense:])]
 
-    def _sum_arrays(self, arrays: Sequence[Array], memory: fusion.Recycler) -> list[Array]:
-        buffers = fusion.pack(arrays, memory.empty)
+    def _sum_arrays(self, arrays: Sequence[Array]) -> list[Array]:
+        buffers = fusion.pack(arrays, self._memory.empty)
         for buffer in buffers:
             for piece in fusion.pieces(buffer):
                 self._comm.Allreduce(self._mpi.IN_PLACE, piece)

@@ -57,6 +57,7 @@ class SharedMemory:
         self._timeout = timeout
         self._turn = 0
         self._one_at_a_time = threading.Lock()
+        self._results = fusion.Recycler()
 
     @classmethod
     def open(
@@ -105,13 +106,12 @@ class SharedMemory:
             os.close(descriptor)
         return None
 
-    def sum(self, memory: fusion.Recycler, *buffers: Array) -> list[Array]:
+    def sum(self, *buffers: Array) -> list[Array]:
         """Sums buffers over all ranks.
 
         Collective: every rank must call this, in the same order.
 
         Args:
-            memory: `Recycler`, where the results' memory comes from.
             *buffers: 1-D arrays of any numeric dtype, whose sizes are equal on all ranks.
 
         Returns:
@@ -121,7 +121,7 @@ class SharedMemory:
             EngineError: if the ranks' sizes differ, a rank has ended, or one does not come in time.
         """
         with self._one_at_a_time:
-            return [self._sum_buffer(buffer, memory.empty(buffer.size, buffer.dtype)) for buffer in buffers]
+            return [self._sum_buffer(buffer, self._results.empty(buffer.size, buffer.dtype)) for buffer in buffers]
 
     def _sum_buffer(self, buffer: Array, total: Array) -> Array:
         regions = [region.view(buffer.dtype) for region in self._regions]

@@ -1,5 +1,7 @@
 """Arrays: all ranks together see what one process would, in the same steps."""
 
+import weakref
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -95,3 +97,11 @@ def test_full_steps_have_a_static_batch_size():
 def test_no_samples():
     with pytest.raises(DataError, match="without any sample"):
         sources(0, 4, plans(2))
+
+
+def test_a_source_is_let_go_with_its_arrays():
+    (source,) = sources(12, 2, plans(1))
+    assert len(list(source.dataset())) == source.num_steps
+    watched = weakref.ref(source)
+    del source
+    assert watched() is None

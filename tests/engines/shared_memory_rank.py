@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 
-from kdist.engines.fusion import Recycler
 from kdist.engines.shared_memory import PIECE_BYTES, SharedMemory
 from kdist.errors import EngineError
 
@@ -29,10 +28,9 @@ def buffers(rank, seed):
 
 
 def sums(memory, rank, size):
-    recycler = Recycler()
     for seed in range(2):
         everyone = [buffers(each, seed) for each in range(size)]
-        for place, total in enumerate(memory.sum(recycler, *everyone[rank])):
+        for place, total in enumerate(memory.sum(*everyone[rank])):
             expected = everyone[0][place]
             for each in range(1, size):  # in rank order, to the bit
                 expected = expected + everyone[each][place]
@@ -46,19 +44,19 @@ def _descriptors():
 
 
 def differs(memory, rank, size):
-    memory.sum(Recycler(), np.ones(10 + (rank == size - 1), np.float32))
+    memory.sum(np.ones(10 + (rank == size - 1), np.float32))
 
 
 def dies(memory, rank, size):
     if rank == size - 1:
         os._exit(0)
-    memory.sum(Recycler(), np.ones(10, np.float32))
+    memory.sum(np.ones(10, np.float32))
 
 
 def stops(memory, rank, size):
     if rank == size - 1:
         time.sleep(5)
-    memory.sum(Recycler(), np.ones(10, np.float32))
+    memory.sum(np.ones(10, np.float32))
 
 
 def main(action, rank, size):

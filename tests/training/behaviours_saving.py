@@ -1,7 +1,8 @@
-"""Saving and loading: on the chief alone or on all ranks, in a scope or after it; scopes that follow each other."""
+"""Saving and loading: on the chief alone or on all ranks, in a scope or after it; scopes one after the other."""
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import keras
 import numpy as np
 
 import kdist
+from kdist.data.source import Source
 from tests.training.behaviours import assert_equal_everywhere, weights_of
-from tests.training.fidelity import BATCH, compare, fresh, mlp, outcome, rows, size
+from tests.training.fidelity import BATCH, compare, fed, fresh, mlp, outcome, rows, size
 
 FOLDER = "SAVED_MODELS_FOLDER"
 RATE = 0.05
@@ -192,6 +194,25 @@ def scopes_with_other_scaling_follow_each_other() -> None:
         compare(plain, ours)
 
 
+def models_and_their_data_are_let_go() -> None:
+    """Model after model in one process, as in a search for good settings, leaves nothing behind."""
+    x, y = rows("ragged")
+
+    def train(kind: str) -> None:
+        model = mlp()
+        model.compile("sgd", "mse")
+        model.fit(**fed(kind, (x, y), BATCH), validation_data=(x, y), verbose=0)
+        model.evaluate(x, y, verbose=0)
+        model.predict(x, verbose=0)
+
+    with kdist.scope():
+        for kind in ("arrays", "tf_data"):
+            train(kind)
+    gc.collect()
+    left = [type(each).__name__ for each in gc.get_objects() if issubclass(type(each), keras.Model | Source)]
+    assert not left, left
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -202,5 +223,6 @@ CASES = {
         distributed_after_the_scope_is_left,
         outside_of_the_scope_nothing_is_changed,
         scopes_with_other_scaling_follow_each_other,
+        models_and_their_data_are_let_go,
     )
 }
