@@ -12,8 +12,6 @@ import pytest
 from tests.helpers import spmd
 from tests.training import fidelity
 
-MATRIX = "tests.training.fidelity:MATRIX"
-FEATURES = "tests.training.features:FEATURES"
 PYTHON = os.environ.get("KDIST_TEST_FLOOR_PYTHON", "")
 
 pytestmark = pytest.mark.skipif(not PYTHON, reason="KDIST_TEST_FLOOR_PYTHON names no environment")
@@ -55,20 +53,10 @@ FEATURES_HERE = (
 
 
 @pytest.fixture(scope="module")
-def matrix(request):
-    return spmd.run(MATRIX, 2, only=spmd.selected(request, "cell"), python=PYTHON, timeout=300)
+def launched(request):
+    return spmd.run("tests.training.all_cases:CASES", 2, only=spmd.selected(request), python=PYTHON, timeout=570)
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_fidelity(matrix, cell):
-    matrix.check(cell)
-
-
-@pytest.fixture(scope="module")
-def features(request):
-    return spmd.run(FEATURES, 2, only=spmd.selected(request, "feature"), python=PYTHON, timeout=500)
-
-
-@pytest.mark.parametrize("feature", FEATURES_HERE)
-def test_features(features, feature):
-    features.check(feature)
+@pytest.mark.parametrize("case", [*CELLS, *FEATURES_HERE])
+def test_case(launched, case):
+    launched.check(case)

@@ -195,9 +195,17 @@ class Log(logging.Handler):
         return "\n".join(self.lines)
 
 
-def resumed(kind: str, places: list[tuple[int, int | None]], **settings: Any) -> None:
+@functools.cache  # several cases interrupt the same training
+def uninterrupted(kind: str, **compile_: Any) -> dict[str, Any]:
+    """Returns what `train` does with the `others`: who saves, and how often, changes nothing."""
+    return train(kind, shared_folder(), others(), **compile_)
+
+
+def resumed(
+    kind: str, places: list[tuple[int, int | None]], saving: dict[str, Any] | None = None, **compile_: Any
+) -> None:
     """Trains without an interruption, and with some, and compares."""
-    expected = train(kind, shared_folder(), others(), **settings)
+    expected, settings = uninterrupted(kind, **compile_), {**(saving or {}), **compile_}
     folder = shared_folder()
     with Log() as log:
         for place in places:
@@ -213,7 +221,7 @@ def resumed(kind: str, places: list[tuple[int, int | None]], **settings: Any) ->
 
 def between_epochs() -> None:
     for kind in ("arrays", "tf_data", "py_dataset"):
-        resumed(kind, [(0, None)], save_freq="epoch")
+        resumed(kind, [(0, None)], {"save_freq": "epoch"})
 
 
 def in_an_epoch(kind: str) -> None:
@@ -223,7 +231,7 @@ def in_an_epoch(kind: str) -> None:
 
 def the_newest_is_damaged() -> None:
     """The one before it is used, and that is said; nothing is deleted."""
-    expected = train("arrays", shared_folder(), others())
+    expected = uninterrupted("arrays")
     for damage in (_cut_off, _flip, _take_away):
         folder = shared_folder()
         with pytest.raises(Interrupted):
@@ -310,9 +318,9 @@ def several_steps_an_execution() -> None:
 
 
 def kerass_own_in_a_scope_is_ours() -> None:
-    resumed("arrays", [(0, 3), (1, 4)], backup=keras.callbacks.BackupAndRestore)
+    resumed("arrays", [(0, 3), (1, 4)], {"backup": keras.callbacks.BackupAndRestore})
+    expected = train("arrays", shared_folder(), [])
     for given_on in range(kdist.size()):
-        expected = train("arrays", shared_folder(), [], backup=keras.callbacks.BackupAndRestore)
         folder = shared_folder()
 
         def on_one(folder: str, rank: int = given_on, **kwargs: Any) -> Any:
@@ -356,7 +364,7 @@ def deleted_at_the_end() -> None:
 
 def told_to_go(kind: str, rank: int, place: tuple[int, int | None]) -> None:
     """A signal on one rank: all leave after the same step with the same code, and can go on."""
-    expected = train(kind, shared_folder(), others(), save_freq="epoch")
+    expected = uninterrupted(kind)
     folder = shared_folder()
 
     class Signal(keras.callbacks.Callback):
