@@ -162,6 +162,7 @@ def of_the_chief(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def fresh() -> None:
     """Makes both runs begin alike: names, seeds, float64."""
+    open_engine(kdist.cluster_info())  # over TensorFlow's collectives: before a variable is made
     keras.utils.clear_session(free_memory=False)  # to collect garbage twice a case took a fifth of the time
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(3)
