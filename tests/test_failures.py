@@ -133,6 +133,18 @@ def test_a_verb_on_the_chief_alone_ends_the_job(ended):
     assert "for rank 1, which has ended its script" in done.output, done.output
 
 
+@pytest.mark.parametrize("launcher", [pytest.param("horovodrun_gloo", marks=needs.horovod), "local_cluster"])
+def test_a_rank_that_waits_at_its_end_answers_no_other_message(ended, launcher):
+    done = ended(
+        "with kdist.scope(stall_timeout=6):\n    model().fit(x, y, verbose=0)\n    if rank == 1:\n        sys.exit()\n"
+        "    kdist.barrier()\nprint('went on')\n",
+        launcher=launcher,
+    )
+    assert done.returncode != 0
+    assert "went on" not in done.output, done.output
+    assert "for rank 1, which has ended its script" in done.output, done.output
+
+
 ON_MPI = {}
 OVER_HOROVOD = {"env": {"KDIST_STRATEGY": "horovod"}}
 

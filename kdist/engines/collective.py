@@ -31,6 +31,7 @@ _LAST_WORDS = 0.1  # seconds that a rank stays after the last collective, whose 
 _CODES = {tf.float32: 0, tf.float64: 1, tf.int32: 2, tf.int64: 3}
 _GATHERS = 4  # added to the dtype's code
 _ROWS = 8  # of int32 alone
+_END = 9  # of the last message, which must not pass for one of a rank that still has something to say
 _REFUSED = "kdist refuses this collective"
 
 
@@ -322,7 +323,7 @@ class CollectiveEngine(Engine):
 
     def _run(self, op: Callable[..., tf.Tensor], tensor: tf.Tensor, lane: _Lane, code: int, **attributes: Any) -> Any:
         # TensorFlow remembers what was sent under a key, and refuses another dtype or size under the same.
-        key = (9 * tf.cast(flat.size(tensor), tf.int64) + code) % (1 << 31)
+        key = (10 * tf.cast(flat.size(tensor), tf.int64) + code) % (1 << 31)
         with tf.device(lane.device):
             return op(
                 input=tensor,
@@ -360,7 +361,9 @@ class CollectiveEngine(Engine):
         """Waits until every rank is at its exit: TensorFlow's server ends with its process."""
         # A rank that is gone here has ended before the answer was read, or has died, which its launcher sees.
         with contextlib.suppress(EngineError, tf.errors.OpError):
-            self.barrier()
+            with self._exchange("barrier"):
+                sums = tf.raw_ops.CollectiveReduceV2
+                self._run(sums, tf.zeros([1], tf.int32), self._lanes[0], _END, merge_op="Add", final_op="Id")
             time.sleep(_LAST_WORDS)
 
 

@@ -186,7 +186,7 @@ class HorovodEngine(Engine):
         explained.is_echo = "has been shut down" in said
         return explained
 
-    def _sum(self, send: _Send, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _sum(self, send: _Send, tensors: Sequence[tf.Tensor], kind: str = "sum") -> list[tf.Tensor]:
         def operation(group: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
             return self._hvd.grouped_allreduce(group, op=self._hvd.Sum, **names)
 
@@ -195,7 +195,7 @@ class HorovodEngine(Engine):
         for dtype in dict.fromkeys(tensor.dtype for tensor in wire):
             places = [place for place, tensor in enumerate(wire) if tensor.dtype == dtype]
             group = [wire[place] for place in places]
-            for place, total in zip(places, send("sum", operation, group, [t.shape for t in group]), strict=True):
+            for place, total in zip(places, send(kind, operation, group, [t.shape for t in group]), strict=True):
                 sums[place] = total
         return [flat.from_summable(total, tensor) for total, tensor in zip(sums, tensors, strict=True)]
 
@@ -259,9 +259,17 @@ class HorovodEngine(Engine):
 
     def _wait_for_the_others(self) -> None:
         """Waits until every rank is at its exit."""
-        if self._hvd.is_initialized():
-            with contextlib.suppress(EngineError):  # another rank has failed, and has said so
-                self.barrier()
+        if not self._hvd.is_initialized():
+            return
+
+        def end() -> None:
+            with self._exchange() as send:
+                self._sum(send, [tf.zeros([1])], kind="end")
+
+        with contextlib.suppress(EngineError, tf.errors.OpError):  # another rank has failed, and has said so
+            self.activity.begin("barrier", [], 0)
+            # Eagerly, Horovod takes any sum for the same: this one would answer that of a rank which is not through.
+            tf.function(end, autograph=False)()
 
 
 _Operation = Callable[..., list[tf.Tensor]]
