@@ -145,6 +145,28 @@ def test_a_rank_that_waits_at_its_end_answers_no_other_message(ended, launcher):
     assert "for rank 1, which has ended its script" in done.output, done.output
 
 
+@pytest.mark.parametrize("launcher", [pytest.param("horovodrun_gloo", marks=needs.horovod), "local_cluster"])
+def test_ranks_whose_graphs_send_different_tensors_are_both_named(ended, launcher):
+    lines = """
+import tensorflow as tf
+class Own(keras.Model):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        tf.distribute.get_replica_context().all_reduce("sum", tf.ones([rank + 7]))
+        return logs
+with kdist.scope(stall_timeout=6):
+    inputs = keras.Input((3,))
+    made = Own(inputs, keras.layers.Dense(2)(inputs))
+    made.compile("sgd", "mse")
+    made.fit(x, y, batch_size=2, verbose=0)
+"""
+    done = ended(lines, launcher=launcher)
+    assert done.returncode != 0
+    assert "Ranks wait in different collectives" in done.output, done.output
+    assert "float32[7]" in done.output
+    assert "float32[8]" in done.output
+
+
 ON_MPI = {}
 OVER_HOROVOD = {"env": {"KDIST_STRATEGY": "horovod"}}
 

@@ -104,7 +104,7 @@ class CollectiveEngine(Engine):
             tokens = [tf.Variable(0.0, trainable=False, name="kdist_lane") for _ in range(LANES)]
             self._is_refusing = tf.Variable(False, trainable=False, name="kdist_refusing")
         self._progress = Progress()
-        self.activity.of_graphs = self._progress.counts
+        self.activity.of_graphs = self._progress.look
         self._lanes = [_Lane(1 + number, "CPU:0", "ring", token) for number, token in enumerate(tokens)]
         self._gpu_lane: _Lane | None = None
         if _each_has_a_gpu(self.gather_objects(_place(addresses[rank]))):
@@ -236,7 +236,7 @@ class CollectiveEngine(Engine):
         if not tf.executing_eagerly():
             allowed = tf.debugging.Assert(tf.logical_not(self._is_refusing), [_REFUSED])
             with tf.control_dependencies([allowed]):
-                begun = self._progress.begin(sent)
+                begun = self._progress.begin(kind, sent, len(fixed))
             with tf.control_dependencies([begun]):
                 yield self._progress.end
             return

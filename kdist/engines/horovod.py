@@ -84,7 +84,7 @@ class HorovodEngine(Engine):
         self.local_rank: int = self._hvd.local_rank()
         self.local_size: int = self._hvd.local_size()
         self._progress = Progress()
-        self.activity.of_graphs = self._progress.counts
+        self.activity.of_graphs = self._progress.look
         with tf.init_scope(), tf.device("CPU:0"):
             self._order = tf.Variable(0, trainable=False, name="kdist_horovod_order")
         if self.size > 1:
@@ -236,7 +236,7 @@ class HorovodEngine(Engine):
             dims = [tf.rank(first)]
             first = tf.slice(first, tf.fill(dims, zero), tf.fill(dims, -1))  # all of it, without a copy
             with tf.control_dependencies([allowed]):
-                begun = self._progress.begin([first, *others])
+                begun = self._progress.begin(kind, tensors, 0 if kind == "gather" else len(tensors))
             with tf.control_dependencies([begun]):
                 received = operation([first, *others], name=_name(kind, tensors), ignore_name_scope=True)
             self._progress.end(received)

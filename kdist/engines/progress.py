@@ -1,4 +1,4 @@
-"""How far the collectives of graphs are, counted by the graphs themselves: no Python runs in them."""
+"""How far the collectives of graphs are, noted by the graphs themselves: no Python runs in them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,34 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from kdist.watch.activity import described
+
 
 class Progress:
     """Counts collectives that begin and end in graphs, for an engine whose operations are TensorFlow's own."""
 
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
-            self._begun, self._done = (
-                tf.Variable(0, dtype=tf.int64, trainable=False, name=f"kdist_{name}") for name in ("begun", "done")
+            self._begun, self._done, self._last = (
+                tf.Variable(0, dtype=tf.int64, trainable=False, name=f"kdist_{name}")
+                for name in ("begun", "done", "last")
             )
+        self._texts = [""]  # what the number in `_last` stands for
 
-    def begin(self, tensors: Sequence[tf.Tensor]) -> tf.Operation:
-        """Returns the operation after which a collective of these tensors may run."""
+    def begin(self, kind: str, tensors: Sequence[tf.Tensor], num_fixed: int) -> tf.Operation:
+        """Returns the operation after which a collective may run.
+
+        Args:
+            kind: str, `"allreduce"`, `"allgather"`, ...
+            tensors: sequence of tensors, what is sent.
+            num_fixed: int, how many of them, the first ones, have the same shape on all ranks; the others are gathered.
+        """
+        text = _described(kind, tensors, num_fixed)
+        if text not in self._texts:
+            self._texts.append(text)
         with tf.control_dependencies(tensors):
+            noted = self._last.assign(self._texts.index(text), read_value=False)
+        with tf.control_dependencies([noted]):
             return self._begun.assign_add(1, read_value=False)
 
     def end(self, results: Sequence[tf.Tensor]) -> None:
@@ -26,7 +41,16 @@ class Progress:
         with tf.control_dependencies(results):
             self._done.assign_add(1, read_value=False)
 
-    def counts(self) -> tuple[int, int]:
-        """Returns how many have begun and how many have ended."""
+    def look(self) -> tuple[int, int, str]:
+        """Returns how many have begun, how many have ended, and, if one alone is under way and known, what it is."""
         done = int(self._done.numpy())  # first, so that it is never ahead
-        return int(self._begun.numpy()), done
+        begun = int(self._begun.numpy())
+        return begun, done, self._texts[int(self._last.numpy())] if begun == done + 1 else ""
+
+
+def _described(kind: str, tensors: Sequence[tf.Tensor], num_fixed: int) -> str:
+    """Returns a collective as text, equal on all ranks that make the same call; `""` if it is not known yet."""
+    shapes = [each.shape if place < num_fixed else each.shape[1:] for place, each in enumerate(tensors)]
+    if not all(shape.is_fully_defined() for shape in shapes):
+        return ""  # another rank may know more of it
+    return described(kind, [(each.dtype.name, tuple(each.shape)) for each in tensors], num_fixed)

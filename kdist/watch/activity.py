@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from kdist.watch.verdict import IN_A_GRAPH
+
 _STACK_AFTER = 5.0  # seconds without a collective, after which a report says where the main thread is
 _MOST_THREADS = 8  # that are told
 _BUSY = 0.2  # of the time between two reports on the processor
-_IN_A_GRAPH = "a collective of a graph"
 _LIBRARIES = tuple({*site.getsitepackages(), os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__)})
 _KERAS_VERBS = os.path.join("keras", "src", "backend", "tensorflow", "trainer.py")
 _KERAS_CALLBACKS = os.path.join("keras", "src", "callbacks", "callback_list.py")
@@ -26,17 +27,18 @@ class Activity:
 
     Attributes:
         calls: int, how many collectives the script has begun, without those of graphs that count theirs.
-        of_graphs: function that returns how many collectives graphs have begun and ended, or `None`.
+        of_graphs: function that returns how many collectives graphs have begun and ended, and what is under way if it
+            knows; or `None`.
         has_ended: bool, whether the script is through and the process only waits for the others.
     """
 
     def __init__(self) -> None:
         self.calls = 0
-        self.of_graphs: Callable[[], tuple[int, int]] | None = None
+        self.of_graphs: Callable[[], tuple[int, int, str]] | None = None
         self.has_ended = False
         self._waiting: tuple[str, Any, int] | None = None
         self._since = time.monotonic()
-        self._counts = (0, 0)
+        self._of_graphs = (0, 0, "")
         self._processor = (time.monotonic(), 0.0)
 
     def begin(self, kind: str, sent: Sequence[tuple[Any, Any]], num_fixed: int) -> None:
@@ -59,9 +61,13 @@ class Activity:
 
     def report(self) -> dict[str, Any]:
         """Returns what the other ranks are told, as JSON values: see `verdict.Sign`."""
-        begun, done = self._look_at_graphs()
+        begun, done, what = self._look_at_graphs()
         called, since = self._waiting, time.monotonic() - self._since
-        waiting = described(*called) if called is not None else _IN_A_GRAPH if begun > done else None
+        waiting = None
+        if called is not None:
+            waiting = described(*called)
+        elif begun > done:
+            waiting = f"{IN_A_GRAPH}: {what}" if what else IN_A_GRAPH
         stack = _main_stack() if since > _STACK_AFTER else []
         threads = _other_threads() if stack else []
         return {
@@ -75,14 +81,14 @@ class Activity:
             "threads": [_place(frame, frame.f_lineno) for frame in threads[:_MOST_THREADS]],
         }
 
-    def _look_at_graphs(self) -> tuple[int, int]:
-        """Returns how many collectives graphs have begun and ended; notes when that has changed."""
+    def _look_at_graphs(self) -> tuple[int, int, str]:
+        """Returns what `of_graphs` does; notes when that has changed."""
         if self.of_graphs is None or self.has_ended:  # TensorFlow may be on its way out by then
-            return self._counts
-        counts = self.of_graphs()
-        if counts != self._counts:
-            self._counts, self._since = counts, time.monotonic()
-        return counts
+            return self._of_graphs
+        found = self.of_graphs()
+        if found != self._of_graphs:
+            self._of_graphs, self._since = found, time.monotonic()
+        return found
 
     def _uses_processor(self) -> bool:
         """Returns whether this process, all its threads, has computed since the last report."""

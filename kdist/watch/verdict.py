@@ -9,6 +9,9 @@ _GONE = 3.0  # seconds that the launcher gets to end the job by itself when a ra
 _SURE = 2.0  # seconds after which ranks that wait for what cannot come are not about to go on
 _APART = 60.0  # seconds after which ranks in different calls are not merely one ahead of the other
 
+IN_A_GRAPH = "a collective of a graph"
+"""What a rank waits in, and how a text begins that says more of it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sign:
@@ -70,7 +73,7 @@ def judge(signs: Sequence[Sign], stall_timeout: float | None, *, is_strict: bool
     return (
         _gone(signs)
         or _ended(signs)
-        or _mismatch(signs)
+        or _mismatch(signs, _APART if stall_timeout is None else min(stall_timeout, _APART))
         or _stall(signs, stall_timeout, is_strict)
         or _silent_at_the_end(signs, stall_timeout)
     )
@@ -103,12 +106,15 @@ def _ended(signs: Sequence[Sign]) -> Verdict | None:
     )
 
 
-def _mismatch(signs: Sequence[Sign]) -> Verdict | None:
+def _mismatch(signs: Sequence[Sign], apart: float) -> Verdict | None:
     for first in _waiting(signs, _SURE):
         for other in _waiting(signs, _SURE):
             same_number = first.calls == other.calls
-            long = min(first.since, other.since) >= _APART
-            if (same_number and first.waiting != other.waiting) or (not same_number and long):
+            if same_number and not _differ(first, other):
+                continue
+            # A graph may have several under way, which begin in another order on another rank.
+            is_certain = same_number and not (_is_in_a_graph(first) and _is_in_a_graph(other))
+            if is_certain or min(first.since, other.since) >= apart:
                 return Verdict(
                     True,
                     (first.rank, other.rank),
@@ -117,6 +123,16 @@ def _mismatch(signs: Sequence[Sign]) -> Verdict | None:
                     f"steps that depends on the rank.{_stacks([first, other])}",
                 )
     return None
+
+
+def _differ(first: Sign, other: Sign) -> bool:
+    """Returns whether two ranks are known to wait in different collectives."""
+    is_vague = IN_A_GRAPH in (first.waiting, other.waiting) and _is_in_a_graph(first) and _is_in_a_graph(other)
+    return first.waiting != other.waiting and not is_vague
+
+
+def _is_in_a_graph(sign: Sign) -> bool:
+    return sign.waiting is not None and sign.waiting.startswith(IN_A_GRAPH)
 
 
 def _stall(signs: Sequence[Sign], stall_timeout: float | None, is_strict: bool) -> Verdict | None:

@@ -15,16 +15,17 @@ def test_a_call_is_told_with_what_is_sent():
 
 
 def test_graphs_are_asked_how_far_they_are():
-    counts = iter([(0, 0), (3, 2), (3, 2), (3, 3)])
+    found = iter([(0, 0, ""), (3, 2, ""), (3, 2, ""), (3, 3, ""), (4, 3, "sum of 1 tensor(s) float32[2]")])
     activity = Activity()
-    activity.of_graphs = lambda: next(counts)
+    activity.of_graphs = lambda: next(found)
     assert activity.report()["waiting"] is None
     first, later = activity.report(), activity.report()
     assert (first["calls"], first["waiting"]) == (later["calls"], later["waiting"]) == (3, "a collective of a graph")
     assert later["since"] >= first["since"]
     assert activity.report()["waiting"] is None
+    assert activity.report()["waiting"] == "a collective of a graph: sum of 1 tensor(s) float32[2]"
     activity.has_ended = True
-    assert activity.report()["calls"] == 3  # graphs are not asked any more
+    assert activity.report()["calls"] == 4  # graphs are not asked any more
 
 
 def test_what_waits_at_the_exit_is_no_call():

@@ -58,6 +58,18 @@ def test_ranks_in_different_calls_are_both_named():
     assert judged(waits(0, 90.0), waits(1, 90.0, calls=6)).is_fatal
 
 
+def test_ranks_in_different_calls_of_graphs_are_named_when_they_stay_there():
+    calls = [f"a collective of a graph: sum of 1 tensor(s) float32[{size}]" for size in (2, 3)]
+    for since, timeout, is_named in ((9.0, 100.0, False), (9.0, 8.0, True), (61.0, 100.0, True), (61.0, None, True)):
+        found = judged(*(waits(rank, since, call) for rank, call in enumerate(calls)), timeout=timeout)
+        assert (found is not None) == is_named, (since, timeout)
+    assert found.is_fatal
+    assert all(call in found.text for call in calls)
+    assert judged(waits(0, 61.0, calls[0]), waits(1, 61.0, calls[0])) is None
+    assert judged(waits(0, 61.0, calls[0]), waits(1, 61.0, "a collective of a graph")) is None  # what, is not known
+    assert judged(waits(0, 61.0, "barrier"), waits(1, 61.0, "a collective of a graph")).is_fatal
+
+
 @pytest.mark.parametrize(
     ("missing", "is_fatal"),
     [
