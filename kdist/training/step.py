@@ -15,6 +15,7 @@ from kdist.errors import NotSynchronizedError
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.strategies.wire import Wire
 from kdist.training import _keras_internals as internals
+from kdist.training.assigned_state import AssignedState
 from kdist.training.fused_sgd import fused_sgd
 from kdist.training.learning_rate import EffectiveRate
 from kdist.training.losses import GlobalLoss
@@ -39,6 +40,7 @@ class Step:
         rows: `int64` scalar, this rank's rows that count.
         weight: `float64` scalar, this rank's share of the global rows.
         active: `bool` scalar, whether this rank has rows that count.
+        is_chief: bool, whether this is the rank whose value is taken where one rank's is.
         applying: bool, whether an optimizer works on reduced gradients.
         loss_is_weighted: bool, whether the backward pass starts from the loss times the weight, so that gradients are
             this rank's addends as they come.
@@ -48,6 +50,7 @@ class Step:
         self._extended = extended
         self.rows = tf.reshape(shard.rows, ())
         self.active = self.rows > 0
+        self.is_chief = extended.engine.rank == 0
         self.applying = False
         self.loss_is_weighted = False
         self.data = shard.data
@@ -135,7 +138,7 @@ class TrainStep(Step):
         self._scaled = scaled
         self._requests = requests
         self._deferring = deferring
-        self._state: _AssignedState | None = None
+        self._state: AssignedState | None = None
         self._weighted_losses: list[int] = []
         self._any_loss_was_scaled = False
         self.local_gradients: list[Any] = []
@@ -144,7 +147,7 @@ class TrainStep(Step):
     def running(self, model: keras.Model) -> Iterator[None]:
         """Opens the step on a model; at its end every rank has the same weights, optimizer and statistics."""
         with super().running(model), contextlib.ExitStack() as stack:
-            self._state = stack.enter_context(_AssignedState(internals.state_variables(model)))
+            self._state = stack.enter_context(AssignedState(internals.state_variables(model)))
             for optimizer in optimizers_of(model):
                 stack.enter_context(self._reducing(optimizer))
             yield
@@ -315,62 +318,6 @@ class TrainStep(Step):
             tf.numpy_function(self._requests.note, [requests[:num_names]], [])
 
         tf.cond(tf.reduce_any(requests > 0), grant, lambda: None)
-
-
-class _AssignedState:
-    """Notes which non-trainable variables a step writes, and merges them over the ranks.
-
-    Only what is written is merged: a constant, averaged in every step, would drift by rounding.
-
-    Args:
-        variables: the variables to watch.
-    """
-
-    def __init__(self, variables: Sequence[keras.Variable]) -> None:
-        self._variables = [v for v in variables if v.dtype.startswith(("float", "bfloat")) or v.aggregation == "sum"]
-        self._before = {id(v): tf.identity(v.value) for v in self._variables if v.aggregation == "sum"}
-        self.assigned: list[keras.Variable] = []
-        self.is_dirty = False
-
-    def __enter__(self) -> _AssignedState:
-        for variable in self._variables:
-            variable.__dict__["_direct_assign"] = self._noting(variable)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for variable in self._variables:
-            variable.__dict__.pop("_direct_assign", None)
-
-    def _noting(self, variable: keras.Variable) -> Callable[[Any], None]:
-        def assign(value: Any) -> None:
-            if not any(variable is known for known in self.assigned):
-                self.assigned.append(variable)
-            self.is_dirty = True
-            type(variable)._direct_assign(variable, value)
-
-        return assign
-
-    def contributions(self, step: Step) -> list[tf.Tensor]:
-        """Returns this rank's addend for each variable written so far."""
-        return [self._contribution(variable, step) for variable in self.assigned]
-
-    def _contribution(self, variable: keras.Variable, step: Step) -> tf.Tensor:
-        value = tf.convert_to_tensor(variable._value)
-        if variable.aggregation == "sum":
-            added = value - self._before[id(variable)]
-            return tf.where(step.active, added, tf.zeros_like(added))
-        if variable.aggregation == "only_first_replica":
-            return value if step._extended.engine.rank == 0 else tf.zeros_like(value)
-        return step.weighted(value)
-
-    def merge(self, totals: Sequence[tf.Tensor]) -> None:
-        """Sets each variable written so far to what the ranks' addends sum to."""
-        self.is_dirty = False
-        for variable, total in zip(self.assigned, totals, strict=True):
-            if variable.aggregation == "sum":
-                total = self._before[id(variable)] + total
-                self._before[id(variable)] = tf.identity(total)
-            type(variable)._direct_assign(variable, total)
 
 
 @contextlib.contextmanager

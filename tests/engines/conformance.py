@@ -341,10 +341,12 @@ def case_results_stay_when_the_same_message_is_sent_again(engine):
     def sums(factor):
         return engine.allreduce([factor * tensor for tensor in mine])
 
-    kept = [sums(tf.constant(factor, tf.float32)) for factor in range(1, 1 + times)]
-    for factor, results in enumerate(kept, 1):
-        for result, total in zip(results, totals, strict=True):
-            np.testing.assert_allclose(result, factor * total, rtol=1e-5, atol=1e-4)
+    runs = (sums, sums.python_function)  # in a graph and eagerly, in turns: they may share memory
+    kept = [[run(tf.constant(factor, tf.float32)) for run in runs] for factor in range(1, 1 + times)]
+    for factor, by_run in enumerate(kept, 1):
+        for results in by_run:
+            for result, total in zip(results, totals, strict=True):
+                np.testing.assert_allclose(result, factor * total, rtol=1e-5, atol=1e-4)
 
     @tf.function
     def sums_in_a_loop():

@@ -17,7 +17,7 @@ KINDS = ("raise", "sys.exit 3", "sys.exit 0", "os._exit 5", "SIGKILL", "SIGSEGV"
 MOMENTS = ("start", "build", "first step", "epoch", "validation", "save", "end")
 RANKS = (0, 1)
 SIZE = 2
-LIMIT = 90.0  # seconds, start and stall timeout included; a generous guard for a busy machine
+LIMIT = 60.0  # seconds, start and stall timeout included; a generous guard for a busy machine
 
 
 @dataclasses.dataclass(frozen=True)

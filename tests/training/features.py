@@ -901,7 +901,7 @@ def frozen_layers_and_recompiling() -> None:
         model.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0)
         model.layers[0].trainable = False
         model.compile(keras.optimizers.Adam(0.01), "mae", metrics=["mse"])
-        return fit_alone(model, fed("arrays", (x, y), batch))
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
 
     both(script)
 
