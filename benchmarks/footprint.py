@@ -10,7 +10,9 @@ threads that it takes.
 
 Memory: the most that a process held (`VmHWM` of /proc, and `ru_maxrss`) while it trained the wide MLP for epochs of 4
 steps, in the first and, counted anew, in the later ones: plain Keras, and a rank of two, the larger one. Each is pinned
-to a core, for memory grows with threads. What lies between is told in copies of the gradients, too.
+to a core, for memory grows with threads. What lies between is told in copies of the gradients, too. TensorFlow keeps
+what it once held in a pool, whose holes are in that, so both train with the system's allocator, too, which gives back
+what is free (`TF_ONEDNN_USE_SYSTEM_ALLOCATOR=1`).
 
 All are started anew in each turn, in an order that each second turn reverses; medians over turns, differences within a
 turn. DIR gets footprint.md and footprint.json. Alone on the machine.
@@ -77,6 +79,11 @@ MEMORIES = {
     RANK: [*MPIRUN, "--train", "wide", "--pin", "--scope"],
 }
 
+POOLS: dict[str, dict[str, str]] = {
+    "TensorFlow's own pool, the default": {},
+    "the system's allocator": {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"},
+}
+
 _Found = dict[str, list[dict[str, float]]]  # by what was started: for each turn, what the largest rank noted
 
 
@@ -108,26 +115,28 @@ def main() -> None:
 
 def measure(turns: int) -> dict[str, _Found]:
     """Starts everything in each turn; returns seconds since the start, and megabytes."""
-    found: dict[str, _Found] = {"start": {name: [] for name in STARTS}, "memory": {name: [] for name in MEMORIES}}
+    found: dict[str, _Found] = {"start": {name: [] for name in STARTS}}
+    found |= {pool: {name: [] for name in MEMORIES} for pool in POOLS}
     for turn in range(turns):
         for name in list(STARTS)[:: -1 if turn % 2 else 1]:
             started = time.monotonic()
-            marks = launch(STARTS[name])
+            marks = launch(STARTS[name], {})
             found["start"][name].append({mark: marks[mark] - started for mark in MARKS if mark in marks})
-        for name in list(MEMORIES)[:: -1 if turn % 2 else 1]:
-            notes = launch(MEMORIES[name])
-            found["memory"][name].append({key: notes[key] for key in MEMORY})
+        for pool, env in POOLS.items():
+            for name in list(MEMORIES)[:: -1 if turn % 2 else 1]:
+                notes = launch(MEMORIES[name], env)
+                found[pool][name].append({key: notes[key] for key in MEMORY})
     return found
 
 
-def launch(command: Sequence[str]) -> dict[str, float]:
+def launch(command: Sequence[str], env: Mapping[str, str]) -> dict[str, float]:
     """Runs a command to its end and returns the largest of what its ranks noted; nothing is left behind."""
     with tempfile.TemporaryDirectory() as directory:
         if command:
             command = [*command, "--notes", directory]
         else:
             command = [sys.executable, "-c", FLOOR, str(Path(directory, "floor.json"))]
-        run_well(command, {}, LIMIT)
+        run_well(command, env, LIMIT)
         notes = [json.loads(file.read_text()) for file in Path(directory).glob("*.json")]
     return {what: max(note[what] for note in notes) for what in notes[0]}
 
@@ -201,11 +210,9 @@ def report(found: dict[str, _Found], turns: int) -> str:
         "",
         f"The wide MLP, whose gradients are {GRADIENTS:.1f} MB: MB of 10^6 bytes a process. The first epoch has what "
         "comes once: making the optimizer's variables, sending the weights to all ranks, comparing them.",
-        "",
-        *rows("process", MEMORY, found["memory"], 0),
-        "",
-        *differences(found["memory"]),
     ]
+    for pool in POOLS:
+        lines += ["", f"With {pool}:", "", *rows("process", MEMORY, found[pool], 0), "", *differences(found[pool])]
     return "\n".join(lines) + "\n"
 
 

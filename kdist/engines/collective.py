@@ -287,9 +287,13 @@ class CollectiveEngine(Engine):
         return sums
 
     def _sum_in_memory(self, memory: SharedMemory, buffers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        def exchange(*arrays: fusion.Array) -> list[fusion.Array]:
+            memory.sum(*arrays)
+            return list(arrays)
+
         if tf.executing_eagerly():
-            return [tf.convert_to_tensor(each) for each in memory.sum(*map(flat.to_array, buffers))]
-        sums = self._in_turn.call(memory.sum, buffers)
+            return [tf.convert_to_tensor(each) for each in exchange(*fusion.pack([*map(flat.to_array, buffers)]))]
+        sums = self._in_turn.call(exchange, buffers, num_owned=len(buffers))
         return [tf.ensure_shape(total, buffer.shape) for total, buffer in zip(sums, buffers, strict=True)]
 
     def _cut(self, buffer: tf.Tensor) -> list[tuple[int, int]]:

@@ -118,7 +118,7 @@ def sum_together(tensors: Sequence[tf.Tensor], sum_buffers: Callable[[list[tf.Te
 
     Args:
         tensors: sequence of tensors.
-        sum_buffers: callable that sums a list of tensors. A tensor that shares its buffer with none comes as it is.
+        sum_buffers: callable that sums a list of 1-D tensors, of dtypes that are summed as they are.
 
     Returns:
         A list of tensors of the same shapes and dtypes.
@@ -127,17 +127,12 @@ def sum_together(tensors: Sequence[tf.Tensor], sum_buffers: Callable[[list[tf.Te
     buckets = fusion.buckets(signature)
     sums: list[Any] = list(tensors)
     for bucket, total in zip(buckets, sum_buffers([_joined(tensors, each) for each in buckets]), strict=True):
-        if len(bucket.indices) == 1:
-            sums[bucket.indices[0]] = total
-            continue
         sizes = [stop - start for start, stop in itertools.pairwise(bucket.bounds)]
-        for index, part in zip(bucket.indices, tf.split(total, sizes), strict=True):
+        for index, part in zip(bucket.indices, split(total, sizes), strict=True):
             sums[index] = tf.cast(tf.reshape(part, tensors[index].shape), tensors[index].dtype)
     return sums
 
 
 def _joined(tensors: Sequence[tf.Tensor], bucket: fusion.Bucket) -> tf.Tensor:
-    members = [tensors[index] for index in bucket.indices]
-    if len(members) == 1:
-        return members[0]
-    return tf.concat([tf.reshape(tf.cast(each, bucket.dtype), [-1]) for each in members], 0)
+    members = [tf.reshape(tf.cast(tensors[index], bucket.dtype), [-1]) for index in bucket.indices]
+    return members[0] if len(members) == 1 else tf.concat(members, 0)

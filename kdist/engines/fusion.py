@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,9 +18,6 @@ LARGE_BYTES = 1 << 18
 
 # All-reduced in pieces that stay in the processor's cache, a large buffer is done several times faster.
 PIECE_BYTES = 1 << 21
-
-# So many buffers later a size has not been asked for in a while: more than any step has.
-_A_WHILE = 1000
 
 # TensorFlow takes over an array that is so aligned without copying it.
 ALIGNMENT = 64
@@ -49,59 +45,13 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
 
 def empty(size: int, dtype: npt.DTypeLike) -> Array:
     """Returns an uninitialised 1-D array that TensorFlow can take over without a copy."""
-    return _aligned(_block(size, dtype), size, dtype)
-
-
-def _block(size: int, dtype: npt.DTypeLike) -> Array:
-    return np.empty(size * np.dtype(dtype).itemsize + ALIGNMENT, np.uint8)
-
-
-def _aligned(block: Array, size: int, dtype: npt.DTypeLike) -> Array:
+    num_bytes = size * np.dtype(dtype).itemsize
+    block = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -block.ctypes.data % ALIGNMENT
-    return block[start : start + size * np.dtype(dtype).itemsize].view(dtype)
+    return block[start : start + num_bytes].view(dtype)
 
 
-class Recycler:
-    """Memory for the buffers of messages that are sent again and again.
-
-    New memory costs as much as the copy into it. TensorFlow holds a result's memory until the next message, so that
-    two buffers take turns. Models come and go: sizes that nobody has asked for in a while are forgotten.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: dict[tuple[int, np.dtype], list[Array]] = {}
-        self._asked: dict[tuple[int, np.dtype], int] = {}  # when for the last time
-        self._count = 0
-
-    def empty(self, size: int, dtype: npt.DTypeLike) -> Array:
-        """Returns what `empty` does, in memory that nobody holds any more if there is such."""
-        key = size, np.dtype(dtype)
-        self._count += 1
-        self._asked[key] = self._count
-        blocks = self._blocks.setdefault(key, [])
-        for block in blocks:  # the owner of its memory: NumPy lets every view refer to that, not to another view
-            if sys.getrefcount(block) == _UNUSED:
-                return _aligned(block, size, dtype)
-        self._forget()
-        blocks.append(_block(size, dtype))
-        return _aligned(blocks[-1], size, dtype)
-
-    def _forget(self) -> None:
-        for key in [key for key, asked in self._asked.items() if self._count - asked > _A_WHILE]:
-            del self._asked[key], self._blocks[key]
-
-
-def _references() -> int:
-    """Returns the count of references to what only a list that is looked through holds."""
-    for block in [object()]:
-        return sys.getrefcount(block)
-    raise AssertionError
-
-
-_UNUSED = _references()
-
-
-def pack(arrays: Sequence[Array], new: Callable[[int, npt.DTypeLike], Array] = empty) -> list[Array]:
+def pack(arrays: Sequence[Array]) -> list[Array]:
     """Copies arrays into new buffers, ready to be summed.
 
     Small arrays that are summed in the same dtype share a buffer; a large array has its own. The buffers'
@@ -109,14 +59,13 @@ def pack(arrays: Sequence[Array], new: Callable[[int, npt.DTypeLike], Array] = e
 
     Args:
         arrays: sequence of arrays of any shape and of any numeric dtype.
-        new: callable that makes a buffer of a size and dtype.
 
     Returns:
         A list of 1-D arrays; none of them shares memory with `arrays`.
     """
     buffers = []
     for bucket in buckets(_signature(arrays)):
-        buffer = new(bucket.bounds[-1], bucket.dtype)
+        buffer = empty(bucket.bounds[-1], bucket.dtype)
         np.concatenate([arrays[index].ravel() for index in bucket.indices], out=buffer, casting="unsafe")
         buffers.append(buffer)
     return buffers

@@ -29,7 +29,7 @@ class InTurn:
         self._name = name
         self._of_thread = threading.local()
 
-    def call(self, exchange: Exchange, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def call(self, exchange: Exchange, tensors: Sequence[tf.Tensor], num_owned: int = 0) -> list[tf.Tensor]:
         """Calls `exchange` when the graph runs.
 
         Args:
@@ -37,12 +37,15 @@ class InTurn:
                 be TensorFlow's own memory, and TensorFlow may take over the results' memory: what comes in must not be
                 written to, and what goes out not be used again.
             tensors: sequence of tensors.
+            num_owned: int, how many of them, the first ones, may be written to and returned: 1-D tensors of numbers.
 
         Returns:
             A list of tensors, of unknown shapes.
         """
         turn = self._order.read_value()
         with tf.control_dependencies([turn]):
+            owned = [_owned(tensor, place, turn) for place, tensor in enumerate(tensors[:num_owned])]
+            tensors = [*owned, *tensors[num_owned:]]
             results = tf.numpy_function(
                 functools.partial(self._run, exchange), tensors, [tensor.dtype for tensor in tensors], stateful=True
             )
@@ -63,3 +66,12 @@ class InTurn:
             self._of_thread.stays = True
             ctypes.pythonapi.PyGILState_Ensure()
         return exchange(*arrays)
+
+
+def _owned(tensor: tf.Tensor, place: int, turn: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor's values in memory that nothing else of the graph sees: its own, without a copy, if that is so.
+
+    That is what a snapshot is of what nobody else holds. That it begins at 0 is known only when the graph runs: so
+    TensorFlow does not make it once, as a constant, nor one for a tensor that is there twice, as their places differ.
+    """
+    return tf.raw_ops.Snapshot(input=tensor[(place + 2) * turn :])

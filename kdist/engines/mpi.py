@@ -100,7 +100,6 @@ class MPIEngine(Engine):
         self._comm = self._mpi.COMM_WORLD.Dup() if communicator is None else communicator
         self._one_at_a_time = threading.Lock()
         self._in_turn = InTurn("kdist_mpi_order")
-        self._memory = fusion.Recycler()
         self.seconds: float = 0.0
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
@@ -116,17 +115,19 @@ class MPIEngine(Engine):
         tensors = arguments.for_allreduce(tensors)
         dense, parts = slices.apart(tensors)
         gathered: list[tf.Tensor] = []
-
-        def send(buffers: list[tf.Tensor]) -> list[tf.Tensor]:
-            exchange = functools.partial(self._sum_and_gather, len(buffers))
-            shapes = [each.shape for each in buffers] + [slices.any_length(part.shape) for part in parts]
-            received = self._call(_Call.of("allreduce", dense, parts), exchange, [*buffers, *parts], shapes)
-            gathered.extend(received[len(buffers) :])
-            return received[: len(buffers)]
-
         # In a graph each tensor that goes into Python and comes back costs some microseconds. The message is the same:
         # what is packed already is not packed otherwise.
         is_fused = not tf.executing_eagerly() and all(each.shape.is_fully_defined() for each in dense)
+
+        def send(buffers: list[tf.Tensor]) -> list[tf.Tensor]:
+            exchange = functools.partial(self._sum_and_gather, len(buffers), is_fused)
+            shapes = [each.shape for each in buffers] + [slices.any_length(part.shape) for part in parts]
+            num_owned = len(buffers) if is_fused else 0
+            call = _Call.of("allreduce", dense, parts)
+            received = self._call(call, exchange, [*buffers, *parts], shapes, num_owned=num_owned)
+            gathered.extend(received[len(buffers) :])
+            return received[: len(buffers)]
+
         sums = flat.sum_together(dense, send) if is_fused else send(dense)
         return slices.together(tensors, sums, gathered)
 
@@ -182,7 +183,13 @@ class MPIEngine(Engine):
         os._exit(code)
 
     def _call(
-        self, call: _Call, exchange: _Exchange, tensors: Sequence[tf.Tensor], shapes: list[Any]
+        self,
+        call: _Call,
+        exchange: _Exchange,
+        tensors: Sequence[tf.Tensor],
+        shapes: list[Any],
+        *,
+        num_owned: int = 0,
     ) -> list[tf.Tensor]:
         """Gives the tensors' arrays to `exchange`, now or when the graph runs.
 
@@ -191,20 +198,23 @@ class MPIEngine(Engine):
             exchange: callable, its NumPy side.
             tensors: what is sent.
             shapes: list, the results' static shapes.
+            num_owned: int, how many of a graph's tensors it may write to; see `InTurn.call`.
         """
         if not tensors:
             return []
         if tf.executing_eagerly():
             arrays = self._exchange(call, exchange, *[flat.to_array(tensor) for tensor in tensors])
             return [tf.convert_to_tensor(array) for array in arrays]
-        results = self._when_run(call, exchange, tensors)
+        results = self._when_run(call, exchange, tensors, num_owned)
         for result, shape in zip(results, shapes, strict=True):
             result.set_shape(shape)
         return results
 
-    def _when_run(self, call: _Call, exchange: _Exchange, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _when_run(
+        self, call: _Call, exchange: _Exchange, tensors: Sequence[tf.Tensor], num_owned: int = 0
+    ) -> list[tf.Tensor]:
         self.check_allowed()
-        return self._in_turn.call(functools.partial(self._exchange, call, exchange), tensors)
+        return self._in_turn.call(functools.partial(self._exchange, call, exchange), tensors, num_owned)
 
     def _exchange(self, call: _Call, exchange: _Exchange, *arrays: Array) -> list[Array]:
         """Runs the NumPy side of a collective."""
@@ -225,15 +235,12 @@ class MPIEngine(Engine):
             self.activity.end()
             self.seconds += time.perf_counter() - started
 
-    def _sum_and_gather(self, dense: int, arrays: Sequence[Array]) -> list[Array]:
-        return [*self._sum_arrays(arrays[:dense]), *self._gather_arrays(arrays[dense:])]
-
-    def _sum_arrays(self, arrays: Sequence[Array]) -> list[Array]:
-        buffers = fusion.pack(arrays, self._memory.empty)
+    def _sum_and_gather(self, dense: int, in_place: bool, arrays: Sequence[Array]) -> list[Array]:
+        buffers = list(arrays[:dense]) if in_place else fusion.pack(arrays[:dense])
         for buffer in buffers:
             for piece in fusion.pieces(buffer):
                 self._comm.Allreduce(self._mpi.IN_PLACE, piece)
-        return fusion.unpack(buffers, arrays)
+        return [*fusion.unpack(buffers, arrays[:dense]), *self._gather_arrays(arrays[dense:])]
 
     def _gather_arrays(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:

@@ -31,7 +31,7 @@ _WORD = struct.Struct("=q")
 class SharedMemory:
     """A region of memory for each rank, which all ranks map, and a pipe for each pair of ranks.
 
-    A rank writes a piece of its buffer into its region; every rank sums its part of all regions' pieces, in rank order,
+    A rank writes a piece of its buffer into its region; every rank sums its part of all ranks' pieces, in rank order,
     so that all get the same bits, and writes that into its region, from which the others take it. Before each look at
     another's region, ranks meet: each writes a word into the pipe to every other, and waits for theirs. Regions and
     pipes have no names, and go with the last process that holds them.
@@ -57,7 +57,6 @@ class SharedMemory:
         self._timeout = timeout
         self._turn = 0
         self._one_at_a_time = threading.Lock()
-        self._results = fusion.Recycler()
 
     @classmethod
     def open(
@@ -106,44 +105,44 @@ class SharedMemory:
             os.close(descriptor)
         return None
 
-    def sum(self, *buffers: Array) -> list[Array]:
-        """Sums buffers over all ranks.
+    def sum(self, *buffers: Array) -> None:
+        """Sums buffers over all ranks, in place.
 
         Collective: every rank must call this, in the same order.
 
         Args:
             *buffers: 1-D arrays of any numeric dtype, whose sizes are equal on all ranks.
 
-        Returns:
-            A list of arrays like `buffers`.
-
         Raises:
             EngineError: if the ranks' sizes differ, a rank has ended, or one does not come in time.
         """
         with self._one_at_a_time:
-            return [self._sum_buffer(buffer, self._results.empty(buffer.size, buffer.dtype)) for buffer in buffers]
+            for buffer in buffers:
+                self._sum_buffer(buffer)
 
-    def _sum_buffer(self, buffer: Array, total: Array) -> Array:
+    def _sum_buffer(self, buffer: Array) -> None:
         regions = [region.view(buffer.dtype) for region in self._regions]
         step = PIECE_BYTES // buffer.itemsize
         for start in range(0, max(buffer.size, 1), step):  # an empty buffer has a piece too: the others' may be longer
-            piece, sums = buffer[start : start + step], total[start : start + step]
+            piece = buffer[start : start + step]
             shown = self._turn * _turn_bytes(self._size) // buffer.itemsize
             summed = shown + step
             self._turn = (self._turn + 1) % _TURNS
             bounds = [piece.size * rank // self._size for rank in range(self._size + 1)]
             first, last = bounds[self._rank], bounds[self._rank + 1]
-            regions[self._rank][shown : shown + piece.size] = piece
+            own = regions[self._rank]
+            own[shown : shown + first] = piece[:first]  # what the others sum
+            own[shown + last : shown + piece.size] = piece[last:]
             self._meet(buffer.nbytes)
-            part = regions[self._rank][summed : summed + last - first]
+            part = own[summed : summed + last - first]
             terms = [region[shown + first : shown + last] for region in regions]
+            terms[self._rank] = piece[first:last]
             np.add(terms[0], terms[1], out=part)
             for term in terms[2:]:
                 np.add(part, term, out=part)
             self._meet(buffer.nbytes)
             for region, start_of, stop in zip(regions, bounds, bounds[1:], strict=False):
-                sums[start_of:stop] = region[summed : summed + stop - start_of]
-        return total
+                piece[start_of:stop] = region[summed : summed + stop - start_of]
 
     def _meet(self, word: int) -> None:
         """Returns when all ranks are here, with the same word."""

@@ -4,6 +4,7 @@ Bound to an engine by a test module, see `tests/helpers/spmd.py`. Each case is g
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import time
@@ -360,6 +361,30 @@ def case_results_stay_when_the_same_message_is_sent_again(engine):
     for stacked, total in zip(sums_in_a_loop(), totals, strict=True):
         for factor, result in enumerate(stacked, 1):
             np.testing.assert_allclose(result, factor * total, rtol=1e-5, atol=1e-4)
+
+
+def case_what_a_graph_sends_is_the_same_afterwards(engine):
+    """Wherever it lies: in a constant, a variable, an argument, in what is sent twice, and in what is needed later."""
+    for size in (3, LARGE):
+        mine = randoms(engine.rank, shape=(size,))
+        captured, variable = tf.constant(mine), tf.Variable(mine)
+        exchange = tf.function(functools.partial(_sent_twice, engine, mine, captured, variable), autograph=False)
+        total = sum(randoms(rank, shape=(size,)) for rank in range(engine.size))
+        for _ in range(3):
+            once, again, sent = exchange(captured)
+            for result in (*once, *again):
+                np.testing.assert_allclose(result, total, rtol=1e-5, atol=1e-5)
+            for tensor in (*sent, captured, variable):
+                np.testing.assert_array_equal(tensor, mine)
+
+
+def _sent_twice(engine, array, captured, variable, argument):
+    constant = tf.constant(array)
+    made = argument * 1.0
+    sent = [constant, constant * 1.0, captured, variable, variable.read_value(), argument, made, made]
+    once, again = engine.allreduce(sent), engine.allreduce(sent)
+    with tf.control_dependencies(again):
+        return once, again, [tf.identity(tensor) for tensor in sent]
 
 
 def case_static_shapes_are_kept_in_a_graph(engine):

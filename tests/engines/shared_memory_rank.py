@@ -30,7 +30,9 @@ def buffers(rank, seed):
 def sums(memory, rank, size):
     for seed in range(2):
         everyone = [buffers(each, seed) for each in range(size)]
-        for place, total in enumerate(memory.sum(*everyone[rank])):
+        totals = [buffer.copy() for buffer in everyone[rank]]
+        memory.sum(*totals)
+        for place, total in enumerate(totals):
             expected = everyone[0][place]
             for each in range(1, size):  # in rank order, to the bit
                 expected = expected + everyone[each][place]

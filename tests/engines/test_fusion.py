@@ -1,7 +1,5 @@
 """Packing and unpacking is the identity, and depends on nothing but shapes and dtypes."""
 
-import weakref
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -122,33 +120,6 @@ def test_new_buffers_are_aligned_for_tensorflow(size, dtype):
     buffer = fusion.empty(size, dtype)
     assert (buffer.shape, buffer.dtype) == ((size,), dtype)
     assert size == 0 or buffer.ctypes.data % fusion.ALIGNMENT == 0
-
-
-def test_memory_is_used_again_when_nobody_holds_it():
-    memory = fusion.Recycler()
-    first = memory.empty(1000, np.float32)
-    second = memory.empty(1000, np.float32)
-    assert not np.shares_memory(first, second)
-    place = first.ctypes.data
-    del first
-    third = memory.empty(1000, np.float32)
-    assert third.ctypes.data == place
-    part = third[10:20]  # as a result holds it that is a view
-    del third
-    fourth = memory.empty(1000, np.float32)
-    assert not np.shares_memory(part, fourth)
-    assert fourth.ctypes.data % fusion.ALIGNMENT == 0
-    assert not np.shares_memory(memory.empty(999, np.float32), second)
-
-
-def test_memory_that_nobody_asks_for_any_more_is_let_go():
-    memory = fusion.Recycler()
-    old = [weakref.ref(memory.empty(2000, np.float32).base) for _ in range(2)]
-    for _ in range(fusion._A_WHILE + 1):  # as another model's steps do
-        memory.empty(1000, np.float32)
-    assert all(block() is not None for block in old)  # nothing is new: nothing is looked through
-    memory.empty(999, np.float32)
-    assert all(block() is None for block in old)
 
 
 def test_nothing_packs_to_nothing():
