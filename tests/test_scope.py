@@ -210,7 +210,7 @@ with kdist.scope():
 def test_devices_are_taken_before_tensorflow_starts(engine, tmp_path):
     """Its thread pools, and on other machines its GPUs, cannot be chosen later: a message of the ranks' starts it."""
     (script := tmp_path / "script.py").write_text(THREADS)
-    done = job(engine, 2).launch([sys.executable, str(script)], timeout=90)
+    done = job(engine, 2).launch([str(script)], timeout=90)
     assert done.returncode == 0, done.output
     threads = threads_per_rank(len(os.sched_getaffinity(0)), os.cpu_count(), 2)
     assert done.output.count(f"threads {threads}\n") == 2, done.output

@@ -11,11 +11,12 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster import detect
 from kdist.errors import LaunchError
-from kdist.launch import horovodrun, local_cluster, mpirun, process, worker
+from kdist.launch import horovodrun, local_cluster, mpirun, process, witness, worker
 from kdist.launch.command import Command, forwarded
 from kdist.launch.hosts import Host, all_local, parse_hostfile, parse_hosts, scheduled
 from kdist.strategies.choice import PARAMETER_SERVER, PASSED_THROUGH, WORDS
@@ -92,13 +93,12 @@ def run(options: argparse.Namespace) -> int:
         print(build(options, program()))
         return 0
     with tempfile.TemporaryDirectory(prefix="kdist-") as running:
-        on_hosts = options.hosts or options.hostfile
-        command = build(options, program(running=running if on_hosts else None))
+        command = build(options, program(running=running))
         if output is not None:
             _make_directory(output)
-        code = process.run(command)
-        lost = sorted(os.listdir(running), key=int)
-    if code == 0 and lost:
+        code = process.run(command, on_signal=Path(running, witness.SAID).touch)
+        lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)
+    if code == 0 and lost and (options.hosts or options.hostfile):
         # Open MPI ends with 0 when it has lost a host, and takes the other hosts' ranks down.
         print(f"kdist: rank {', '.join(lost)} did not end well, though {command.argv[0]} did", file=sys.stderr)
         return 1

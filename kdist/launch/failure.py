@@ -23,7 +23,9 @@ _HEAD_START = 1.0
 _HEAD_START_ON_ALL_RANKS = 2.0
 _HEAD_START_OF_THE_FIRST = 5.0  # where this rank fails because another one did
 _LAST_RESORT = 10.0  # seconds after which a process is ended that does not end well
-_LAST_WORDS = 0.3  # seconds for the launcher to pass the report on, before it throws away what it has not read yet
+
+LAST_WORDS = 0.3
+"""Seconds for the launcher to pass a report on, before it throws away what it has not read yet."""
 
 
 class FailureHook:
@@ -36,10 +38,12 @@ class FailureHook:
         rank: int, this process's number.
         size: int, the number of processes.
         explain: function of an error, giving another one that says more, or `None`.
+        before_end: function to call when this rank ends the job, having said why, or `None`.
         previous: the hook that was there before; it prints the traceback if it is not Python's own.
     """
 
     explain: Callable[[BaseException], BaseException | None] | None = None
+    before_end: Callable[[], None] | None = None
 
     def __init__(self, abort: Callable[[int], NoReturn], rank: int, size: int):
         self.abort = abort
@@ -61,7 +65,7 @@ class FailureHook:
             time.sleep(_HEAD_START_ON_ALL_RANKS if getattr(error, "on_all_ranks", False) else _HEAD_START)
         with contextlib.suppress(Exception):
             self._report(kind, error, trace, explained)
-        time.sleep(_LAST_WORDS)
+        time.sleep(LAST_WORDS)
         self.end(code)
 
     def end(self, code: int) -> NoReturn:
@@ -74,6 +78,8 @@ class FailureHook:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
+            if self.before_end is not None:
+                self.before_end()
             self.abort(code)
         finally:
             os._exit(code)
@@ -90,7 +96,7 @@ class FailureHook:
         limit.start()
         if text:
             sys.stderr.write(f"{REPORT}{self.rank} of {self.size} on host {platform.node()} ends the job: {text}\n")
-            time.sleep(_LAST_WORDS)
+            time.sleep(LAST_WORDS)
         self.end(1)
 
     def _report(
@@ -124,6 +130,7 @@ def install(
     rank: int,
     size: int,
     explain: Callable[[BaseException], BaseException | None] | None = None,
+    before_end: Callable[[], None] | None = None,
 ) -> FailureHook:
     """Makes an uncaught exception on this rank end the whole job.
 
@@ -135,6 +142,7 @@ def install(
         rank: int, this process's number.
         size: int, the number of processes.
         explain: function of an error, giving another one that says more, or `None`.
+        before_end: function to call when this rank ends the job, having said why, or `None`.
 
     Returns:
         The hook that is in place.
@@ -146,6 +154,8 @@ def install(
         hook = sys.excepthook = FailureHook(abort, rank, size)
     if explain is not None:
         hook.explain = explain
+    if before_end is not None:
+        hook.before_end = before_end
     return hook
 
 

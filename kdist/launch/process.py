@@ -22,13 +22,14 @@ _GRACE = 10.0  # seconds that a launcher has to end its ranks before they are ki
 _REMAINDER = 2.0  # seconds that processes have to end by themselves after their launcher
 
 
-def run(command: Command) -> int:
+def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
     """Runs a job to its end.
 
     The standard streams are this process's own. Ctrl-C, SIGTERM and SIGHUP end all ranks.
 
     Args:
         command: `Command`, what starts the job.
+        on_signal: function to call when a signal ends the job, before anything else is done, or `None`.
 
     Returns:
         The exit code: the launcher's own, or 128 plus a signal's number, as a shell reports it.
@@ -49,6 +50,8 @@ def run(command: Command) -> int:
             watch(process.pid)
             while process.poll() is None and not received:
                 _wait(process, 0.5)
+            if received and on_signal is not None:
+                on_signal()
         finally:
             end_session(process.pid)
             code = process.wait()

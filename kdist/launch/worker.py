@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import builtins
 import contextlib
 import importlib.machinery
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from kdist.cluster import detect
-from kdist.launch import failure
+from kdist.launch import failure, witness
 from kdist.launch.output import redirect
 
 
@@ -63,12 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         _parser().error("a script or -m MODULE is required")
     info = detect(os.environ)
+    dismiss = None
+    if options.running and info.local_size == info.size > 1 and witness.is_needed(os.environ):
+        dismiss = witness.begin(info.rank, info.size, options.running, os.environ)
+        atexit.register(dismiss)  # first, to be called last
     redirect(info.rank, options.output)
     note = None if options.running is None else Path(options.running, str(info.rank))
     if note is not None:
         with contextlib.suppress(OSError):
             note.touch()
-    hook = failure.install(end_job, info.rank, info.size) if info.size > 1 else None
+    hook = failure.install(end_job, info.rank, info.size, before_end=dismiss) if info.size > 1 else None
     try:
         _run(command, is_module)
     except BaseException as error:

@@ -103,7 +103,7 @@ def interrupt_training(folder: Path, ends: Sequence[str], seed: int, on: Job) ->
         on: `Job`.
     """
     generator = random.Random(seed)
-    command = [sys.executable, "-m", "tests.callbacks.interrupted_training", str(folder)]
+    command = ["-m", "tests.callbacks.interrupted_training", str(folder)]
     for end in ends:
         moment = [str(generator.randrange(on.ranks)), f"{generator.uniform(0.0, 0.5):.3f}"] if end == KILL else []
         done = on.launch([*command, end, *moment], timeout=150)
@@ -129,7 +129,7 @@ def interrupt_training(folder: Path, ends: Sequence[str], seed: int, on: Job) ->
 
 def preempt_training(folder: Path, on: Job) -> None:
     """Tells the last rank of a training to go: all save after the same step, and the job ends with the right code."""
-    command = [sys.executable, "-m", "tests.callbacks.preempted_training", str(folder)]
+    command = ["-m", "tests.callbacks.preempted_training", str(folder)]
     done = on.launch(command, timeout=150)
     if on.launcher.startswith("horovodrun"):
         assert done.returncode, done.output[-3000:]  # of its own: it does not pass on the ranks'

@@ -25,7 +25,7 @@ Samples = list[dict[str, int]]
 
 def measure(engine: str, steps: int, timeout: float) -> dict[int, Samples]:
     """Trains on three ranks; returns what each held."""
-    ended = job(engine, RANKS).launch([sys.executable, "-m", script.__name__, str(steps)], timeout=timeout)
+    ended = job(engine, RANKS).launch(["-m", script.__name__, str(steps)], timeout=timeout)
     assert ended.returncode == 0, ended.output
     found = re.findall(r"held (\d) (\[.*?\])", ended.output)
     assert {int(rank) for rank, _ in found} == set(range(RANKS)), ended.output

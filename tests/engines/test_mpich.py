@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import spmd
+from tests.helpers import needs, spmd
 
 CONFORMANCE = "tests.engines.conformance"
 OWN = "tests.engines.mpi_cases"
 TRAINING = "tests.training.all_cases:CASES"
 PYTHON = os.environ.get("KDIST_TEST_MPICH_PYTHON", "")
 
-pytestmark = pytest.mark.skipif(not PYTHON, reason="KDIST_TEST_MPICH_PYTHON names no environment with MPICH")
+pytestmark = needs.mpich
 
 
 def test_this_is_mpich():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import sys
 from collections.abc import Sequence
 
 from tests.faults import script
@@ -57,7 +56,7 @@ class Cell:
 
     def run(self) -> spmd.Finished:
         """Runs the job, to its end or the time limit."""
-        command = [sys.executable, "-m", script.__name__, self.kind, self.moment, str(self.rank)]
+        command = ["-m", script.__name__, self.kind, self.moment, str(self.rank)]
         return job(self.engine, SIZE).launch(command, timeout=LIMIT)
 
     def check(self, ended: spmd.Finished) -> None:

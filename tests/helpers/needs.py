@@ -11,3 +11,7 @@ horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None and "KDIST_TEST_SKIPS_NOTHING" not in os.environ,
     reason="Horovod is not installed; `kdist install-horovod` builds it",
 )
+
+mpich = pytest.mark.skipif(
+    not os.environ.get("KDIST_TEST_MPICH_PYTHON"), reason="KDIST_TEST_MPICH_PYTHON names no environment with MPICH"
+)

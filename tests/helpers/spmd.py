@@ -85,10 +85,12 @@ class Launcher:
     Attributes:
         line: function of the Python interpreter and the number of ranks, giving the command's beginning.
         rank_variable: str, the environment variable in which a process finds its rank.
+        runs_python: bool, whether it starts the interpreter itself, and is given its arguments alone.
     """
 
     line: Callable[[str, int], list[str]]
     rank_variable: str
+    runs_python: bool = False
 
 
 def _openmpi(python: str, ranks: int) -> list[str]:
@@ -97,6 +99,10 @@ def _openmpi(python: str, ranks: int) -> list[str]:
 
 def _mpich(python: str, ranks: int) -> list[str]:
     return [_beside(python, "mpirun"), "-np", str(ranks), "-bind-to", "none"]
+
+
+def _kdist_run(python: str, ranks: int) -> list[str]:
+    return [python, "-m", "kdist.cli.main", "run", "-np", str(ranks)]
 
 
 def _local_cluster(python: str, ranks: int) -> list[str]:
@@ -116,6 +122,7 @@ def _horovodrun_mpi(python: str, ranks: int) -> list[str]:
 LAUNCHERS = {
     "openmpi": Launcher(_openmpi, "OMPI_COMM_WORLD_RANK"),
     "mpich": Launcher(_mpich, "PMI_RANK"),
+    "kdist_run_mpich": Launcher(_kdist_run, "PMI_RANK", runs_python=True),
     "horovodrun_gloo": Launcher(_horovodrun_gloo, "HOROVOD_RANK"),
     "horovodrun_mpi": Launcher(_horovodrun_mpi, "OMPI_COMM_WORLD_RANK"),
     "local_cluster": Launcher(_local_cluster, "TF_CONFIG"),
@@ -321,8 +328,9 @@ def launch(
     timeout: float = 180,
 ) -> Finished:
     """Runs N copies of a command under a launcher; arguments as for `run`."""
-    line = _launcher(launcher, python).line(python, ranks)
-    return execute([*line, *command], env={**RANK_ENVIRONMENT, **(env or {})}, timeout=timeout)
+    found = _launcher(launcher, python)
+    program = command[command[0] == python :] if found.runs_python else command
+    return execute([*found.line(python, ranks), *program], env={**RANK_ENVIRONMENT, **(env or {})}, timeout=timeout)
 
 
 def execute(
