@@ -11,7 +11,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster import detect
@@ -96,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         command = build(options, program(running=running))
         if output is not None:
             _make_directory(output)
-        code = process.run(command, on_signal=Path(running, witness.SAID).touch)
+        code = process.run(command, on_signal=functools.partial(witness.note_said, running))
         lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)
     if code == 0 and lost and (options.hosts or options.hostfile):
         # Open MPI ends with 0 when it has lost a host, and takes the other hosts' ranks down.

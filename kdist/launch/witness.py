@@ -14,9 +14,7 @@ from typing import NoReturn
 from kdist.launch.failure import LAST_WORDS
 from kdist.launch.output import REPORT
 
-SAID = "said"
-"""The file that is there once somebody has said why the job ends."""
-
+_SAID = "said"  # the file that is there once somebody has said why the job ends
 _STDERR = 2
 
 
@@ -41,7 +39,7 @@ def begin(rank: int, size: int, directory: str, env: Mapping[str, str]) -> Calla
         env: mapping of variable name to value, for which `is_needed`.
 
     Returns:
-        A function to call when nothing more is to be said: this process ends well, or has said itself why not.
+        A function to call when there is nothing to be said: this process ends well.
     """
     reading, writing = os.pipe()
     rank_process = os.getpid()
@@ -50,7 +48,7 @@ def begin(rank: int, size: int, directory: str, env: Mapping[str, str]) -> Calla
         # A grandchild, so that a script which waits for its children does not meet this one.
         if os.fork() == 0:
             who = f"{REPORT}{rank} of {size} on host {platform.node()}"
-            _wait(rank_process, [reading, _STDERR, int(env["PMI_FD"])], who, Path(directory, SAID))
+            _wait(rank_process, [reading, _STDERR, int(env["PMI_FD"])], who, Path(directory, _SAID))
         os._exit(0)
     os.waitpid(child, 0)
     os.close(reading)
@@ -60,6 +58,16 @@ def begin(rank: int, size: int, directory: str, env: Mapping[str, str]) -> Calla
             os.write(writing, b".")
 
     return dismiss
+
+
+def note_said(directory: str) -> None:
+    """Notes that it has been said why the job ends: who dies from now on dies of that.
+
+    Args:
+        directory: str, one of the job's own; nothing happens where it is not, on another host.
+    """
+    with contextlib.suppress(OSError):
+        Path(directory, _SAID).touch()
 
 
 def _wait(pid: int, files: Sequence[int], who: str, said: Path) -> NoReturn:

@@ -6,6 +6,7 @@ import argparse
 import atexit
 import builtins
 import contextlib
+import functools
 import importlib.machinery
 import os
 import runpy
@@ -64,16 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         _parser().error("a script or -m MODULE is required")
     info = detect(os.environ)
-    dismiss = None
+    said = None
     if options.running and info.local_size == info.size > 1 and witness.is_needed(os.environ):
-        dismiss = witness.begin(info.rank, info.size, options.running, os.environ)
-        atexit.register(dismiss)  # first, to be called last
+        said = functools.partial(witness.note_said, options.running)
+        atexit.register(witness.begin(info.rank, info.size, options.running, os.environ))  # first, to be called last
     redirect(info.rank, options.output)
     note = None if options.running is None else Path(options.running, str(info.rank))
     if note is not None:
         with contextlib.suppress(OSError):
             note.touch()
-    hook = failure.install(end_job, info.rank, info.size, before_end=dismiss) if info.size > 1 else None
+    hook = failure.install(end_job, info.rank, info.size, before_end=said) if info.size > 1 else None
     try:
         _run(command, is_module)
     except BaseException as error:
