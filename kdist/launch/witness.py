@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,8 @@ from kdist.launch.failure import LAST_WORDS
 from kdist.launch.output import REPORT
 
 _SAID = "said"  # the file that is there once somebody has said why the job ends
-_STDERR = 2
+_STDOUT, _STDERR = 1, 2
+_DEAD = "ZX"
 
 
 def is_needed(env: Mapping[str, str]) -> bool:
@@ -48,7 +50,7 @@ def begin(rank: int, size: int, directory: str, env: Mapping[str, str]) -> Calla
         # A grandchild, so that a script which waits for its children does not meet this one.
         if os.fork() == 0:
             who = f"{REPORT}{rank} of {size} on host {platform.node()}"
-            _wait(rank_process, [reading, _STDERR, int(env["PMI_FD"])], who, Path(directory, _SAID))
+            _wait(rank_process, [reading, _STDERR, int(env["PMI_FD"]), _STDOUT], who, Path(directory, _SAID))
         os._exit(0)
     os.waitpid(child, 0)
     os.close(reading)
@@ -73,13 +75,14 @@ def note_said(directory: str) -> None:
 def _wait(pid: int, files: Sequence[int], who: str, said: Path) -> NoReturn:
     """Speaks when a process has died, and ends the job.
 
-    Hydra, too, learns of a death by the end of its connection, and may meet one of those that it kills then before the
-    rank that died: the job would end with their exit code. So the connection is kept, until Hydra is told of the right
-    one by it.
+    Hydra, too, learns of a death by the end of its connection and of the output. Of those that it kills then it may
+    meet one before the rank that died, and end with that one's exit code; and where a rank was not in MPI yet, it takes
+    any code for a good end. So what it listens to is kept, until it is told.
 
     Args:
         pid: int, the process.
-        files: sequence of three descriptors: what ends with the process, where to speak, and Hydra's connection.
+        files: sequence of descriptors: what ends with the process, where to speak, Hydra's connection, and what else is
+            to be kept.
         who: str, how the process is called.
         said: path, a file of the first to speak.
     """
@@ -90,7 +93,10 @@ def _wait(pid: int, files: Sequence[int], who: str, said: Path) -> NoReturn:
         for target, source in enumerate([os.dup(file) for file in files]):
             os.dup2(source, target)
         os.closerange(len(files), os.sysconf("SC_OPEN_MAX"))
-        if not os.read(0, 1):
+        # The end of the rank is that of the pipe, unless a child of it holds that, too.
+        while not select.select([0], [], [], 1.0)[0] and _stat(pid)[0] not in _DEAD:
+            pass
+        if not (select.select([0], [], [], 0)[0] and os.read(0, 1)):
             said.touch(exist_ok=False)
             code = _exit_code(pid)
             how = "has died" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
@@ -100,8 +106,8 @@ def _wait(pid: int, files: Sequence[int], who: str, said: Path) -> NoReturn:
             )
             os.write(1, text.encode())
             time.sleep(LAST_WORDS)
-            if code is not None:
-                os.write(2, f"cmd=abort exitcode={128 - code if code < 0 else code}\n".encode())
+            known = 1 if code is None else 128 - code if code < 0 else code
+            os.write(2, f"cmd=abort exitcode={known}\n".encode())
     except OSError:
         pass  # somebody was first, or the job's directory is gone
     finally:
@@ -110,11 +116,14 @@ def _wait(pid: int, files: Sequence[int], who: str, said: Path) -> NoReturn:
 
 def _exit_code(pid: int) -> int | None:
     """Returns a process's exit code, or less than 0, as soon as it has one; `None` if Hydra has it already."""
-    while True:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        if fields[0] in "ZX":
-            return os.waitstatus_to_exitcode(int(fields[-1]))
+    while (found := _stat(pid))[0] not in _DEAD:
         time.sleep(0.001)
+    return os.waitstatus_to_exitcode(int(found[-1])) if len(found) > 1 else None
+
+
+def _stat(pid: int) -> list[str]:
+    """Returns what the kernel says of a process, from its state on, to its exit status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X"]

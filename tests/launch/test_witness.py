@@ -32,14 +32,24 @@ def command(tmp_path):
     return [python, "-m", "kdist.cli.main", "run", "-np", "3", str(tmp_path / "script.py")]
 
 
+LEAVES_A_CHILD = "if os.fork(): os._exit(4)"
+
+
 @pytest.mark.parametrize(
-    ("end", "code"), [("os._exit(4)", 4), ("os.kill(os.getpid(), 9)", None), ("os.abort()", None), ("sys.exit(6)", 6)]
+    ("end", "code"),
+    [
+        ("os._exit(4)", 4),
+        (LEAVES_A_CHILD, 4),
+        ("os.kill(os.getpid(), 9)", 137),
+        ("os.abort()", 134),
+        ("sys.exit(6)", 6),
+    ],
 )
 def test_the_first_rank_to_die_is_named_and_no_other(command, tmp_path, end, code):
     """Before kdist is used for anything, too: nobody watches over the ranks then."""
     ended = spmd.execute([*command, end, str(tmp_path)], timeout=LIMIT)
     assert not ended.timed_out, ended.output
-    assert ended.returncode == code if code else ended.returncode, ended.output
+    assert ended.returncode == code, ended.output
     assert ended.output.count("[kdist] rank 2 of 3") == 1, ended.output
     assert ended.output.count("[kdist] rank") == 1, ended.output
     assert (DIED in ended.output) == (end != "sys.exit(6)"), ended.output
