@@ -95,7 +95,9 @@ def run(options: argparse.Namespace) -> int:
         command = build(options, program(running=running))
         if output is not None:
             _make_directory(output)
-        code = process.run(command, on_signal=functools.partial(witness.note_said, running))
+        seen = witness.Witness(running)
+        code = process.run(command, on_signal=seen.dismiss)
+        code = code if seen.code is None else seen.code
         lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)
     if code == 0 and lost and (options.hosts or options.hostfile):
         # Open MPI ends with 0 when it has lost a host, and takes the other hosts' ranks down.

@@ -1,27 +1,35 @@
-"""A process beside a rank that says that the rank has died, where the launcher at once ends those who could."""
+"""Who names a rank that has died without a word, where the launcher at once ends the ranks that could.
+
+Hydra, the mpirun of MPICH and Intel MPI, names a process id, or nothing at all. So each rank introduces itself to
+`kdist run`, which sees who dies first.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import platform
 import select
-import signal
+import socket
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from kdist.launch.failure import LAST_WORDS
 from kdist.launch.output import REPORT
 
-_SAID = "said"  # the file that is there once somebody has said why the job ends
-_STDOUT, _STDERR = 1, 2
-_DEAD = "ZX"
+_NAME = "witness"  # of the socket in the job's directory
+_LONGEST = 1 << 12  # bytes of an introduction
+_ENDS_WELL, _HAS_SAID_WHY = b".", b"!"
+_PATIENCE = 1.0  # seconds that the kernel may take to make a process's exit code known
 
 
 def is_needed(env: Mapping[str, str]) -> bool:
-    """Returns whether the launcher is Hydra (MPICH's, Intel MPI's): it names a process id, or nothing at all.
+    """Returns whether the launcher is Hydra.
 
     Args:
         env: mapping of variable name to value.
@@ -29,101 +37,133 @@ def is_needed(env: Mapping[str, str]) -> bool:
     return "PMI_FD" in env
 
 
-def begin(rank: int, size: int, directory: str, env: Mapping[str, str]) -> Callable[[], None]:
-    """Lets a small process wait for this one's end.
+class Introduction:
+    """A rank's line to `kdist run`; without one there, nothing.
 
-    The first rank to die is named, for its death is the reason of the others'.
+    Hydra learns of a death by the end of a rank's output and of its connection. Of those that it kills then it may meet
+    one before the rank that died, and end with that one's exit code; and where a rank was not in MPI yet, it takes any
+    code for a good end. So `kdist run` is given all three, to keep them until it has told Hydra.
 
     Args:
+        directory: str, the job's.
         rank: int, this process's number.
         size: int, the number of processes, all on this host.
-        directory: str, one of the job's own.
         env: mapping of variable name to value, for which `is_needed`.
-
-    Returns:
-        A function to call when there is nothing to be said: this process ends well.
     """
-    reading, writing = os.pipe()
-    rank_process = os.getpid()
-    child = os.fork()
-    if child == 0:
-        # A grandchild, so that a script which waits for its children does not meet this one.
-        if os.fork() == 0:
-            who = f"{REPORT}{rank} of {size} on host {platform.node()}"
-            _wait(rank_process, [reading, _STDERR, int(env["PMI_FD"]), _STDOUT], who, Path(directory, _SAID))
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(reading)
 
-    def dismiss() -> None:
-        with contextlib.suppress(OSError):  # it is gone
-            os.write(writing, b".")
+    def __init__(self, directory: str, rank: int, size: int, env: Mapping[str, str]) -> None:
+        self._connection = socket.socket(socket.AF_UNIX)
+        text = json.dumps({"name": f"{rank} of {size} on host {platform.node()}", "pid": os.getpid()}).encode()
+        with contextlib.suppress(OSError):
+            self._connection.connect(str(Path(directory, _NAME)))
+            socket.send_fds(self._connection, [text], [int(env["PMI_FD"]), 1, 2])
 
-    return dismiss
+    def ends_well(self) -> None:
+        """Says that this process ends, and nothing is wrong."""
+        self._say(_ENDS_WELL)
+
+    def has_said_why(self) -> None:
+        """Says that it has been said why the job ends: who dies from now on dies of that."""
+        self._say(_HAS_SAID_WHY)
+
+    def _say(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.send(word)
 
 
-def note_said(directory: str) -> None:
-    """Notes that it has been said why the job ends: who dies from now on dies of that.
+class Witness:
+    """Listens to the ranks of a job on this host, in a thread of its own, and names the first to die without a word.
 
     Args:
-        directory: str, one of the job's own; nothing happens where it is not, on another host.
+        directory: str, the job's.
+
+    Attributes:
+        code: int or `None`, the exit code of the rank that was named, as a shell reports it, where it is known.
     """
-    with contextlib.suppress(OSError):
-        Path(directory, _SAID).touch()
 
+    def __init__(self, directory: str) -> None:
+        self.code: int | None = None
+        self._is_explained = False
+        self._ranks: dict[int, _Rank] = {}  # by the descriptor that is readable once it has ended
+        self._listener = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError, AttributeError):  # a name that is too long; a system that is not Linux
+            self._poll = select.epoll()
+            self._listener.bind(str(Path(directory, _NAME)))
+            self._listener.listen()
+            self._poll.register(self._listener, select.EPOLLIN)
+            threading.Thread(target=self._run, name="kdist-witness", daemon=True).start()
 
-def _wait(pid: int, files: Sequence[int], who: str, said: Path) -> NoReturn:
-    """Speaks when a process has died, and ends the job.
+    def dismiss(self) -> None:
+        """Makes it say nothing more: the job is ended from here."""
+        self._is_explained = True
 
-    Hydra, too, learns of a death by the end of its connection and of the output. Of those that it kills then it may
-    meet one before the rank that died, and end with that one's exit code; and where a rank was not in MPI yet, it takes
-    any code for a good end. So what it listens to is kept, until it is told.
+    def _run(self) -> None:
+        while True:
+            # The kernel tells in which order they ended, however late this thread asks.
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._listener.fileno():
+                    self._accept()
+                else:
+                    self._poll.unregister(descriptor)
+                    self._has_ended(self._ranks.pop(descriptor))
+                    os.close(descriptor)
 
-    Args:
-        pid: int, the process.
-        files: sequence of descriptors: what ends with the process, where to speak, Hydra's connection, and what else is
-            to be kept.
-        who: str, how the process is called.
-        said: path, a file of the first to speak.
-    """
-    try:
-        os.setpgid(0, 0)  # or what ends the rank's group would end this, too
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        for target, source in enumerate([os.dup(file) for file in files]):
-            os.dup2(source, target)
-        os.closerange(len(files), os.sysconf("SC_OPEN_MAX"))
-        # The end of the rank is that of the pipe, unless a child of it holds that, too.
-        while not select.select([0], [], [], 1.0)[0] and _stat(pid)[0] not in _DEAD:
-            pass
-        if not (select.select([0], [], [], 0)[0] and os.read(0, 1)):
-            said.touch(exist_ok=False)
-            code = _exit_code(pid)
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        with contextlib.suppress(OSError, ValueError):
+            text, files, _, _ = socket.recv_fds(connection, _LONGEST, 3)
+            rank = _Rank(**json.loads(text), connection=connection, files=files)
+            ended = os.pidfd_open(rank.pid)
+            self._ranks[ended] = rank
+            self._poll.register(ended, select.EPOLLIN)
+
+    def _has_ended(self, rank: _Rank) -> None:
+        words = {each: each.words() for each in [rank, *self._ranks.values()]}
+        self._is_explained |= any(_HAS_SAID_WHY in said for said in words.values())
+        if not self._is_explained and _ENDS_WELL not in words[rank]:
+            self._is_explained = True
+            code = rank.exit_code()
             how = "has died" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
-            text = (
-                f"{who} {how}, without a word. Fix: look at its output and at the host's log; the kernel kills what "
-                "needs more memory than there is.\n"
+            self.code = code if code is None or code >= 0 else 128 - code
+            sys.stderr.write(
+                f"{REPORT}{rank.name} {how}, without a word. Fix: look at its output and at the host's log; the kernel "
+                "kills what needs more memory than there is.\n"
             )
-            os.write(1, text.encode())
             time.sleep(LAST_WORDS)
-            known = 1 if code is None else 128 - code if code < 0 else code
-            os.write(2, f"cmd=abort exitcode={known}\n".encode())
-    except OSError:
-        pass  # somebody was first, or the job's directory is gone
-    finally:
-        os._exit(0)
+            rank.tell_hydra(self.code or 1)
+        rank.let_go()
 
 
-def _exit_code(pid: int) -> int | None:
-    """Returns a process's exit code, or less than 0, as soon as it has one; `None` if Hydra has it already."""
-    while (found := _stat(pid))[0] not in _DEAD:
-        time.sleep(0.001)
-    return os.waitstatus_to_exitcode(int(found[-1])) if len(found) > 1 else None
+@dataclasses.dataclass(eq=False)
+class _Rank:
+    name: str
+    pid: int
+    connection: socket.socket
+    files: list[int]
+    said: bytes = b""
 
+    def words(self) -> bytes:
+        """Returns what it has said so far."""
+        with contextlib.suppress(OSError):  # nothing new
+            self.said += self.connection.recv(_LONGEST, socket.MSG_DONTWAIT)
+        return self.said
 
-def _stat(pid: int) -> list[str]:
-    """Returns what the kernel says of a process, from its state on, to its exit status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["X"]
+    def exit_code(self) -> int | None:
+        """Returns its exit code, or less than 0, the signal that ended it; `None` if Hydra has taken it already."""
+        deadline = time.monotonic() + _PATIENCE
+        with contextlib.suppress(OSError):
+            while time.monotonic() < deadline:
+                fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+                if fields[0] in "ZX":
+                    return os.waitstatus_to_exitcode(int(fields[-1]))
+        return None
+
+    def tell_hydra(self, code: int) -> None:
+        """Makes Hydra end the job, by one line of the protocol that it speaks with its processes."""
+        with contextlib.suppress(OSError):
+            os.write(self.files[0], f"cmd=abort exitcode={code}\n".encode())
+
+    def let_go(self) -> None:
+        self.connection.close()
+        for file in self.files:
+            os.close(file)

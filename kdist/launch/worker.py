@@ -6,7 +6,6 @@ import argparse
 import atexit
 import builtins
 import contextlib
-import functools
 import importlib.machinery
 import os
 import runpy
@@ -67,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     info = detect(os.environ)
     said = None
     if options.running and info.local_size == info.size > 1 and witness.is_needed(os.environ):
-        said = functools.partial(witness.note_said, options.running)
-        atexit.register(witness.begin(info.rank, info.size, options.running, os.environ))  # first, to be called last
+        introduction = witness.Introduction(options.running, info.rank, info.size, os.environ)
+        said = introduction.has_said_why
+        atexit.register(introduction.ends_well)  # first, to be called last
     redirect(info.rank, options.output)
     note = None if options.running is None else Path(options.running, str(info.rank))
     if note is not None:
