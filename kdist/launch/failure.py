@@ -38,12 +38,12 @@ class FailureHook:
         rank: int, this process's number.
         size: int, the number of processes.
         explain: function of an error, giving another one that says more, or `None`.
-        before_end: function to call when this rank ends the job, having said why, or `None`.
+        before_end: function of the exit code, called when this rank ends the job, having said why; or `None`.
         previous: the hook that was there before; it prints the traceback if it is not Python's own.
     """
 
     explain: Callable[[BaseException], BaseException | None] | None = None
-    before_end: Callable[[], None] | None = None
+    before_end: Callable[[int], None] | None = None
 
     def __init__(self, abort: Callable[[int], NoReturn], rank: int, size: int):
         self.abort = abort
@@ -79,7 +79,7 @@ class FailureHook:
                 with contextlib.suppress(Exception):
                     stream.flush()
             if self.before_end is not None:
-                self.before_end()
+                self.before_end(code)
             self.abort(code)
         finally:
             os._exit(code)
@@ -130,7 +130,7 @@ def install(
     rank: int,
     size: int,
     explain: Callable[[BaseException], BaseException | None] | None = None,
-    before_end: Callable[[], None] | None = None,
+    before_end: Callable[[int], None] | None = None,
 ) -> FailureHook:
     """Makes an uncaught exception on this rank end the whole job.
 
@@ -142,7 +142,7 @@ def install(
         rank: int, this process's number.
         size: int, the number of processes.
         explain: function of an error, giving another one that says more, or `None`.
-        before_end: function to call when this rank ends the job, having said why, or `None`.
+        before_end: function of the exit code, called when this rank ends the job, having said why; or `None`.
 
     Returns:
         The hook that is in place.

@@ -24,7 +24,7 @@ from kdist.launch.output import REPORT
 
 _NAME = "witness"  # of the socket in the job's directory
 _LONGEST = 1 << 12  # bytes of an introduction
-_ENDS_WELL, _HAS_SAID_WHY = b".", b"!"
+_ENDS_WELL = b"ends well"
 _PATIENCE = 1.0  # seconds that the kernel may take to make a process's exit code known
 
 
@@ -62,9 +62,13 @@ class Introduction:
         """Says that this process ends, and nothing is wrong."""
         self._say(_ENDS_WELL)
 
-    def has_said_why(self) -> None:
-        """Says that it has been said why the job ends: who dies from now on dies of that."""
-        self._say(_HAS_SAID_WHY)
+    def has_said_why(self, code: int) -> None:
+        """Says that it has been said why the job ends: who dies from now on dies of that.
+
+        Args:
+            code: int, the exit code that the job is to have.
+        """
+        self._say(str(code).encode())
 
     def _say(self, word: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -78,7 +82,7 @@ class Witness:
         directory: str, the job's.
 
     Attributes:
-        code: int or `None`, the exit code of the rank that was named, as a shell reports it, where it is known.
+        code: int or `None`, the exit code that the job is to have, where it is known.
     """
 
     def __init__(self, directory: str) -> None:
@@ -118,19 +122,24 @@ class Witness:
             self._poll.register(ended, select.EPOLLIN)
 
     def _has_ended(self, rank: _Rank) -> None:
-        words = {each: each.words() for each in [rank, *self._ranks.values()]}
-        self._is_explained |= any(_HAS_SAID_WHY in said for said in words.values())
-        if not self._is_explained and _ENDS_WELL not in words[rank]:
+        code = rank.exit_code()
+        for each in (rank, *self._ranks.values()):
+            each.listen()
+            if each.said.isdigit() and not self._is_explained:
+                self._is_explained, self.code = True, int(each.said)
+        if not self._is_explained and rank.said != _ENDS_WELL:
             self._is_explained = True
-            code = rank.exit_code()
             how = "has died" if code is None else f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
             self.code = code if code is None or code >= 0 else 128 - code
             sys.stderr.write(
                 f"{REPORT}{rank.name} {how}, without a word. Fix: look at its output and at the host's log; the kernel "
                 "kills what needs more memory than there is.\n"
             )
-            time.sleep(LAST_WORDS)
-            rank.tell_hydra(self.code or 1)
+            if code is not None:
+                time.sleep(LAST_WORDS)
+                rank.tell_hydra(self.code or 1)
+            for each in self._ranks.values():  # Hydra waits for the end of what is kept
+                each.let_go()
         rank.let_go()
 
 
@@ -142,11 +151,10 @@ class _Rank:
     files: list[int]
     said: bytes = b""
 
-    def words(self) -> bytes:
-        """Returns what it has said so far."""
+    def listen(self) -> None:
+        """Takes what it has said, at most one word."""
         with contextlib.suppress(OSError):  # nothing new
-            self.said += self.connection.recv(_LONGEST, socket.MSG_DONTWAIT)
-        return self.said
+            self.said = self.said or self.connection.recv(_LONGEST, socket.MSG_DONTWAIT)
 
     def exit_code(self) -> int | None:
         """Returns its exit code, or less than 0, the signal that ended it; `None` if Hydra has taken it already."""
@@ -164,6 +172,7 @@ class _Rank:
             os.write(self.files[0], f"cmd=abort exitcode={code}\n".encode())
 
     def let_go(self) -> None:
+        """Keeps nothing of it any more."""
         self.connection.close()
-        for file in self.files:
-            os.close(file)
+        while self.files:
+            os.close(self.files.pop())
