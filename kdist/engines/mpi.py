@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -25,9 +25,6 @@ from kdist.engines.in_turn import InTurn
 from kdist.errors import EngineError, EngineNotFoundError
 
 _LOG = logging.getLogger("kdist")
-
-_MOST_CORES = 4096
-_SHORTEST_NAP, _LONGEST_NAP = 5e-5, 1e-3  # seconds that a rank sleeps, before it looks whether the others have come
 
 _WAIT_IS_LONG = 30.0  # seconds after which a rank that has finished says that it waits for the others
 
@@ -72,9 +69,8 @@ class MPIEngine(Engine):
     `jit_compile=True` they cannot be compiled, as any Python code. Ranks that disagree about shapes, dtypes or the
     order of calls get an error from MPI, wrong values, or wait for ever: that is not detected here.
 
-    Where a host has more ranks than cores, they come together before each exchange, nearly idle; elsewhere they wait in
-    MPI, which answers sooner. A process that ends waits, nearly idle, until all ranks of its engine have ended: MPI
-    itself would wait too, and burn a core in it.
+    A process that ends waits, nearly idle, until all ranks of its engine have ended: MPI itself would wait too, and
+    burn a core in it.
 
     Args:
         communicator: `mpi4py.MPI.Intracomm` or `None`, the ranks that talk, used by nothing else; by default a
@@ -110,8 +106,6 @@ class MPIEngine(Engine):
         host = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         self.local_rank: int = host.Get_rank()
         self.local_size: int = host.Get_size()
-        # Waiting in MPI is busy: it takes the cores from those that are waited for, if these have none of their own.
-        self._entrance = self._comm.Dup() if self._is_crowded(host) else None
         host.Free()
         atexit.register(self._wait_for_the_others)
 
@@ -230,9 +224,6 @@ class MPIEngine(Engine):
             with self._one_at_a_time:
                 sent = [(array.dtype, array.shape) for array in arrays] if call.sent is None else call.sent
                 self.activity.begin(call.kind, sent, call.num_fixed)
-                if self._entrance is not None:
-                    for pause in self._until_all_come(self._entrance, _LONGEST_NAP):
-                        time.sleep(pause)
                 return exchange([np.asarray(array) for array in arrays])
         except self._mpi.Exception as err:
             raise EngineError(
@@ -312,29 +303,14 @@ class MPIEngine(Engine):
         self._comm.Barrier()
         return []
 
-    def _is_crowded(self, host: Any) -> bool:
-        """Returns whether there is a host that has more ranks than cores for them."""
-        cores = np.zeros(_MOST_CORES, np.uint8)
-        cores[[core for core in os.sched_getaffinity(0) if core < _MOST_CORES]] = 1
-        host.Allreduce(self._mpi.IN_PLACE, cores, self._mpi.MAX)
-        crowded = np.array([host.Get_size() > cores.sum()], np.uint8)
-        self._comm.Allreduce(self._mpi.IN_PLACE, crowded, self._mpi.MAX)
-        return bool(crowded[0])
-
-    def _until_all_come(self, communicator: Any, longest: float) -> Iterator[float]:
-        """Yields seconds to sleep, more and more, until every rank has called this."""
-        everyone, pause = communicator.Ibarrier(), _SHORTEST_NAP
-        while not everyone.Test():
-            yield pause
-            pause = min(2 * pause, longest)
-
     def _wait_for_the_others(self) -> None:
         """Waits, nearly idle, until every rank is at its exit."""
         if self._mpi.Is_finalized() or self._comm == self._mpi.COMM_NULL:
             return
-        started, said = time.monotonic(), False
-        for pause in self._until_all_come(self._comm, 0.05):
+        everyone, started, pause, said = self._comm.Ibarrier(), time.monotonic(), 0.001, False
+        while not everyone.Test():
             time.sleep(pause)
+            pause = min(2 * pause, 0.05)
             if not said and time.monotonic() - started > _WAIT_IS_LONG:
                 said = True
                 _LOG.warning("rank %d of %d has finished and waits for the other ranks", self.rank, self.size)

@@ -134,22 +134,6 @@ def ends_early_and_waits_nearly_idle():
     return processor_seconds(pid) - start
 
 
-def waits_idle_where_ranks_share_a_core():
-    """Rank 0 waits for the others, all on one core: each says how much processor time it burns."""
-    import os
-
-    core, *_ = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    engine = MPIEngine()
-    total = tf.function(lambda x: engine.allreduce([x])[0], autograph=False)
-    total(tf.ones([10]))
-    if engine.rank > 0:
-        time.sleep(2)
-    before = time.process_time()
-    np.testing.assert_array_equal(total(tf.ones([10])), np.full(10, engine.size))
-    return time.process_time() - before
-
-
 def processor_seconds(pid):
     import os
 

@@ -38,13 +38,6 @@ def test_a_rank_that_ends_early_waits_for_the_others_nearly_idle():
     assert burnt < 0.5, "of 2 seconds of waiting"
 
 
-def test_ranks_that_share_a_core_leave_it_to_those_that_they_wait_for():
-    burnt = spmd.run(f"{OWN}:waits_idle_where_ranks_share_a_core", 2, timeout=60).values(
-        "waits_idle_where_ranks_share_a_core"
-    )
-    assert max(burnt) < 0.5, "of 2 seconds of waiting"
-
-
 def test_abort_ends_all_ranks_with_the_code():
     ended = spmd.launch([sys.executable, "-c", f"from {OWN} import aborts; aborts()"], 2, timeout=60)
     assert not ended.timed_out
