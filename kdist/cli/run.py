@@ -97,6 +97,7 @@ def run(options: argparse.Namespace) -> int:
             _make_directory(output)
         seen = witness.Witness(running)
         code = process.run(command, on_signal=seen.dismiss)
+        seen.finish()
         code = code if seen.code is None else seen.code
         lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)
     if code == 0 and lost and (options.hosts or options.hostfile):

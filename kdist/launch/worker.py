@@ -104,9 +104,6 @@ def end_job(code: int) -> NoReturn:
 
     Args:
         code: int, the exit code, from 1 to 255.
-
-    References:
-        - https://github.com/pmodels/mpich/blob/main/doc/wiki/developer_docs/PMI_v1_Wire_Protocol.md
     """
     with contextlib.suppress(OSError, ValueError, OverflowError):
         descriptor = int(os.environ.get("PMI_FD", ""))
@@ -114,7 +111,7 @@ def end_job(code: int) -> NoReturn:
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             with socket.socket(fileno=os.dup(descriptor)) as launcher:
                 if launcher.family == socket.AF_UNIX:
-                    launcher.sendall(f"cmd=abort exitcode={code}\n".encode())
+                    launcher.sendall(witness.abort_line(code))
     os._exit(code)
 
 

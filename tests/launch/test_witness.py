@@ -3,10 +3,12 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 
+from tests.faults.cells import Cell
 from tests.helpers import needs, spmd
 
 pytestmark = needs.mpich
@@ -40,8 +42,8 @@ LEAVES_A_CHILD = "if os.fork(): os._exit(4)"
     [
         ("os._exit(4)", 4),
         (LEAVES_A_CHILD, 4),
-        ("os.kill(os.getpid(), 9)", 137),
-        ("os.abort()", 134),
+        ("os.kill(os.getpid(), 9)", 128 + 9),
+        ("os.abort()", 128 + 6),
         ("sys.exit(6)", 6),
     ],
 )
@@ -49,10 +51,33 @@ def test_the_first_rank_to_die_is_named_and_no_other(command, tmp_path, end, cod
     """Before kdist is used for anything, too: nobody watches over the ranks then."""
     ended = spmd.execute([*command, end, str(tmp_path)], timeout=LIMIT)
     assert not ended.timed_out, ended.output
-    assert ended.returncode == code, ended.output
+    # Of a signal Hydra may have heard first: the code is the launcher's own then, as docs/failure.md says.
+    assert ended.returncode in (code, code - 128), ended.output
     assert ended.output.count("[kdist] rank 2 of 3") == 1, ended.output
     assert ended.output.count("[kdist] rank") == 1, ended.output
     assert (DIED in ended.output) == (end != "sys.exit(6)"), ended.output
+
+
+def test_a_rank_that_leaves_a_training_with_0_is_not_a_good_end():
+    """Hydra may kill the others then, and call that a good end."""
+    cell = Cell("mpich", "os._exit 0", "epoch", 1)
+    cell.check(cell.run())
+
+
+def test_where_the_kernel_does_not_tell_who_ends_the_job_is_as_without(command, tmp_path):
+    """Nothing that Hydra waits for is kept."""
+    old = "import os, sys; del os.pidfd_open; from kdist.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    python, *_ = command
+    line = [python, "-c", old, *command[command.index("run") :]]
+    ended = spmd.execute([*line, "all", str(tmp_path)], timeout=LIMIT)
+    assert (ended.returncode, ended.output, ended.timed_out) == (0, "", False)
+
+
+def test_a_stderr_that_nobody_reads_does_not_keep_the_job(command, tmp_path):
+    unread = "import os, sys; r, w = os.pipe(); os.dup2(w, 2); os.closerange(3, 9); os.execv(sys.argv[1], sys.argv[1:])"
+    closed = [sys.executable, "-c", unread]
+    ended = spmd.execute([*closed, *command, "os._exit(4)", str(tmp_path)], timeout=LIMIT)
+    assert (ended.returncode, ended.timed_out) == (4, False), ended.output
 
 
 def test_nothing_is_said_when_all_is_well(command, tmp_path):
