@@ -179,7 +179,7 @@ class MPIEngine(Engine):
         sys.stdout.flush()
         sys.stderr.flush()
         if not self._mpi.Is_finalized():
-            self._comm.Abort(code)
+            self._mpi.COMM_WORLD.Abort(code)  # of another communicator, MPICH would tell its ranks, not the launcher
         os._exit(code)
 
     def _call(

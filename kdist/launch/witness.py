@@ -74,6 +74,7 @@ class Introduction:
     def ends_well(self) -> None:
         """Says that this process ends, and nothing is wrong."""
         self._say(_ENDS_WELL)
+        self._connection.close()
 
     def has_said_why(self, code: int) -> None:
         """Says that it has been said why the job ends: who dies from now on dies of that.
@@ -123,7 +124,8 @@ class Witness:
         self._wake.close()
         if self._thread.is_alive():
             self._thread.join(2 * _PATIENCE)
-        self._listener.close()
+        for each in (self._listener, self._woken):
+            each.close()
 
     def _run(self) -> None:
         try:

@@ -1,5 +1,8 @@
 """What is MPI's own: cases for any number of ranks under mpirun, and scripts that end in their own way."""
 
+import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -122,8 +125,6 @@ def case_tensorflows_threads_stay_pythons(engine):
 
 def ends_early_and_waits_nearly_idle():
     """Rank 0 is done at once, the others work on: they say how much processor time rank 0 burns in between."""
-    import os
-
     engine = MPIEngine()
     pid = engine.broadcast_object(os.getpid())
     if engine.rank == 0:
@@ -135,18 +136,18 @@ def ends_early_and_waits_nearly_idle():
 
 
 def processor_seconds(pid):
-    import os
-
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def aborts():
+    """Nothing but its word can end the job: the other rank is stopped, and a child keeps this one's connections."""
     engine = MPIEngine()
     if engine.rank == engine.size - 1:
         print("last words", end="")
+        subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         engine.abort(5)
-    engine.barrier()
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def refuses_an_mpi_without_threads():

@@ -39,7 +39,7 @@ def test_a_rank_that_ends_early_waits_for_the_others_nearly_idle():
 
 
 def test_abort_ends_all_ranks_with_the_code():
-    ended = spmd.launch([sys.executable, "-c", f"from {OWN} import aborts; aborts()"], 2, timeout=60)
+    ended = spmd.launch([sys.executable, "-c", f"from {OWN} import aborts; aborts()"], 2, timeout=40)
     assert not ended.timed_out
     assert ended.returncode == 5
     assert "last words" in ended.output
