@@ -31,11 +31,13 @@ def tables(record: dict[str, Any]) -> str:
     found, models = Throughputs(record), record["models"]
     engines = [name for name in found.contenders if CONTENDERS[name].is_kdist]
     peers = [name for name in found.contenders if CONTENDERS[name].is_peer]
+    together = [*engines, *peers, *(name for name in found.contenders if name == "plain_pair")]
     parts = [
         head(record),
         "## Scaling efficiency\n\nThe throughput of two ranks, relative to twice that of the same framework's plain "
-        "training in one process.",
-        table(record, {title(name): each(found.efficiencies, name, models) for name in [*engines, *peers]}),
+        "training in one process. Two that are side by side and exchange nothing say what the machine takes: ranks go "
+        "at the pace of the slower one.",
+        table(record, {title(name): each(found.efficiencies, name, models) for name in together}),
         "## kdist against the best of the others, by efficiency\n\nkdist's efficiency, relative to that of the peer "
         "whose median efficiency is highest.",
         table(record, against_best(found, engines, peers, models)),

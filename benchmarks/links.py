@@ -1,10 +1,11 @@
 """When 16-bit gradients pay: two ranks over a slow link, the wide MLP, each compression's step time and loss curve.
 
-    sudo python benchmarks/links.py [--rates 10000 1000 100] [--turns 5] [--out DIR]
+    sudo python benchmarks/links.py [--rates 10000 1000 100] [--engines mpi collective] [--turns 5] [--out DIR]
 
 The link is the loopback of a network namespace of its own, shaped by `tc` to so many megabits a second each way (twice
-as many for both together); needs root and Debian's iproute2. MPI is told to use TCP, not shared memory. TensorFlow's
-collective ops use it anyway. Each rank is pinned to a core of its own and computes with one thread.
+as many for both together); needs root and Debian's iproute2. MPI is told to use TCP, not shared memory; of a cluster of
+TensorFlow's collectives each rank has another address, as hosts have. Each rank is pinned to a core of its own and
+computes with one thread.
 
 In one launch for each engine and link, all variants train in turns; a turn is one `fit`, its time that of its median
 step but the first. The table shows medians over turns, and ratios within a turn. The loss curves are of the same model
@@ -52,6 +53,7 @@ _Seconds = dict[str, list[float]]  # of a step, by variant: one number a turn
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=int, nargs="+", default=[10000, 1000, 100], help="megabits a second each way")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the table, the numbers and the plot to this folder")
     parser.add_argument("--worker", choices=["steps", "curves"], help=argparse.SUPPRESS)
@@ -64,7 +66,9 @@ def main() -> None:
     seconds: dict[str, dict[str, _Seconds]] = {}
     for rate in options.rates:
         with shaped_namespace(rate) as namespace:
-            seconds[str(rate)] = {engine: launch("steps", engine, options.turns, namespace) for engine in ENGINES}
+            seconds[str(rate)] = {
+                engine: launch("steps", engine, options.turns, namespace) for engine in options.engines
+            }
     curves = launch("curves", "mpi", 1)
     text = report(seconds, curves, options.turns)
     print(text)
@@ -114,6 +118,8 @@ def launch(role: str, engine: str, turns: int, namespace: str | None = None) -> 
 
 def work(options: argparse.Namespace) -> None:
     """Pins this process to a core before TensorFlow starts its threads, and measures."""
+    if "TF_CONFIG" in os.environ:
+        os.environ["TF_CONFIG"] = as_on_hosts(os.environ["TF_CONFIG"])
     import kdist
 
     cores = sorted(os.sched_getaffinity(0))
@@ -121,6 +127,14 @@ def work(options: argparse.Namespace) -> None:
     found = loss_curves() if options.worker == "curves" else step_times(options.turns)
     if kdist.is_chief():
         options.notes.write_text(json.dumps(found))
+
+
+def as_on_hosts(configuration: str) -> str:
+    """Returns a cluster's TF_CONFIG with an address of its own for each worker: those of one host share memory."""
+    config = json.loads(configuration)
+    ports = [address.rpartition(":")[2] for address in config["cluster"]["worker"]]
+    config["cluster"]["worker"] = [f"127.0.0.{number}:{port}" for number, port in enumerate(ports, start=1)]
+    return json.dumps(config)
 
 
 def step_times(turns: int) -> _Seconds:

@@ -65,6 +65,10 @@ def legacy(title: str, train: str, launcher: str = "", *needs: str) -> Contender
 
 CONTENDERS = {
     "plain_keras": Contender("plain Keras 3", "keras3:plain", ("tensorflow", "keras"), KERAS3),
+    "plain_pair": Contender(
+        "two of plain Keras 3 side by side, the slower one's time",
+        *("keras3:side_by_side", ("tensorflow", "keras", "mpi4py"), KERAS3, "mpirun", "plain_keras"),
+    ),
     "scope": Contender(
         "one rank in kdist.scope()", "keras3:in_scope", ("tensorflow", "keras"), KERAS3, "", "plain_keras"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,15 @@ def plain(task: Task) -> None:
 
     for name in task.models:
         train(task, keras, name, task.global_data(name))
+
+
+def side_by_side(task: Task) -> None:
+    """Keras alone in each process, in all of them the same training: they share nothing but the machine."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    for name in task.models:
+        train(task, keras, name, dataclasses.replace(task, ranks=1).global_data(name))
 
 
 def in_scope(task: Task) -> None:

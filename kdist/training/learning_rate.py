@@ -125,9 +125,13 @@ class EffectiveRate:
 
     # The rate of all ranks.
 
+    def is_asked_for(self) -> tf.Tensor:
+        """Returns whether this rank's user asks for another rate: 1 or 0, a `float32` scalar."""
+        return tf.cast(self._stored() != self._agreed, tf.float32)
+
     def request(self) -> tf.Tensor:
-        """Returns `[asks, rate if it asks]`, a `float64` tensor: whether this rank's user asks for another rate."""
-        stored = tf.cast(self._stored(), tf.float64)
+        """Returns `[asks, rate if it asks]`, a `float64` tensor, whose sum over the ranks `agree` takes."""
+        stored = self._stored()
         asks = tf.cast(stored != self._agreed, tf.float64)
         return tf.stack([asks, asks * stored])
 

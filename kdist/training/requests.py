@@ -19,7 +19,7 @@ class Requests:
         engine: `Engine`, how the ranks talk to each other.
 
     Attributes:
-        sent: `float64` variable of shape `(3,)`, what rides in the next message: 1 for each name that is asked for.
+        sent: `float32` variable of shape `(3,)`, what rides in the next message: 1 for each name that is asked for.
         granted: set of str, what has arrived on all ranks alike.
     """
 
@@ -29,7 +29,7 @@ class Requests:
         self._sent: set[str] = set()
         self.granted: set[str] = set()
         with tf.init_scope():
-            self.sent = tf.Variable([0.0] * len(NAMES), dtype=tf.float64, trainable=False, name="kdist_requests")
+            self.sent = tf.Variable([0.0] * len(NAMES), trainable=False, name="kdist_requests")
 
     def ask(self, name: str) -> None:
         """Asks for something: no message, no tensor, so that a signal handler may do it."""

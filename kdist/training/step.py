@@ -250,7 +250,8 @@ class TrainStep(Step):
             raise NotSynchronizedError("A gradient was reduced outside of a running step.")
         given = [grad for grad in grads if grad is not None]
         statistics = state.contributions(self)
-        request = tf.concat([self._requests.sent, rate.request()], axis=0)
+        # As float32, like most gradients, they share a buffer.
+        request = tf.concat([self._requests.sent, [rate.is_asked_for()]], axis=0)
 
         def addends(grads: Sequence[Any]) -> list[Any]:
             return self._zeros_if_idle(grads) if loss_is_weighted else [self.weighted(grad) for grad in grads]
@@ -311,11 +312,11 @@ class TrainStep(Step):
 
     def _grant(self, requests: tf.Tensor, rate: EffectiveRate) -> None:
         """Does what some rank asked for, on all ranks; nearly always nobody asks, and little is run."""
-        num_names = self._requests.sent.shape[0]
 
         def grant() -> None:
-            rate.agree(requests[num_names:])
-            tf.numpy_function(self._requests.note, [requests[:num_names]], [])
+            (rates,) = self._extended.reduce_sum([rate.request()])
+            rate.agree(rates)
+            tf.numpy_function(self._requests.note, [requests[:-1]], [])
 
         tf.cond(tf.reduce_any(requests > 0), grant, lambda: None)
 
