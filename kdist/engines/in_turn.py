@@ -57,7 +57,8 @@ class InTurn:
     def _order(self) -> tf.Variable:
         """What all calls read before and write after; made late, for engines come before GPUs."""
         with tf.init_scope(), tf.device("CPU:0"):
-            return tf.Variable(0, trainable=False, name=self._name)
+            # Lifted, it would be one that the function makes which is traced now: it would be traced again without.
+            return tf.Variable(0, trainable=False, name=self._name, experimental_enable_variable_lifting=False)
 
     def _run(self, exchange: Exchange, *arrays: Array) -> list[Array]:
         # To make anew what Python knows of this thread, which is TensorFlow's, costs a tenth of a message: one state a

@@ -1,6 +1,6 @@
 """Jobs that break, a few of the campaign's cells: each engine with each fault and at each moment.
 
-Horovod under mpirun is left to the whole campaign: its engine is Horovod's over Gloo, and mpirun ends its jobs as MPI's.
+Horovod under mpirun is left to the whole campaign: its engine is that over Gloo, and mpirun ends its jobs as MPI's.
 """
 
 import pytest

@@ -310,7 +310,7 @@ def gradients_in_several_messages() -> None:
         return fit_alone(model, fed("arrays", (x, y), batch))
 
     def messages(bucket_mb: float | None) -> int:
-        """Returns how many a step sends, as it is traced, but for the one that asks for rates where some rank wants to."""
+        """Returns how many a step sends, as it is traced; one more is for rates that some rank asks for."""
         engine, sent = open_engine(kdist.cluster_info()), -1
         fresh()
         with kdist.scope(kdist.AllReduce(bucket_mb=bucket_mb), scale_lr=None):
