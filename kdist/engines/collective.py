@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -209,7 +210,9 @@ class CollectiveEngine(Engine):
         if not isinstance(error, (tf.errors.OpError, EngineError)) or "ollective" not in text:
             return None
         fix = "look for a branch, a shape, a dtype or a number of steps that depends on the rank"
-        if gone := rendezvous.unreachable(self.addresses, self.rank):
+        # Whose end the others learn by the memory that they share may still have its port.
+        ended = map(int, re.findall(rf"{FAILURE}rank (\d+) has ended", text))
+        if gone := sorted({*ended, *rendezvous.unreachable(self.addresses, self.rank)}):
             what = ", ".join(f"rank {rank} at {self.addresses[rank]}" for rank in gone) + " has ended"
             fix = "look for the reason in what that rank printed"
         elif isinstance(error, tf.errors.DeadlineExceededError):

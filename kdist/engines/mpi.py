@@ -236,11 +236,13 @@ class MPIEngine(Engine):
             self.seconds += time.perf_counter() - started
 
     def _sum_and_gather(self, dense: int, in_place: bool, arrays: Sequence[Array]) -> list[Array]:
-        buffers = list(arrays[:dense]) if in_place else fusion.pack(arrays[:dense])
+        mine = arrays[:dense]
+        buffers = mine if in_place else fusion.pack(mine)
         for buffer in buffers:
             for piece in fusion.pieces(buffer):
                 self._comm.Allreduce(self._mpi.IN_PLACE, piece)
-        return [*fusion.unpack(buffers, arrays[:dense]), *self._gather_arrays(arrays[dense:])]
+        sums = mine if in_place else fusion.unpack(buffers, mine)
+        return [*sums, *self._gather_arrays(arrays[dense:])]
 
     def _gather_arrays(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:
