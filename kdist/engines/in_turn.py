@@ -57,7 +57,7 @@ class InTurn:
     def _order(self) -> tf.Variable:
         """What all calls read before and write after; made late, for engines come before GPUs."""
         with tf.init_scope(), tf.device("CPU:0"):
-            # Lifted, it would be one that the function makes which is traced now: it would be traced again without.
+            # Lifted, it would pass for one of the function that is traced now, which would then be traced once more.
             return tf.Variable(0, trainable=False, name=self._name, experimental_enable_variable_lifting=False)
 
     def _run(self, exchange: Exchange, *arrays: Array) -> list[Array]:
