@@ -20,6 +20,7 @@ __all__ = [
     "Strategy",
     "StrategyExtendedV1",
     "abort_collectives",
+    "call_on_iterator",
     "is_initialized",
     "start_collective_server",
 ]
@@ -48,6 +49,19 @@ def start_collective_server(server: Any, leader: str) -> None:
     session.experimental.collective_group_leader = leader
     context.context().enable_collective_ops(server)
     context.ensure_initialized()
+
+
+def call_on_iterator(function: Any, iterator: Any) -> Any:
+    """Calls a function that was traced with an iterator like this one, without comparing the two.
+
+    Args:
+        function: `tf.types.experimental.ConcreteFunction`, whose only argument is an iterator.
+        iterator: `tf.data.Iterator` with the element spec that the function was traced for.
+
+    Returns:
+        What the function returns.
+    """
+    return function._call_flat([iterator._iterator_resource], function.captured_inputs)
 
 
 def abort_collectives(message: str) -> None:

@@ -37,6 +37,7 @@ from kdist.training.requests import Requests
 from kdist.training.settings import Settings
 from kdist.training.sources import describe_source, has_fixed_shapes, holds_random_state, make_source, split_batch
 from kdist.training.step import Step, TrainStep
+from kdist.training.step_function import StepFunction
 
 
 def replicate(model: keras.Model, strategy: AllReduceStrategy, settings: Settings) -> None:
@@ -100,6 +101,7 @@ class ReplicatedModel:
             "train_step": self.train_step,
             "test_step": self.test_step,
             "predict_step": self.predict_step,
+            "_make_function": self._make_function,
             "_maybe_symbolic_build": self._maybe_symbolic_build,
             "_get_metrics_result_or_logs": self._get_metrics_result_or_logs,
             **saving.wrappers(self),
@@ -327,6 +329,9 @@ class ReplicatedModel:
         return self._rates.all()
 
     # The steps: traced once, or run at every step in eager mode.
+
+    def _make_function(self, step: Callable[..., Any]) -> StepFunction:
+        return StepFunction(self.model, self._original("_make_function")(step))
 
     def train_step(self, data: Any) -> Any:
         """Trains on this rank's share; the weights are the same on all ranks afterwards."""

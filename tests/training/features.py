@@ -220,10 +220,7 @@ def jit_compile() -> None:
 
 def products_compiled_by_xla(train_function: Any) -> list[int]:
     """Returns how many products of matrices there are in each function of a `train_function` that XLA compiles."""
-    if not hasattr(train_function, "_list_all_concrete_functions"):  # Keras wraps the traced one
-        cells = [cell.cell_contents for cell in getattr(train_function, "__closure__", None) or ()]
-        return [count for each in cells if callable(each) for count in products_compiled_by_xla(each)]
-    graphs = [each.graph.as_graph_def() for each in train_function._list_all_concrete_functions()]
+    graphs = [each.graph.as_graph_def() for each in train_function._step._list_all_concrete_functions()]
     functions = [each for graph in graphs for each in graph.library.function if each.attr["_XlaMustCompile"].b]
     return [sum(node.op == "MatMul" for node in each.node_def) for each in functions]
 
