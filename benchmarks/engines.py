@@ -5,11 +5,12 @@
 
 Two ranks, each pinned to a core and with one thread, sum float32: one tensor of 1 KB to 88 MB, and the six gradients of
 the small MLP as a list. Bare MPI is mpi4py's `Allreduce` in place on a NumPy buffer, in one call, and in the pieces in
-which kdist sends; NumPy asks Linux for huge pages from 4 MB on, TensorFlow does not, and pages have their price where
-one rank reads another's memory: so it is measured on small pages, too. In a `tf.function`, each all-reduce takes the
-result of the one before, ten of them in a call up to 256 KB and one above, and the first one what the function has
-made, as a backward pass makes gradients; what the same function costs without them is measured beside, and subtracted
-for the net times.
+which kdist sends: one buffer again and again, which stays in the caches, and for which NumPy asks Linux for huge pages
+from 4 MB on. In a `tf.function`, each all-reduce takes the result of the one before, ten of them in a call up to 256 KB
+and one above, and the first one what the function has made, as a backward pass makes gradients; what the same function
+costs without them is measured beside, and subtracted for the net times. So is it from those of bare MPI after the
+function, in TensorFlow's memory where its result lies: what bare MPI itself takes of numbers that were made just now,
+and what it then costs to go on without what the message has driven out of the caches.
 
 What can live in one process (bare MPI and MPIEngine) runs in turns there, in changing order; Horovod (by mpirun; left
 out where it is not installed) and TensorFlow's collective ops have launches of their own. A turn's time is the fastest
@@ -20,12 +21,12 @@ engines.md, engines.json (every turn's seconds) and engines.png, which needs mat
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import importlib.util
 import json
 import logging
 import math
-import mmap
 import os
 import signal
 import statistics
@@ -46,10 +47,10 @@ LIMIT = 1800  # seconds of a launch
 KB, MB = 1 << 10, 1 << 20
 
 ONE_CALL, PIECES, EMPTY = "MPI_Allreduce, one call", "MPI_Allreduce, pieces of 2 MB", "function without all-reduce"
-SMALL_PAGES = "the same, on pages of 4 KB"
+AFTER = "MPI_Allreduce after the function"
 EAGER = "MPIEngine, eager"
 IN_GRAPH = {"mpi": "MPIEngine, graph", "horovod": "HorovodEngine, graph", "collective": "CollectiveEngine, graph"}
-BARE = (ONE_CALL, PIECES, SMALL_PAGES)
+BARE = (ONE_CALL, PIECES)
 MLP = "gradients of the MLP"
 
 
@@ -194,21 +195,21 @@ def ways_of(engine: Any, message: Message) -> dict[str, _Call]:
         ways[ONE_CALL] = bare(message, engine.size, message.bytes)
         if message.bytes > PIECE_BYTES:
             ways[PIECES] = bare(message, engine.size, PIECE_BYTES)
-            ways[SMALL_PAGES] = bare(message, engine.size, PIECE_BYTES, on_small_pages(message.bytes))
+        if message.links == 1:
+            ways[AFTER] = bare_after(message, engine.size, PIECE_BYTES)
         ways[EAGER] = by_engine(engine, message)
     ways[IN_GRAPH[engine.name]] = by_engine(engine, message, in_graph=True)
     ways[EMPTY] = without(message)
     return ways
 
 
-def bare(message: Message, size: int, piece_bytes: int, buffer: Any = None) -> _Call:
+def bare(message: Message, size: int, piece_bytes: int) -> _Call:
     """Returns what mpi4py does, in place on one buffer of the message's size."""
     from mpi4py import MPI
 
     from kdist.engines import fusion
 
-    if buffer is None:
-        buffer = fusion.empty(message.bytes // 4, "float32")
+    buffer = fusion.empty(message.bytes // 4, "float32")
     parts, comm = list(fusion.pieces(buffer, piece_bytes)), bare_world()
 
     def call() -> None:
@@ -223,13 +224,30 @@ def bare(message: Message, size: int, piece_bytes: int, buffer: Any = None) -> _
     return call
 
 
-def on_small_pages(size: int) -> Any:
-    """Returns a buffer of so many bytes, of `float32`, as TensorFlow would have it."""
+def bare_after(message: Message, size: int, piece_bytes: int) -> _Call:
+    """Returns what mpi4py does, in place on what a `tf.function` without all-reduce gives."""
     import numpy as np
+    from mpi4py import MPI
 
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, "float32")
+    from kdist.engines import fusion
+
+    [shape], comm = message.shapes, bare_world()
+
+    def sums_of(function: _Call) -> Any:
+        [result] = function()
+        address = np.asarray(memoryview(result)).ctypes.data
+        memory = (ctypes.c_float * math.prod(shape)).from_address(address)  # the view of a tensor is not to be written
+        for part in fusion.pieces(np.frombuffer(memory, "float32"), piece_bytes):
+            comm.Allreduce(MPI.IN_PLACE, part)
+        return result
+
+    check([sums_of(without(message, 1.0))], message, size)
+    function = without(message)
+
+    def call() -> None:
+        sums_of(function)
+
+    return call
 
 
 @functools.cache
@@ -254,12 +272,12 @@ def by_engine(engine: Any, message: Message, in_graph: bool = False) -> _Call:
     return functools.partial(call, [tf.zeros(shape) for shape in message.shapes])
 
 
-def without(message: Message) -> _Call:
+def without(message: Message, value: float = 0.0) -> _Call:
     """Returns the call of a `tf.function` that takes and gives the same, and sends nothing."""
     import tensorflow as tf
 
     call = tf.function(_of_new_tensors(lambda tensors: tensors), autograph=False)
-    return functools.partial(call, [tf.zeros(shape) for shape in message.shapes])
+    return functools.partial(call, [tf.fill(shape, value) for shape in message.shapes])
 
 
 def _of_new_tensors(call: _Call) -> _Call:
@@ -291,7 +309,7 @@ class Row(NamedTuple):
         net: list of float, without the call of a function.
         bare: float, the median of bare MPI in one call, or `nan`.
         best: float, that of the best of bare MPI's ways, or `nan`.
-        small: float, that on small pages, or `nan`.
+        after: float, that of bare MPI after the function, net, or `nan`.
     """
 
     message: Message
@@ -300,7 +318,7 @@ class Row(NamedTuple):
     net: list[float]
     bare: float
     best: float
-    small: float
+    after: float
 
     @property
     def seconds(self) -> float:
@@ -314,12 +332,18 @@ def rows(found: dict[str, _Found]) -> Iterator[Row]:
         ways = {engine: messages[message.name] for engine, messages in found.items() if message.name in messages}
         of_mpi = ways.get("mpi", {})
         medians = [statistics.median(of_mpi[way]) for way in BARE if way in of_mpi] or [math.nan]
+        after = statistics.median(net(of_mpi, AFTER)) if AFTER in of_mpi else math.nan
         for seconds in ways.values():
             for way, gross in seconds.items():
                 if way != EMPTY:
-                    empty = seconds[EMPTY] if way in IN_GRAPH.values() else [0.0] * len(gross)
-                    net = [a - b for a, b in zip(gross, empty, strict=True)]
-                    yield Row(message, way, gross, net, medians[0], min(medians), medians[-1])
+                    yield Row(message, way, gross, net(seconds, way), medians[0], min(medians), after)
+
+
+def net(seconds: dict[str, list[float]], way: str) -> list[float]:
+    """Returns a way's seconds, without those of the function where it is one."""
+    if way not in (AFTER, *IN_GRAPH.values()):
+        return seconds[way]
+    return [gross - empty for gross, empty in zip(seconds[way], seconds[EMPTY], strict=True)]
 
 
 def report(found: dict[str, _Found], options: argparse.Namespace) -> str:
@@ -331,11 +355,11 @@ def report(found: dict[str, _Found], options: argparse.Namespace) -> str:
         f"`{command}`. {machine(*PACKAGES)}.",
         "",
         "Microseconds an all-reduce, medians over turns; net is without the call of a `tf.function`. GB/s is the "
-        "buffer's bytes over the net time, and the last columns its shares of bare MPI's: of its best way, and of that "
-        "on pages as small as TensorFlow's.",
+        "buffer's bytes over the net time, and the last columns its shares of bare MPI's: of its best way, again "
+        "and again on one buffer, and after the same function.",
         "",
         "| message | way | gross, µs | quartiles | net, µs | GB/s | over bare MPI, µs | of bare MPI's bandwidth "
-        "| on small pages |",
+        "| after the function |",
         "|---|---|---|---|---|---|---|---|---|",
         *(f"| {' | '.join(cells(row))} |" for row in rows(found)),
         "",
@@ -348,7 +372,7 @@ def report(found: dict[str, _Found], options: argparse.Namespace) -> str:
 
 def cells(row: Row) -> list[str]:
     low, middle, high = quartiles([1e6 * each for each in row.gross])
-    is_bare, size = row.way in BARE, row.message.bytes
+    is_bare, size = row.way in (AFTER, *BARE), row.message.bytes
     over = size <= 64 * KB or row.message.name == MLP
     return [
         row.message.name,
@@ -358,7 +382,7 @@ def cells(row: Row) -> list[str]:
         f"{1e6 * row.seconds:.1f}" if row.net != row.gross else "",
         f"{size / row.seconds / 1e9:.2f}" if row.seconds > 0 else "",
         f"{1e6 * (row.seconds - row.bare):.1f}" if over and not is_bare and row.bare == row.bare else "",
-        *(f"{bare / row.seconds:.2f}" if size >= MB and bare == bare else "" for bare in (row.best, row.small)),
+        *(f"{bare / row.seconds:.2f}" if size >= MB and bare == bare else "" for bare in (row.best, row.after)),
     ]
 
 
@@ -376,7 +400,7 @@ def empty_calls(found: dict[str, _Found]) -> Iterator[list[str]]:
 STYLES = {
     ONE_CALL: ("#000000", "o", "-"),
     PIECES: ("#000000", "s", "--"),
-    SMALL_PAGES: ("#000000", "x", ":"),
+    AFTER: ("#000000", "x", ":"),
     EAGER: ("#E69F00", "v", "-"),
     IN_GRAPH["mpi"]: ("#0072B2", "D", "-"),
     IN_GRAPH["horovod"]: ("#D55E00", "^", "-"),
