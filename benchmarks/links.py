@@ -1,4 +1,4 @@
-"""When 16-bit gradients pay: two ranks over a slow link, the wide MLP, each compression's step time and loss curve.
+"""When compressed gradients pay: two ranks over a slow link, the wide MLP, each compression's step time and loss curve.
 
     sudo python benchmarks/links.py [--rates 10000 1000 100] [--engines mpi collective] [--turns 5] [--out DIR]
 
@@ -41,10 +41,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "32 bits": {},
     "fp16": {"compression": "fp16"},
     "bf16": {"compression": "bf16"},
+    "powersgd": {"compression": "powersgd"},
+    "topk": {"compression": "topk"},
     "32 bits, bucket_mb=25": {"bucket_mb": 25},
     "bf16, bucket_mb=25": {"compression": "bf16", "bucket_mb": 25},
 }
-CURVES = ("32 bits", "fp16", "bf16")
+CURVES = ("32 bits", "fp16", "bf16", "powersgd", "topk")
 ENGINES = ("mpi", "collective")
 
 _Seconds = dict[str, list[float]]  # of a step, by variant: one number a turn
@@ -240,7 +242,7 @@ def plot(seconds: dict[str, dict[str, _Seconds]], curves: dict[str, list[float]]
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = ["#000000", "#0072b2", "#56b4e9", "#e69f00", "#d55e00"]
+    colours = ["#000000", "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#e69f00", "#d55e00"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     groups = [(rate, engine) for rate, by_engine in seconds.items() for engine in by_engine]
     width = 0.8 / len(VARIANTS)
@@ -253,7 +255,7 @@ def plot(seconds: dict[str, dict[str, _Seconds]], curves: dict[str, list[float]]
     left.set_ylabel("ms a step")
     left.set_title("A step of the wide MLP, 88 MB of gradients")
     left.legend(fontsize="small")
-    for (name, losses), colour, style in zip(curves.items(), colours, ("-", "--", ":"), strict=False):
+    for (name, losses), colour, style in zip(curves.items(), colours, ("-", "--", ":", "-.", "-"), strict=False):
         right.plot(range(1, len(losses) + 1), losses, style, color=colour, label=name)
     right.set_yscale("log")
     right.set_xlabel("epoch")

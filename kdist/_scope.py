@@ -239,6 +239,8 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
     settings = Settings(
         **{key: value for key, value in chosen.items() if key not in ("strategy", "stall_timeout")},
         compression=options.compression,
+        powersgd_rank=options.powersgd_rank,
+        topk_ratio=options.topk_ratio,
         bucket_mb=options.bucket_mb,
     )
     check_agreement(engine, "kdist.scope", {key: repr(value) for key, value in dataclasses.asdict(settings).items()})

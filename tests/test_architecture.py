@@ -21,6 +21,7 @@ ROOMS = (
     "kdist.launch",
     "kdist.install",
     "kdist.data",
+    "kdist.gradients",
     "kdist.strategies",
     "kdist.training",
     "kdist.callbacks",
@@ -49,6 +50,7 @@ WITHOUT = {
     "kdist.watch": ["tensorflow", "keras", "numpy"],
     "kdist.data.sharding": ["tensorflow", "keras"],
     "kdist.engines": ["keras"],
+    "kdist.gradients": ["keras"],
 }
 
 

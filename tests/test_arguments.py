@@ -58,7 +58,10 @@ def test_of_the_scope(name, value):
 
 @given(
     options=st.fixed_dictionaries(
-        {}, optional=dict.fromkeys(("engine", "start_timeout", "compression", "bucket_mb"), anything)
+        {},
+        optional=dict.fromkeys(
+            ("engine", "start_timeout", "compression", "powersgd_rank", "topk_ratio", "bucket_mb"), anything
+        ),
     )
 )
 def test_of_all_reduce(options):
@@ -105,6 +108,10 @@ def test_of_the_launch(env):
         ("strategy", kdist.AllReduce(start_timeout=-1)),
         ("strategy", kdist.AllReduce(compression="fp8")),
         ("strategy", kdist.AllReduce(compression=True)),
+        ("strategy", kdist.AllReduce(compression="powersgd", powersgd_rank=0)),
+        ("strategy", kdist.AllReduce(powersgd_rank=1.5)),
+        ("strategy", kdist.AllReduce(compression="topk", topk_ratio=0)),
+        ("strategy", kdist.AllReduce(topk_ratio=1.01)),
         ("strategy", kdist.AllReduce(bucket_mb=0)),
         ("strategy", kdist.TPU(timeout=0)),
         ("strategy", kdist.ParameterServer(num_ps=1.5)),

@@ -11,7 +11,7 @@ from kdist.strategies.choice import ENGINES
 if TYPE_CHECKING:
     import tensorflow as tf
 
-COMPRESSIONS = ("fp16", "bf16")
+COMPRESSIONS = ("fp16", "bf16", "powersgd", "topk")
 
 STALENESS = ("ignore", "scale", "drop")
 
@@ -27,10 +27,18 @@ class AllReduce:
         engine: str, how the ranks talk to each other: `"auto"` (what the launcher implies), `"mpi"`, `"horovod"` or
             `"collective"`.
         start_timeout: float, seconds in which all ranks must have entered their first scope.
-        compression: str or `None`, the 16-bit numbers that gradients travel as: `"fp16"` (eleven bits of precision,
-            from 6e-8 to 65504) or `"bf16"` (eight bits, any size). Halves what the network carries. Sums are made in
-            `float32`, and statistics, metrics and weights stay exact; but it is not to the bit the training of one
-            process. `None` sends gradients as they are.
+        compression: str or `None`, what gradients travel as. Statistics, metrics and weights stay exact, and all ranks
+            have the same sums; but it is not to rounding the training of one process. `None` sends gradients as they
+            are.
+
+            - `"fp16"` (eleven bits of precision, from 6e-8 to 65504) or `"bf16"` (eight bits, any size): 16-bit
+              numbers, summed in `float32`. Halves what the network carries.
+            - `"powersgd"`: matrices as products of two narrow ones, summed over the ranks. A hundredth of the bytes.
+              What is left out is kept, and added to the next gradient.
+            - `"topk"`: the largest numbers of each gradient and their places. What is left out is kept, and added to
+              the next gradient. What a rank receives grows with the number of ranks.
+        powersgd_rank: int, the number of columns of `"powersgd"`'s factors: more is nearer to the gradient.
+        topk_ratio: float above 0, at most 1, the part of a gradient's numbers that `"topk"` sends.
         bucket_mb: float or `None`, megabytes of gradients from which on they are sent, while the backward pass goes on.
             `None` sends all in one message. The sums are the same; pays where a core or a GPU is free meanwhile.
 
@@ -39,11 +47,17 @@ class AllReduce:
     with kdist.scope(kdist.AllReduce(compression="bf16")):
         ...
     ```
+
+    References:
+        - Vogels, Karimireddy and Jaggi, 2019, PowerSGD, https://arxiv.org/abs/1905.13727
+        - Lin et al., 2018, Deep Gradient Compression, https://arxiv.org/abs/1712.01887
     """
 
     engine: str = "auto"
     start_timeout: float = START_TIMEOUT
     compression: str | None = None
+    powersgd_rank: int = 4
+    topk_ratio: float = 0.01
     bucket_mb: float | None = None
 
     @property
@@ -58,6 +72,10 @@ class AllReduce:
             return f"engine={self.engine!r}. Expected one of {', '.join(map(repr, engines))}"
         if self.compression is not None and self.compression not in COMPRESSIONS:
             return f"compression={self.compression!r}. Expected None, {' or '.join(map(repr, COMPRESSIONS))}"
+        if not _is_number(self.powersgd_rank, numbers.Integral) or self.powersgd_rank < 1:
+            return f"powersgd_rank={self.powersgd_rank!r}. Expected an integer of at least 1"
+        if not is_positive(self.topk_ratio) or self.topk_ratio > 1:
+            return f"topk_ratio={self.topk_ratio!r}. Expected a number above 0 and at most 1"
         if self.bucket_mb is not None and not is_positive(self.bucket_mb):
             return f"bucket_mb={self.bucket_mb!r}. Expected None or megabytes, above 0"
         return _no_time("start_timeout", self.start_timeout)

@@ -14,6 +14,8 @@ from kdist.training.job_wide import JobWide
 
 logger = logging.getLogger("kdist")
 
+_WIRE = "wire/"  # before the names of what compression has kept
+
 
 class Backup(JobWide):
     """What `kdist.callbacks.BackupAndRestore` does, and what stands for Keras' own in a scope of several ranks.
@@ -121,6 +123,7 @@ class Backup(JobWide):
             return True
         model = snapshot.take_model(self.model)
         shares = self._shares() if epoch_step else []
+        kept = {} if self.owner is None else self.owner.wire.take()
         if self.is_chief:
             remembered, arrays = callback_state.take(self.others)
             everything = {
@@ -139,7 +142,8 @@ class Backup(JobWide):
             }
             hooks, hook_arrays = replay.hooks_of(self.owner, epoch_step)
             metrics = {f"metric/{place}": share for place, share in enumerate(shares)}
-            arrays = {**model.arrays, **arrays, **metrics, **hook_arrays}
+            kept = {f"{_WIRE}{name}": array for name, array in kept.items()}
+            arrays = {**model.arrays, **arrays, **metrics, **hook_arrays, **kept}
             path = self._folder.write(Checkpoint({**everything, "hooks": hooks}, arrays))
             logger.debug("saved %s", path)
         self._steps_since = 0
@@ -182,6 +186,9 @@ class Backup(JobWide):
     def _give(self, saved: Checkpoint) -> None:
         snapshot.give_model(self.model, saved)
         callback_state.give(self.others, saved.state["callbacks"], dict(saved.arrays))
+        if self.owner is not None:
+            kept = {name: array for name, array in saved.arrays.items() if name.startswith(_WIRE)}
+            self.owner.wire.give({name.removeprefix(_WIRE): array for name, array in kept.items()})
 
     def _begin_at(self, saved: Checkpoint, name: str) -> None:
         """Sets where to begin, and says so."""

@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from kdist.data.shard import Shard
 from kdist.errors import ScopeError
+from kdist.gradients.wire import Wire, compression_named
 from kdist.strategies.all_reduce import AllReduceStrategy
-from kdist.strategies.wire import Wire
 from kdist.training import _keras_internals as internals
 from kdist.training import saving, state
 from kdist.training.arguments import comparable, like, named_arguments
@@ -85,7 +85,10 @@ class ReplicatedModel:
         self._on_batch_ready: set[tuple[str, int]] = set()
         self.requests = Requests(self.engine)
         self.deferred_sums = DeferredSums(model, self.engine)
-        self._wire = Wire(self.engine, compression=settings.compression, bucket_mb=settings.bucket_mb)
+        compression = compression_named(
+            settings.compression, powersgd_rank=settings.powersgd_rank, topk_ratio=settings.topk_ratio
+        )
+        self.wire = Wire(self.engine, compression=compression, bucket_mb=settings.bucket_mb)
         self.writes = self.engine.rank == 0
         self.training_data: ShardedEpochIterator | None = None
 
@@ -132,6 +135,7 @@ class ReplicatedModel:
         self._compiled_steps.take_over()
         if name == "fit":
             self.training_data = None
+            self.wire.give({})  # what it has kept was of the weights that there were then
         with (
             self._running(name),
             replicated_callbacks(self, name, is_outermost),
@@ -341,7 +345,7 @@ class ReplicatedModel:
         step = TrainStep(
             self.strategy.extended,
             data if is_shard else split_batch(data, self.engine),
-            wire=self._wire,
+            wire=self.wire,
             rate_of=self._rates.of,
             scaled=is_shard,
             requests=self.requests,

@@ -14,7 +14,9 @@ class Settings:
         scale_lr: `"auto"`, `"linear"`, `"sqrt"`, a number or `None`.
         warmup_epochs: `"auto"` or a number of epochs.
         auto_shard: bool, whether kdist shares the data out.
-        compression: `None`, `"fp16"` or `"bf16"`: how gradients travel.
+        compression: `None`, `"fp16"`, `"bf16"`, `"powersgd"` or `"topk"`: how gradients travel.
+        powersgd_rank: int, the rank of `"powersgd"`.
+        topk_ratio: float, the part of a gradient that `"topk"` sends.
         bucket_mb: float or `None`, megabytes of gradients from which on a message is sent.
     """
 
@@ -23,4 +25,6 @@ class Settings:
     warmup_epochs: str | float = "auto"
     auto_shard: bool = True
     compression: str | None = None
+    powersgd_rank: int = 4
+    topk_ratio: float = 0.01
     bucket_mb: float | None = None

@@ -17,7 +17,7 @@ import tensorflow as tf
 from kdist.engines import flat
 from kdist.engines.engine import Engine
 from kdist.errors import MismatchError, NotSynchronizedError
-from kdist.strategies.wire import buckets
+from kdist.gradients.wire import buckets
 from kdist.training import _keras_internals as internals
 from kdist.training.optimizers import optimizers_of
 

@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 
 from kdist.data.shard import Shard
-from kdist.errors import NotSynchronizedError
+from kdist.errors import NotSynchronizedError, StrategyError
+from kdist.gradients.wire import Wire
 from kdist.strategies.all_reduce import AllReduceExtended
-from kdist.strategies.wire import Wire
 from kdist.training import _keras_internals as internals
 from kdist.training.assigned_state import AssignedState
 from kdist.training.fused_sgd import fused_sgd
@@ -198,11 +198,18 @@ class TrainStep(Step):
         if self.applying or not grads:
             yield grads  # an inner optimizer, or the same one further down: they are reduced
             return
+        if self._wire.keeps_residuals and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            raise StrategyError(
+                "What compression leaves out of a gradient cannot be kept while the scale of the loss changes. "
+                "Received: a LossScaleOptimizer, as mixed_float16 makes it, with compression='powersgd' or 'topk'. "
+                "Expected gradients of one scale. Fix: mixed_bfloat16, or compression='fp16'."
+            )
         self.local_gradients = grads
         rate = self._rate_of(innermost(optimizer))
         overwriting = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
         reduced = self._reduce(
             [None if overwrites else grad for grad, overwrites in zip(grads, overwriting, strict=True)],
+            variables,
             rate,
             held=self._held(optimizer, variables),
             loss_is_weighted=self._take_weighted_loss(optimizer),
@@ -242,13 +249,20 @@ class TrainStep(Step):
         return internals.accumulators(optimizer, variables)
 
     def _reduce(
-        self, grads: list[Any], rate: EffectiveRate, *, held: list[tf.Variable] | None, loss_is_weighted: bool
+        self,
+        grads: list[Any],
+        variables: Sequence[Any],
+        rate: EffectiveRate,
+        *,
+        held: list[tf.Variable] | None,
+        loss_is_weighted: bool,
     ) -> list[Any]:
         """Sends gradients, statistics and requests in one message; returns the global gradients."""
         state = self._state
         if state is None:
             raise NotSynchronizedError("A gradient was reduced outside of a running step.")
         given = [grad for grad in grads if grad is not None]
+        of = [variable for variable, grad in zip(variables, grads, strict=True) if grad is not None]
         statistics = state.contributions(self)
         # As float32, like most gradients, they share a buffer.
         request = tf.concat([self._requests.sent, [rate.is_asked_for()]], axis=0)
@@ -257,11 +271,11 @@ class TrainStep(Step):
             return self._zeros_if_idle(grads) if loss_is_weighted else [self.weighted(grad) for grad in grads]
 
         if held is None:
-            reduced, (*merged, requests) = self._wire.sum(given, [*statistics, request], addends)
+            reduced, (*merged, requests) = self._wire.sum(given, [*statistics, request], variables=of, prepare=addends)
         else:
             held = [each for each, grad in zip(held, grads, strict=True) if grad is not None]
             is_due = internals.is_update_due(rate.optimizer)
-            reduced, (*merged, requests) = self._sum_if_due(is_due, addends(given), held, statistics, request)
+            reduced, (*merged, requests) = self._sum_if_due(is_due, addends(given), of, held, statistics, request)
         state.merge(merged)
         self._grant(requests, rate)
         arrived = iter(reduced)
@@ -271,6 +285,7 @@ class TrainStep(Step):
         self,
         is_due: tf.Tensor,
         addends: list[Any],
+        variables: Sequence[Any],
         held: list[tf.Variable],
         statistics: list[tf.Tensor],
         request: tf.Tensor,
@@ -280,7 +295,7 @@ class TrainStep(Step):
 
         def send() -> tuple[list[Any], list[Any]]:
             together = [each + tf.cast(before, each.dtype) for each, before in zip(mine, held, strict=True)]
-            sent = self._wire.sum(together, [*statistics, request])
+            sent = self._wire.sum(together, [*statistics, request], variables=variables)
             for each in held:
                 each.assign(tf.zeros_like(each))
             return sent

@@ -112,11 +112,11 @@ def inputs(kind: str) -> dict[str, Any]:
     raise ValueError(kind)
 
 
-def network() -> keras.Model:
+def network(width: int = 8) -> keras.Model:
     model = keras.Sequential(
         [
             keras.Input((5,)),
-            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dense(width, activation="tanh"),
             keras.layers.BatchNormalization(),
             keras.layers.Dropout(0.3),
             keras.layers.Dense(2),
@@ -144,12 +144,13 @@ def train(
     optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.02),
     scope: dict[str, Any] | None = None,
     backup: Any = kdist.callbacks.BackupAndRestore,
+    width: int = 8,
     **compile_: Any,
 ) -> dict[str, Any]:
     """Trains as a script does from its first line, and returns all that must be equal."""
     fresh()
     with kdist.scope(**(scope or {})):
-        model = network()
+        model = network(width)
         model.compile(optimizer(), "mse", metrics=["mae", keras.metrics.R2Score()], **compile_)
         history = model.fit(
             **inputs(kind),
@@ -227,6 +228,20 @@ def between_epochs() -> None:
 def in_an_epoch(kind: str) -> None:
     # After the step that was saved, and a step later, which is made again.
     resumed(kind, [(0, 3), (1, 0 if kind == "arrays_steps" else 4)])
+
+
+def what_compression_has_left_out() -> None:
+    """It is saved too, summed over the ranks, and whoever saves goes on with that."""
+    for options in ({"compression": "powersgd", "powersgd_rank": 1}, {"compression": "topk", "topk_ratio": 0.2}):
+        trained = functools.partial(train, "arrays", scope={"strategy": kdist.AllReduce(**options)}, width=260)
+        folder, expected = shared_folder(), trained(shared_folder(), others())
+        for place in ((0, 3), (1, 4)):
+            with pytest.raises(Interrupted):
+                trained(folder, [InterruptAt(*place), *others()])
+        assert trained(folder, others()) == expected, options
+        if kdist.is_chief():
+            _, saved = CheckpointFolder(folder).read()
+            assert any(array.any() for name, array in saved.arrays.items() if name.startswith("wire/residual/"))
 
 
 def the_newest_is_damaged() -> None:
@@ -523,6 +538,7 @@ CASES = {
     **{
         function.__name__: function
         for function in (
+            what_compression_has_left_out,
             the_newest_is_damaged,
             none_can_be_read,
             another_model,

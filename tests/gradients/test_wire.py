@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.strategies.wire import buckets
+from kdist.gradients.wire import buckets
 
 sizes = st.lists(st.integers(0, 10_000_000), max_size=30)
 

@@ -1,0 +1,64 @@
+"""Gradients as 16-bit numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.engines.engine import Engine
+from kdist.gradients.compression import Compression, Gradients, full_bytes, has_known_shape
+
+
+class Halves(Compression):
+    """Sends gradients as 16-bit numbers.
+
+    Each rank adds up its part of the gradients in `float32`, from what the others have sent it, and sends the rounded
+    sum to all. A number is rounded twice, however many ranks there are.
+
+    Args:
+        half: `tf.float16` or `tf.bfloat16`.
+    """
+
+    def __init__(self, half: tf.DType) -> None:
+        self._half = half
+        self.loss = f"{half.name}"
+
+    def sum(
+        self, engine: Engine, gradients: Gradients, exact: Gradients, variables: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Sums dense gradients in halves, rounds the others and sums them; see `Compression.sum`."""
+        dense = [each for each in gradients if has_known_shape(each)]
+        # Slices are gathered, not summed: they can be rounded as they are.
+        others = [_cast(each, self._half) for each in gradients if not has_known_shape(each)]
+        received = engine.allreduce([*others, *exact])
+        rounded, summed = iter(received[: len(others)]), iter(self._sum_dense(engine, dense))
+        totals = [next(summed) if has_known_shape(each) else _cast(next(rounded), each.dtype) for each in gradients]
+        return totals, received[len(others) :]
+
+    def num_bytes(self, gradient: tf.Tensor | tf.IndexedSlices) -> int:
+        """Returns two bytes for each number."""
+        return full_bytes(gradient) * self._half.size // gradient.dtype.size
+
+    def _sum_dense(self, engine: Engine, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if not tensors:
+            return []
+        sizes = [tensor.shape.num_elements() for tensor in tensors]
+        rows = [tf.reshape(tf.cast(tensor, self._half), [-1]) for tensor in tensors]
+        filling = -sum(sizes) % engine.size
+        mine = tf.reshape(tf.concat([*rows, tf.zeros([filling], self._half)], 0), [engine.size, -1])
+        (parts,) = engine.alltoall([mine])
+        part = tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), self._half)
+        (total,) = engine.allgather([part])
+        totals = tf.split(tf.ensure_shape(total, [sum(sizes) + filling]), [*sizes, filling])[:-1]
+        return [
+            tf.cast(tf.reshape(total, tensor.shape), tensor.dtype)
+            for total, tensor in zip(totals, tensors, strict=True)
+        ]
+
+
+def _cast(gradient: tf.Tensor | tf.IndexedSlices, dtype: tf.DType) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape)
+    return tf.cast(gradient, dtype)
