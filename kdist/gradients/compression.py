@@ -14,7 +14,7 @@ Gradients = Sequence[tf.Tensor | tf.IndexedSlices]
 
 
 class Compression(abc.ABC):
-    """Sums gradients over the ranks in fewer bytes than they have; all ranks get the same sums, to the bit.
+    """Sums gradients over the ranks in fewer bytes than they have; all ranks get the same sums.
 
     Attributes:
         loss: str, what is lost, for the log.
@@ -28,7 +28,7 @@ class Compression(abc.ABC):
     def sum(
         self, engine: Engine, gradients: Gradients, exact: Gradients, variables: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Sums gradients about, and other tensors exactly.
+        """Sums gradients approximately, and other tensors exactly.
 
         Collective: every rank must call this, in the same order.
 
@@ -47,19 +47,24 @@ class Compression(abc.ABC):
     def num_bytes(self, gradient: tf.Tensor | tf.IndexedSlices) -> int:
         """Returns the bytes that a rank sends of a gradient, where they are known before the graph runs."""
 
-    def take(self, engine: Engine) -> dict[str, Any]:
+    def take(self, engine: Engine) -> dict[str, dict[int, Any]]:
         """Returns what is kept from step to step, of all ranks together; each goes on with its part of it.
 
         Collective: every rank must call this, in the same order.
+
+        Returns:
+            A dict of kinds, each a dict of arrays by the ids of the model's variables.
         """
         return {}
 
-    def give(self, engine: Engine, taken: Mapping[str, Any]) -> None:  # noqa: B027  most keep nothing
+    def give(  # noqa: B027  most keep nothing
+        self, engine: Engine, taken: Mapping[str, Mapping[int, Any]]
+    ) -> None:
         """Gives this rank its part of what `take` has returned; what is not there begins anew.
 
         Args:
             engine: `Engine`.
-            taken: mapping of names to arrays.
+            taken: mapping, as `take` returns it.
         """
 
 

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
+from kdist.engines import flat
 from kdist.engines.engine import Engine
 from kdist.gradients.compression import Compression, Gradients, full_bytes
 from kdist.gradients.kept_state import KeptState
 
 
+class Sums(NamedTuple):
+    """What came of one message.
+
+    Attributes:
+        totals: list of tensors, the sums of what was compressed, not finite where those of a rank are not.
+        sent: list of tensors, what this rank has added to each of them.
+        others: list, the sums of what was not compressed.
+        kept: list of pairs of a variable and a value, what else is kept for the next step.
+    """
+
+    totals: list[tf.Tensor]
+    sent: list[tf.Tensor]
+    others: list[Any]
+    kept: list[tuple[tf.Variable, tf.Tensor]]
+
+
 class ErrorFeedback(Compression):
     """Sums approximations of gradients; each rank keeps what its own lacks, so that nothing is lost for good.
 
-    A step whose sum is not finite, on whichever rank, is none: nothing of it is kept.
+    Where a sum is not finite, for some rank's gradient is not, nothing of that message is kept: such a step is none.
 
     References:
         - Karimireddy et al., 2019, Error Feedback Fixes SignSGD, https://arxiv.org/abs/1901.09847
@@ -26,7 +42,7 @@ class ErrorFeedback(Compression):
     keeps_residuals = True
 
     def __init__(self) -> None:
-        self._residuals = KeptState(lambda shape, dtype, _: tf.zeros(shape, dtype))
+        self._residuals = KeptState(tf.zeros)
 
     @abc.abstractmethod
     def _shape(self, gradient: tf.Tensor | tf.IndexedSlices) -> list[int] | None:
@@ -39,8 +55,8 @@ class ErrorFeedback(Compression):
     @abc.abstractmethod
     def _sum_approximately(
         self, engine: Engine, tensors: list[tf.Tensor], others: list[Any], variables: list[Any]
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[Any]]:
-        """Sums tensors about, and others exactly.
+    ) -> Sums:
+        """Sums tensors approximately, and others exactly.
 
         Collective: every rank must call this, in the same order.
 
@@ -49,10 +65,6 @@ class ErrorFeedback(Compression):
             tensors: list of tensors of at least 32 bits.
             others: list of tensors and `tf.IndexedSlices`.
             variables: list of variables, one for each of `tensors`.
-
-        Returns:
-            A tuple of lists: the sums of `tensors`, not finite where those of a rank are not; what this rank has added
-            to each; the sums of `others`.
         """
 
     def sum(
@@ -65,17 +77,17 @@ class ErrorFeedback(Compression):
         tensors = [tf.reshape(_summable(gradients[place]), self._shape(gradients[place])) for place in places]
         kept = [self._residuals.of(each, own.shape, own.dtype) for each, own in zip(of, tensors, strict=True)]
         tensors = [own + before for own, before in zip(tensors, kept, strict=True)]
-        totals, sent, others = self._sum_approximately(
-            engine, tensors, [*(gradients[place] for place in rest), *exact], of
-        )
-        for own, part, total, before in zip(tensors, sent, totals, kept, strict=True):
-            before.assign(tf.where(is_finite(total), own - part, before))
+        found = self._sum_approximately(engine, tensors, [*(gradients[place] for place in rest), *exact], of)
+        left = [(before, own - part) for before, own, part in zip(kept, tensors, found.sent, strict=True)]
+        counts = tf.reduce_all([is_finite(each) for each in (*found.totals, *found.others[: len(rest)])])
+        for state, value in (*left, *found.kept):
+            state.assign(tf.where(counts, value, state))
         sums: list[Any] = list(gradients)
-        for place, total in zip(places, totals, strict=True):
+        for place, total in zip(places, found.totals, strict=True):
             sums[place] = tf.cast(tf.reshape(total, gradients[place].shape), gradients[place].dtype)
-        for place, total in zip(rest, others, strict=False):
+        for place, total in zip(rest, found.others, strict=False):
             sums[place] = total
-        return sums, others[len(rest) :]
+        return sums, found.others[len(rest) :]
 
     def num_bytes(self, gradient: tf.Tensor | tf.IndexedSlices) -> int:
         """Returns the bytes of what stands for a gradient, or of the gradient; see `Compression.num_bytes`."""
@@ -84,34 +96,23 @@ class ErrorFeedback(Compression):
             return full_bytes(gradient)
         return self._compressed_bytes(shape, max(gradient.dtype.size, tf.float32.size))
 
-    def take(self, engine: Engine) -> dict[str, Any]:
+    def take(self, engine: Engine) -> dict[str, dict[int, Any]]:
         """Leaves to rank 0 what all ranks have kept: their sum is what counts; see `Compression.take`."""
         kept = self._residuals.values
-        totals = engine.allreduce([tf.convert_to_tensor(each) for each in kept]) if kept else []
-        for each, total in zip(kept, totals, strict=True):
+        totals = engine.allreduce([tf.convert_to_tensor(each) for each in kept.values()]) if kept else []
+        for each, total in zip(kept.values(), totals, strict=True):
             each.assign(total if engine.rank == 0 else tf.zeros_like(total))
-        return numbered("residual", totals)
+        return {"residual": dict(zip(kept, map(flat.to_array, totals), strict=True))}
 
-    def give(self, engine: Engine, taken: Mapping[str, Any]) -> None:
+    def give(self, engine: Engine, taken: Mapping[str, Mapping[int, Any]]) -> None:
         """Gives rank 0 what all ranks have kept; see `Compression.give`."""
-        found = in_order("residual", taken)
-        self._residuals.give(found if engine.rank == 0 else [np.zeros_like(each) for each in found])
+        self._residuals.give(taken.get("residual", {}) if engine.rank == 0 else {})
 
 
-def numbered(name: str, tensors: Iterable[Any]) -> dict[str, Any]:
-    """Returns tensors as arrays, by a name with a number."""
-    return {f"{name}/{number}": np.array(each) for number, each in enumerate(tensors)}
-
-
-def in_order(name: str, arrays: Mapping[str, Any]) -> list[Any]:
-    """Undoes `numbered`."""
-    found = [each for each in arrays if each.startswith(f"{name}/")]
-    return [arrays[f"{name}/{number}"] for number in range(len(found))]
-
-
-def is_finite(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns whether all numbers of a tensor are finite, a `bool` scalar."""
-    return tf.math.is_finite(tf.reduce_sum(tf.abs(tensor)))
+def is_finite(tensor: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """Returns whether all numbers of a gradient are finite, a `bool` scalar."""
+    values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
+    return tf.math.is_finite(tf.reduce_sum(tf.abs(_summable(values))))
 
 
 def _summable(gradient: tf.Tensor) -> tf.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,19 +14,18 @@ class KeptState:
     """A tensor for each of a model's variables, kept from step to step, on this rank alone.
 
     Args:
-        initial: callable that takes a shape, a dtype and the number of tensors that were made before, and returns the
-            first value of a tensor.
+        initial: callable that takes a shape and a dtype, and returns the first value of a tensor.
     """
 
-    def __init__(self, initial: Callable[[Sequence[int], tf.DType, int], tf.Tensor]) -> None:
+    def __init__(self, initial: Callable[[Sequence[int], tf.DType], tf.Tensor]) -> None:
         self._initial = initial
         self._kept: dict[int, tuple[Any, tf.Variable]] = {}  # with the model's variable, whose id it is
-        self._given: Sequence[npt.NDArray[Any]] = ()
+        self._given: Mapping[int, npt.NDArray[Any]] = {}
 
     @property
-    def values(self) -> list[tf.Variable]:
-        """All tensors, in the order in which they were made."""
-        return [each for _, each in self._kept.values()]
+    def values(self) -> dict[int, tf.Variable]:
+        """The tensors, by the ids of the model's variables."""
+        return {key: each for key, (_, each) in self._kept.items()}
 
     def of(self, variable: Any, shape: Sequence[int], dtype: tf.DType) -> tf.Variable:
         """Returns the tensor that is kept for a variable, made when it is first asked for."""
@@ -34,21 +33,25 @@ class KeptState:
             with tf.init_scope():
                 # Lifted, it would pass for the function's own that is traced now, which would then be traced twice.
                 made = tf.Variable(
-                    self._first(shape, dtype, len(self._kept)),
+                    self._first(id(variable), shape, dtype),
                     trainable=False,
                     experimental_enable_variable_lifting=False,
                 )
             self._kept[id(variable)] = variable, made
         return self._kept[id(variable)][1]
 
-    def give(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
-        """Gives the tensors values, those that are not made yet too; those for which there is none their first ones."""
-        self._given = arrays
-        for number, each in enumerate(self.values):
-            each.assign(self._first(each.shape.as_list(), each.dtype, number))
+    def give(self, arrays: Mapping[int, npt.NDArray[Any]]) -> None:
+        """Gives the tensors values, those that are not made yet too; those for which there is none their first ones.
 
-    def _first(self, shape: Sequence[int], dtype: tf.DType, number: int) -> tf.Tensor:
-        given = self._given[number] if number < len(self._given) else None
+        Args:
+            arrays: mapping of the ids of the model's variables to arrays.
+        """
+        self._given = arrays
+        for key, each in self.values.items():
+            each.assign(self._first(key, each.shape.as_list(), each.dtype))
+
+    def _first(self, key: int, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+        given = self._given.get(key)
         if given is not None and (given.shape, given.dtype) == (tuple(shape), np.dtype(dtype.as_numpy_dtype)):
             return tf.constant(given)
-        return self._initial(shape, dtype, number)
+        return self._initial(shape, dtype)

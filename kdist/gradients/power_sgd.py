@@ -8,9 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdist.engines import flat
 from kdist.engines.engine import Engine
 from kdist.gradients.compression import has_known_shape
-from kdist.gradients.error_feedback import ErrorFeedback, in_order, is_finite, numbered
+from kdist.gradients.error_feedback import ErrorFeedback, Sums
 from kdist.gradients.kept_state import KeptState
 
 
@@ -36,13 +37,11 @@ class PowerSGD(ErrorFeedback):
         self._rank = rank
         self.loss = f"matrices of rank {rank}"
         # Equal on all ranks.
-        self._right = KeptState(
-            lambda shape, dtype, number: tf.random.stateless_normal(shape, [0, number], dtype=dtype)
-        )
+        self._right = KeptState(lambda shape, dtype: tf.random.stateless_normal(shape, seed=[0, 0], dtype=dtype))
 
     def _sum_approximately(
         self, engine: Engine, tensors: list[tf.Tensor], others: list[Any], variables: list[Any]
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[Any]]:
+    ) -> Sums:
         """Sums left factors, and what is not compressed, in one message, and right factors in another."""
         right = [
             self._right.of(variable, [each.shape[1], self._rank], each.dtype)
@@ -53,13 +52,11 @@ class PowerSGD(ErrorFeedback):
         left = [tf.linalg.qr(each).q for each in received[: len(tensors)]]  # of zeros, too, it is orthonormal
         mine = [tf.matmul(each, factor, transpose_a=True) for each, factor in zip(tensors, left, strict=True)]
         summed = engine.allreduce(mine) if mine else []
-        for factor, total in zip(right, summed, strict=True):
-            factor.assign(tf.where(is_finite(total), total, factor))
         totals, sent = (
             [tf.matmul(one, other, transpose_b=True) for one, other in zip(left, factors, strict=True)]
             for factors in (summed, mine)
         )
-        return totals, sent, received[len(tensors) :]
+        return Sums(totals, sent, received[len(tensors) :], list(zip(right, summed, strict=True)))
 
     def _shape(self, gradient: tf.Tensor | tf.IndexedSlices) -> list[int] | None:
         """Returns that of a matrix whose columns are the layer's outputs."""
@@ -72,11 +69,14 @@ class PowerSGD(ErrorFeedback):
     def _compressed_bytes(self, shape: list[int], bytes_of_number: int) -> int:
         return sum(shape) * self._rank * bytes_of_number
 
-    def take(self, engine: Engine) -> dict[str, Any]:
+    def take(self, engine: Engine) -> dict[str, dict[int, Any]]:
         """Returns what was left out so far, and the factors that the next step begins with."""
-        return {**super().take(engine), **numbered("right", self._right.values)}
+        return {
+            **super().take(engine),
+            "right": {key: flat.to_array(tf.convert_to_tensor(each)) for key, each in self._right.values.items()},
+        }
 
-    def give(self, engine: Engine, taken: Mapping[str, Any]) -> None:
+    def give(self, engine: Engine, taken: Mapping[str, Mapping[int, Any]]) -> None:
         """Gives rank 0 what was left out so far, and all ranks the factors that the next step begins with."""
         super().give(engine, taken)
-        self._right.give(in_order("right", taken))
+        self._right.give(taken.get("right", {}))

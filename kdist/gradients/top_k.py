@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kdist.engines.engine import Engine
 from kdist.gradients.compression import has_known_shape
-from kdist.gradients.error_feedback import ErrorFeedback, is_finite
+from kdist.gradients.error_feedback import ErrorFeedback, Sums, is_finite
 
 _SMALL = 1024  # numbers, below which a gradient is sent whole
 
@@ -38,11 +38,11 @@ class TopK(ErrorFeedback):
 
     def _sum_approximately(
         self, engine: Engine, tensors: list[tf.Tensor], others: list[Any], variables: list[Any]
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[Any]]:
+    ) -> Sums:
         """Gathers all ranks' largest numbers in one message, and sums what is not compressed in another."""
         exact = engine.allreduce(others)
         if not tensors:
-            return [], [], exact
+            return Sums([], [], exact, [])
         places = [tf.math.top_k(tf.abs(each), self._count(each.shape), sorted=False).indices for each in tensors]
         # What is not finite might not be chosen: then nothing that is sent is, so that all ranks know.
         numbers = [
@@ -57,7 +57,7 @@ class TopK(ErrorFeedback):
         sent = [
             _scattered(each.shape, own, where, 1) for each, own, where in zip(tensors, numbers, places, strict=True)
         ]
-        return totals, sent, exact
+        return Sums(totals, sent, exact, [])
 
     def _shape(self, gradient: tf.Tensor | tf.IndexedSlices) -> list[int] | None:
         """Returns that of a row of numbers."""

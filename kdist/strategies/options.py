@@ -28,13 +28,13 @@ class AllReduce:
             `"collective"`.
         start_timeout: float, seconds in which all ranks must have entered their first scope.
         compression: str or `None`, what gradients travel as. Statistics, metrics and weights stay exact, and all ranks
-            have the same sums; but it is not to rounding the training of one process. `None` sends gradients as they
-            are.
+            have the same sums; but results are near those of one process, not equal to rounding. `None` sends gradients
+            as they are.
 
             - `"fp16"` (eleven bits of precision, from 6e-8 to 65504) or `"bf16"` (eight bits, any size): 16-bit
               numbers, summed in `float32`. Halves what the network carries.
-            - `"powersgd"`: matrices as products of two narrow ones, summed over the ranks. A hundredth of the bytes.
-              What is left out is kept, and added to the next gradient.
+            - `"powersgd"`: matrices as products of two narrow ones, summed over the ranks. A hundredth of the
+              bytes of large matrices. What is left out is kept, and added to the next gradient.
             - `"topk"`: the largest numbers of each gradient and their places. What is left out is kept, and added to
               the next gradient. What a rank receives grows with the number of ranks.
         powersgd_rank: int, the number of columns of `"powersgd"`'s factors: more is nearer to the gradient.

@@ -123,7 +123,7 @@ class Backup(JobWide):
             return True
         model = snapshot.take_model(self.model)
         shares = self._shares() if epoch_step else []
-        kept = {} if self.owner is None else self.owner.wire.take()
+        kept = {} if self.owner is None else self.owner.wire.take(self.model.variables)
         if self.is_chief:
             remembered, arrays = callback_state.take(self.others)
             everything = {
@@ -188,7 +188,8 @@ class Backup(JobWide):
         callback_state.give(self.others, saved.state["callbacks"], dict(saved.arrays))
         if self.owner is not None:
             kept = {name: array for name, array in saved.arrays.items() if name.startswith(_WIRE)}
-            self.owner.wire.give({name.removeprefix(_WIRE): array for name, array in kept.items()})
+            kept = {name.removeprefix(_WIRE): array for name, array in kept.items()}
+            self.owner.wire.give(kept, self.model.variables)
 
     def _begin_at(self, saved: Checkpoint, name: str) -> None:
         """Sets where to begin, and says so."""

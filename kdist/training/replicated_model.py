@@ -135,7 +135,7 @@ class ReplicatedModel:
         self._compiled_steps.take_over()
         if name == "fit":
             self.training_data = None
-            self.wire.give({})  # what it has kept was of the weights that there were then
+            self.wire.give({}, [])  # what it has kept was of the weights that there were then
         with (
             self._running(name),
             replicated_callbacks(self, name, is_outermost),

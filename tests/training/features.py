@@ -395,6 +395,28 @@ def power_sgd() -> None:
 
 
 @feature
+def a_rank_whose_gradient_is_not_finite_spoils_nothing_that_is_kept() -> None:
+    """All ranks leave that step out, and go on as if it had not been."""
+    x, y = rows("even")
+    spoilt = x.copy()
+    spoilt[(size() + 1) * BATCH - 1] = np.nan  # in the second step, on the first rank
+    without = [each[np.r_[0 : size() * BATCH, 2 * size() * BATCH : len(x)]] for each in (x, y)]
+    for options in ({"compression": "powersgd", "powersgd_rank": 1}, {"compression": "topk", "topk_ratio": 0.1}):
+        ends = []
+        for inputs, targets in ((spoilt, y), without):
+            fresh()
+            with kdist.scope(kdist.AllReduce(**options), scale_lr=None):
+                model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(300, "tanh"), keras.layers.Dense(2)])
+                deterministic_weights(model)
+                model.compile(keras.optimizers.SGD(0.002), "mse")
+                callbacks = [kdist.callbacks.NaNPolicy("skip")]
+                model.fit(inputs, targets, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+            ends.append([each.tolist() for each in model.get_weights()])
+        assert ends[0] == ends[1], options
+        assert all(theirs == ends[0] for theirs in open_engine(kdist.cluster_info()).gather_objects(ends[0]))
+
+
+@feature
 def a_second_fit_keeps_nothing_of_the_first() -> None:
     """What was left out was of the weights that there were then."""
     x, y = rows("ragged")
