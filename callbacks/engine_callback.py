@@ -39,6 +39,20 @@ class EngineCallback(keras.callbacks.Callback):
         super().set_model(model)
         self.engine = self._given_engine or engine_of(model, type(self).__name__)
 
+    def refuse_ranks_apart(self) -> None:
+        """Raises where each rank trains by itself, for callbacks that look into steps that all ranks make together.
+
+        Raises:
+            ScopeError: with `sync_every`.
+        """
+        replicated = self.model.__dict__.get("_kdist")
+        if replicated is not None and replicated.averaging is not None:
+            raise ScopeError(
+                f"Ranks that train by themselves do not make the same steps. Received: {type(self).__name__} with "
+                f"sync_every={replicated.settings.sync_every}. Expected gradients that are summed in each step. Fix: "
+                f"leave {type(self).__name__} out, or sync_every."
+            )
+
 
 def engine_of(model: keras.Model, who: str) -> Engine:
     """Returns the engine over which the ranks train a model.

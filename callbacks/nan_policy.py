@@ -68,6 +68,7 @@ class NaNPolicy(EngineCallback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to watch the model's step."""
+        self.refuse_ranks_apart()
         self._found = []
         step_wrappers(self.model).put(self._around_step)
 

@@ -54,6 +54,7 @@ class ReplicaCheck(EngineCallback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begins to count."""
+        self.refuse_ranks_apart()
         self._num_steps = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -236,13 +236,11 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
         return
     patience = chosen["stall_timeout"]
     set_stall_timeout(patience, is_strict=patience != STALL_TIMEOUT)
-    settings = Settings(
-        **{key: value for key, value in chosen.items() if key not in ("strategy", "stall_timeout")},
-        compression=options.compression,
-        powersgd_rank=options.powersgd_rank,
-        topk_ratio=options.topk_ratio,
-        bucket_mb=options.bucket_mb,
-    )
+    kept = {key: value for key, value in chosen.items() if key not in ("strategy", "stall_timeout")}
+    if options.sync_every > 1 and kept["scale_lr"] == "auto":
+        kept["scale_lr"] = 1.0  # a rank's own steps are on its own batch; a schedule covers the epochs all the same
+    of_the_strategy = {field.name for field in dataclasses.fields(Settings)} & set(vars(options))
+    settings = Settings(**kept, **{name: getattr(options, name) for name in of_the_strategy})
     check_agreement(engine, "kdist.scope", {key: repr(value) for key, value in dataclasses.asdict(settings).items()})
     agree_random_state(engine)
     if engine.rank == 0:

@@ -1,6 +1,7 @@
 """Whatever a scope is given: it is taken, or refused by an error of kdist's with what came, what fits and the fix."""
 
 import contextlib
+import dataclasses
 import math
 
 import keras  # noqa: F401  loaded before anything is timed
@@ -59,9 +60,7 @@ def test_of_the_scope(name, value):
 @given(
     options=st.fixed_dictionaries(
         {},
-        optional=dict.fromkeys(
-            ("engine", "start_timeout", "compression", "powersgd_rank", "topk_ratio", "bucket_mb"), anything
-        ),
+        optional=dict.fromkeys(tuple(field.name for field in dataclasses.fields(kdist.AllReduce)), anything),
     )
 )
 def test_of_all_reduce(options):
@@ -112,6 +111,11 @@ def test_of_the_launch(env):
         ("strategy", kdist.AllReduce(powersgd_rank=1.5)),
         ("strategy", kdist.AllReduce(compression="topk", topk_ratio=0)),
         ("strategy", kdist.AllReduce(topk_ratio=1.01)),
+        ("strategy", kdist.AllReduce(sync_every=0)),
+        ("strategy", kdist.AllReduce(sync_every=2.5)),
+        ("strategy", kdist.AllReduce(sync_every=2, compression="fp16")),
+        ("strategy", kdist.AllReduce(outer_learning_rate=0)),
+        ("strategy", kdist.AllReduce(outer_momentum=1)),
         ("strategy", kdist.AllReduce(bucket_mb=0)),
         ("strategy", kdist.TPU(timeout=0)),
         ("strategy", kdist.ParameterServer(num_ps=1.5)),

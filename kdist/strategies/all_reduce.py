@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from kdist._tf_internals import ReplicaContext, Strategy, StrategyExtendedV1
 from kdist.engines.engine import Engine
+from kdist.engines.single import SingleEngine
 from kdist.errors import NotSynchronizedError
 
 
@@ -21,7 +22,8 @@ class ReplicaStep(Protocol):
     """What the strategy asks of a training step that weights its ranks by their rows.
 
     Attributes:
-        weight: scalar float tensor, this rank's share of the global batch: the shares of all ranks sum to 1.
+        weight: scalar float tensor, how much this rank's loss counts: by its share of the global batch, where all ranks
+            make the step together.
         active: scalar `bool` tensor, whether this rank has rows that count.
         applying: bool, whether an optimizer is at work on gradients that are already reduced.
         loss_is_weighted: bool, whether the backward pass starts from the loss times the weight.
@@ -78,7 +80,7 @@ class AllReduceExtended(StrategyExtendedV1):
         distribute_dataset: Callable[[tf.data.Dataset], tf.data.Dataset] | None,
     ) -> None:
         super().__init__(strategy)
-        self.engine = engine
+        self.engine: Engine = engine
         self._distribute_dataset = distribute_dataset
         self.step: ReplicaStep | None = None
 
@@ -94,6 +96,15 @@ class AllReduceExtended(StrategyExtendedV1):
             yield
         finally:
             self.step = outer
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Makes what this rank reduces its own, while a step of this rank alone is traced or run."""
+        outer, self.engine = self.engine, SingleEngine()
+        try:
+            yield
+        finally:
+            self.engine = outer
 
     def reduce_sum(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
         """Sums tensors over the ranks, in one message.

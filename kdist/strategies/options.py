@@ -41,6 +41,13 @@ class AllReduce:
         topk_ratio: float above 0, at most 1, the part of a gradient's numbers that `"topk"` sends.
         bucket_mb: float or `None`, megabytes of gradients from which on they are sent, while the backward pass goes on.
             `None` sends all in one message. The sums are the same; pays where a core or a GPU is free meanwhile.
+        sync_every: int, after how many steps of `fit` the ranks average their weights; in between each makes steps of
+            its own, on its own batches, at the rate that the optimizer has (`scale_lr="auto"` scales nothing). 1 sums
+            gradients in each step, which is exact; more is not, and is for links that are very slow. Ranks hold the
+            same at the end of each epoch, and where `BackupAndRestore` saves.
+        outer_learning_rate: float, the rate at which the mean of what the ranks have moved is applied to the weights
+            that they had in common: 1 takes the mean of their weights.
+        outer_momentum: float from 0 to below 1, Nesterov's momentum in it. DiLoCo has a rate of 0.7 and 0.9.
 
     Example:
     ```python
@@ -51,6 +58,7 @@ class AllReduce:
     References:
         - Vogels, Karimireddy and Jaggi, 2019, PowerSGD, https://arxiv.org/abs/1905.13727
         - Lin et al., 2018, Deep Gradient Compression, https://arxiv.org/abs/1712.01887
+        - Douillard et al., 2023, DiLoCo, https://arxiv.org/abs/2311.08105
     """
 
     engine: str = "auto"
@@ -59,6 +67,9 @@ class AllReduce:
     powersgd_rank: int = 4
     topk_ratio: float = 0.01
     bucket_mb: float | None = None
+    sync_every: int = 1
+    outer_learning_rate: float = 1.0
+    outer_momentum: float = 0.0
 
     @property
     def word(self) -> str:
@@ -78,6 +89,14 @@ class AllReduce:
             return f"topk_ratio={self.topk_ratio!r}. Expected a number above 0 and at most 1"
         if self.bucket_mb is not None and not is_positive(self.bucket_mb):
             return f"bucket_mb={self.bucket_mb!r}. Expected None or megabytes, above 0"
+        if not _is_number(self.sync_every, numbers.Integral) or self.sync_every < 1:
+            return f"sync_every={self.sync_every!r}. Expected an integer of at least 1"
+        if self.sync_every > 1 and self.compression is not None:
+            return f"sync_every={self.sync_every!r} with compression={self.compression!r}. Expected one of the two"
+        if not is_positive(self.outer_learning_rate):
+            return f"outer_learning_rate={self.outer_learning_rate!r}. Expected a number above 0"
+        if not _is_number(self.outer_momentum, numbers.Real) or not 0 <= self.outer_momentum < 1:
+            return f"outer_momentum={self.outer_momentum!r}. Expected a number from 0 to below 1"
         return _no_time("start_timeout", self.start_timeout)
 
 

@@ -19,11 +19,12 @@ class AssignedState:
 
     Args:
         variables: the variables to watch.
+        keep: bool, whether to keep what each was before, so that it can be put back.
     """
 
-    def __init__(self, variables: Sequence[keras.Variable]) -> None:
+    def __init__(self, variables: Sequence[keras.Variable], *, keep: bool = False) -> None:
         self._variables = [v for v in variables if v.dtype.startswith(("float", "bfloat")) or v.aggregation == "sum"]
-        self._before = {id(v): tf.identity(v.value) for v in self._variables if v.aggregation == "sum"}
+        self._before = {id(v): tf.identity(v.value) for v in self._variables if keep or v.aggregation == "sum"}
         self.assigned: list[keras.Variable] = []
         self.is_dirty = False
 
@@ -66,3 +67,9 @@ class AssignedState:
                 total = self._before[id(variable)] + total
                 self._before[id(variable)] = tf.identity(total)
             type(variable)._direct_assign(variable, total)
+
+    def put_back_unless(self, counts: tf.Tensor) -> None:
+        """Undoes what was written if a `bool` scalar is false."""
+        for variable in self.assigned:
+            value = tf.where(counts, variable._value, self._before[id(variable)])
+            type(variable)._direct_assign(variable, value)

@@ -14,7 +14,7 @@ from kdist.training.job_wide import JobWide
 
 logger = logging.getLogger("kdist")
 
-_WIRE = "wire/"  # before the names of what compression has kept
+_KEPT = "kept/"  # before the names of what is kept from step to step beside the model
 
 
 class Backup(JobWide):
@@ -121,9 +121,9 @@ class Backup(JobWide):
             return False
         if self._saved_at == (self._epoch, epoch_step):
             return True
+        kept = {} if self.owner is None else self.owner.take_kept()  # before all else: ranks may be apart until then
         model = snapshot.take_model(self.model)
         shares = self._shares() if epoch_step else []
-        kept = {} if self.owner is None else self.owner.wire.take(self.model.variables)
         if self.is_chief:
             remembered, arrays = callback_state.take(self.others)
             everything = {
@@ -142,7 +142,7 @@ class Backup(JobWide):
             }
             hooks, hook_arrays = replay.hooks_of(self.owner, epoch_step)
             metrics = {f"metric/{place}": share for place, share in enumerate(shares)}
-            kept = {f"{_WIRE}{name}": array for name, array in kept.items()}
+            kept = {f"{_KEPT}{name}": array for name, array in kept.items()}
             arrays = {**model.arrays, **arrays, **metrics, **hook_arrays, **kept}
             path = self._folder.write(Checkpoint({**everything, "hooks": hooks}, arrays))
             logger.debug("saved %s", path)
@@ -187,9 +187,8 @@ class Backup(JobWide):
         snapshot.give_model(self.model, saved)
         callback_state.give(self.others, saved.state["callbacks"], dict(saved.arrays))
         if self.owner is not None:
-            kept = {name: array for name, array in saved.arrays.items() if name.startswith(_WIRE)}
-            kept = {name.removeprefix(_WIRE): array for name, array in kept.items()}
-            self.owner.wire.give(kept, self.model.variables)
+            kept = {name: array for name, array in saved.arrays.items() if name.startswith(_KEPT)}
+            self.owner.give_kept({name.removeprefix(_KEPT): array for name, array in kept.items()})
 
     def _begin_at(self, saved: Checkpoint, name: str) -> None:
         """Sets where to begin, and says so."""

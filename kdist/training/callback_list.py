@@ -62,7 +62,8 @@ def _replicated_list(
     given = [Backup.of_keras(each) if type(each) is keras.callbacks.BackupAndRestore else each for each in given]
     shared = _Shared.of(owner, given)
     if verb == "fit":
-        owner.deferred_sums.choose(looked_at=shared.look_between_steps or not is_outermost)
+        apart = owner.averaging is not None  # then no step's gradients travel
+        owner.deferred_sums.choose(looked_at=shared.look_between_steps or not is_outermost or apart)
     kept = [
         each if shared.writer(label) == owner.engine.rank else silenced(each, undo)
         for label, each in zip(labels(given), given, strict=True)

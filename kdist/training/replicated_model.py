@@ -11,7 +11,7 @@ import functools
 import hashlib
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -24,6 +24,7 @@ from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.training import _keras_internals as internals
 from kdist.training import saving, state
 from kdist.training.arguments import comparable, like, named_arguments
+from kdist.training.averaging import Averaging
 from kdist.training.callback_list import replicated_callbacks
 from kdist.training.compiled_step import CompiledSteps
 from kdist.training.deferred_sums import DeferredSums
@@ -36,7 +37,7 @@ from kdist.training.predictions import gather_rows, restored
 from kdist.training.requests import Requests
 from kdist.training.settings import Settings
 from kdist.training.sources import describe_source, has_fixed_shapes, holds_random_state, make_source, split_batch
-from kdist.training.step import Step, TrainStep
+from kdist.training.step import LocalStep, Step, TrainStep
 from kdist.training.step_function import StepFunction
 
 
@@ -89,6 +90,17 @@ class ReplicatedModel:
             settings.compression, powersgd_rank=settings.powersgd_rank, topk_ratio=settings.topk_ratio
         )
         self.wire = Wire(self.engine, compression=compression, bucket_mb=settings.bucket_mb)
+        self.averaging: Averaging | None = None
+        if settings.sync_every > 1:
+            self.averaging = Averaging(
+                model,
+                self.engine,
+                self.requests,
+                every=settings.sync_every,
+                learning_rate=settings.outer_learning_rate,
+                momentum=settings.outer_momentum,
+                bucket_mb=settings.bucket_mb,
+            )
         self.writes = self.engine.rank == 0
         self.training_data: ShardedEpochIterator | None = None
 
@@ -135,7 +147,7 @@ class ReplicatedModel:
         self._compiled_steps.take_over()
         if name == "fit":
             self.training_data = None
-            self.wire.give({}, [])  # what it has kept was of the weights that there were then
+            self.give_kept({})  # it was of the weights that there were then
         with (
             self._running(name),
             replicated_callbacks(self, name, is_outermost),
@@ -246,9 +258,14 @@ class ReplicatedModel:
     def _begin_pass(self) -> None:
         if self._verbs[-1] != "predict":
             self.metrics.begin()
-        if self._verbs[-1] == "fit" and self.deferred_sums.optimizer is not None:
+        if self._verbs[-1] != "fit":
+            return
+        if self.deferred_sums.optimizer is not None:
             self.agree()  # a callback may have loaded weights on one rank: before the sums are apart
             self.deferred_sums.begin()
+        if self.averaging is not None:
+            self.agree()
+            self.averaging.begin()
 
     def _end_pass(self) -> None:
         if self._verbs[-1] == "predict":
@@ -256,12 +273,16 @@ class ReplicatedModel:
         self.metrics.end()
         if self._verbs[-1] == "fit":
             self.deferred_sums.end()
+            if self.averaging is not None:
+                self.averaging.end()
             self.agree()
 
     def _end_a_broken_pass(self) -> None:
         """Puts together what is apart still, because the last `fit` raised in a pass over its data."""
         if self.deferred_sums.is_open and not self._verbs:
             self.deferred_sums.end()
+        if self.averaging is not None and self.averaging.is_open and not self._verbs:
+            self.averaging.end()
 
     def agree(self) -> None:
         """Makes all ranks do at once what one of them asks for: stop training, take over its weights.
@@ -291,6 +312,26 @@ class ReplicatedModel:
         )
         if within_a_pass:
             self.deferred_sums.begin()
+        if self.averaging is not None and self.averaging.is_open:
+            self.averaging.begin()
+
+    def take_kept(self) -> dict[str, Any]:
+        """Returns what is kept from step to step beside the model, where all ranks hold the same model.
+
+        Collective: every rank must call this, in the same order.
+        """
+        if self.averaging is None:
+            return self.wire.take(self.model.variables)
+        if self.averaging.is_open:
+            self.averaging.come_together()
+        return self.averaging.take()
+
+    def give_kept(self, taken: Mapping[str, Any]) -> None:
+        """Gives back what `take_kept` has returned; an empty mapping makes it forget."""
+        if self.averaging is None:
+            self.wire.give(taken, self.model.variables)
+        else:
+            self.averaging.give(taken)
 
     # State.
 
@@ -342,7 +383,10 @@ class ReplicatedModel:
         if self.strategy.extended.step is not None:
             return self._original("train_step")(data)  # called by another model's step, which has the share already
         is_shard = isinstance(data, Shard)
-        step = TrainStep(
+        kind: Callable[..., TrainStep] = TrainStep
+        if self.averaging is not None and is_shard:
+            kind = functools.partial(LocalStep, averaging=self.averaging)
+        step = kind(
             self.strategy.extended,
             data if is_shard else split_batch(data, self.engine),
             wire=self.wire,
@@ -396,7 +440,14 @@ class ReplicatedModel:
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         """Returns an epoch's logs: what is a metric's result is read from the metric, now that it is added up."""
         name = "train_step" if self._verbs[-1] == "fit" else "test_step"
-        return self._with_results(name, self._original("_get_metrics_result_or_logs")(logs))
+        logs = self._with_results(name, self._original("_get_metrics_result_or_logs")(logs))
+        if self.averaging is None or name != "train_step" or not isinstance(logs, dict):
+            return logs
+        # Of steps that nobody else made: a metric's result is that of all ranks, what else a step returns is not.
+        own = {key: tf.convert_to_tensor(value) for key, value in sorted(logs.items())}
+        own = {key: value for key, value in own.items() if value.dtype.is_floating}
+        means = self.engine.allreduce([value / tf.cast(self.engine.size, value.dtype) for value in own.values()])
+        return {**logs, **dict(zip(own, means, strict=True))}
 
     def _with_results(self, step_name: str, logs: Any) -> Any:
         results = self._results.get(step_name, {})

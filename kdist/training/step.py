@@ -16,12 +16,13 @@ from kdist.gradients.wire import Wire
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.training import _keras_internals as internals
 from kdist.training.assigned_state import AssignedState
+from kdist.training.averaging import Averaging
 from kdist.training.fused_sgd import fused_sgd
 from kdist.training.learning_rate import EffectiveRate
 from kdist.training.losses import GlobalLoss
 from kdist.training.metrics import flat_metrics, scalars_weighted
 from kdist.training.optimizers import innermost, optimizers_of
-from kdist.training.requests import Requests
+from kdist.training.requests import NAMES, Requests
 
 
 class Step:
@@ -38,9 +39,9 @@ class Step:
     Attributes:
         data: structure of tensors, what the user's step gets.
         rows: `int64` scalar, this rank's rows that count.
-        weight: `float64` scalar, this rank's share of the global rows.
+        share: `float64` scalar, this rank's share of the global rows.
+        weight: `float64` scalar, how much this rank's loss counts: by its share, where ranks make a step together.
         active: `bool` scalar, whether this rank has rows that count.
-        is_chief: bool, whether this is the rank whose value is taken where one rank's is.
         applying: bool, whether an optimizer works on reduced gradients.
         loss_is_weighted: bool, whether the backward pass starts from the loss times the weight, so that gradients are
             this rank's addends as they come.
@@ -48,9 +49,9 @@ class Step:
 
     def __init__(self, extended: AllReduceExtended, shard: Shard) -> None:
         self._extended = extended
+        self._rank = extended.engine.rank
         self.rows = tf.reshape(shard.rows, ())
         self.active = self.rows > 0
-        self.is_chief = extended.engine.rank == 0
         self.applying = False
         self.loss_is_weighted = False
         self.data = shard.data
@@ -60,7 +61,12 @@ class Step:
             with tf.control_dependencies([_end_of_data_unless(global_rows > 0)]):
                 # Nothing of the user's step may run before the check.
                 self.data = keras.tree.map_structure(lambda x: None if x is None else tf.identity(x), shard.data)
-        self.weight = tf.cast(self.rows, tf.float64) / tf.cast(tf.reshape(global_rows, ()), tf.float64)
+        self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(tf.reshape(global_rows, ()), tf.float64)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the rank whose value is taken where one rank's is."""
+        return self._extended.engine.rank == 0
 
     def notes(self) -> dict[str, Any]:
         """Returns what has been noted while the step was traced so far."""
@@ -100,8 +106,8 @@ class Step:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._extended.in_step(self))
             stack.enter_context(internals.replaced_losses(model, lambda loss: GlobalLoss(loss, self)))
-            stack.enter_context(scalars_weighted(flat_metrics(model), lambda: self.weight))
-            stack.enter_context(folded_seeds(internals.seed_generators(model), self._extended.engine.rank))
+            stack.enter_context(scalars_weighted(flat_metrics(model), lambda: self.share))
+            stack.enter_context(folded_seeds(internals.seed_generators(model), self._rank))
             yield
 
 
@@ -118,8 +124,11 @@ class TrainStep(Step):
         deferring: the optimizer whose gradients travel once an update and not in every step, if there is one.
 
     Attributes:
+        sends_gradients: bool, whether it sums gradients over the ranks.
         local_gradients: list of tensors and `None`, this rank's own part of the gradients that an optimizer applies.
     """
+
+    sends_gradients = True
 
     def __init__(
         self,
@@ -147,13 +156,17 @@ class TrainStep(Step):
     def running(self, model: keras.Model) -> Iterator[None]:
         """Opens the step on a model; at its end every rank has the same weights, optimizer and statistics."""
         with super().running(model), contextlib.ExitStack() as stack:
-            self._state = stack.enter_context(AssignedState(internals.state_variables(model)))
+            written = AssignedState(internals.state_variables(model), keep=not self.sends_gradients)
+            self._state = stack.enter_context(written)
             for optimizer in optimizers_of(model):
                 stack.enter_context(self._reducing(optimizer))
             yield
-            if self._state.is_dirty:
-                # Statistics that were written after the last gradients' message, or without any.
-                self._state.merge(self._extended.reduce_sum(self._state.contributions(self)))
+            self._merge(self._state)
+
+    def _merge(self, written: AssignedState) -> None:
+        """Merges statistics that were written after the last gradients' message, or without any."""
+        if written.is_dirty:
+            written.merge(self._extended.reduce_sum(written.contributions(self)))
 
     @contextlib.contextmanager
     def _reducing(self, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
@@ -198,12 +211,8 @@ class TrainStep(Step):
         if self.applying or not grads:
             yield grads  # an inner optimizer, or the same one further down: they are reduced
             return
-        if self._wire.keeps_residuals and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise StrategyError(
-                "What compression leaves out of a gradient cannot be kept while the scale of the loss changes. "
-                "Received: a LossScaleOptimizer, as mixed_float16 makes it, with compression='powersgd' or 'topk'. "
-                "Expected gradients of one scale. Fix: mixed_bfloat16, or compression='fp16'."
-            )
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            self._refuse_loss_scale()
         self.local_gradients = grads
         rate = self._rate_of(innermost(optimizer))
         overwriting = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
@@ -224,6 +233,15 @@ class TrainStep(Step):
                 yield grads
         finally:
             self.applying = False
+
+    def _refuse_loss_scale(self) -> None:
+        """Raises where a scale of the loss that changes does harm."""
+        if self._wire.keeps_residuals:
+            raise StrategyError(
+                "What compression leaves out of a gradient cannot be kept while the scale of the loss changes. "
+                "Received: a LossScaleOptimizer, as mixed_float16 makes it, with compression='powersgd' or 'topk'. "
+                "Expected gradients of one scale. Fix: mixed_bfloat16, or compression='fp16'."
+            )
 
     def _take_weighted_loss(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Returns whether an optimizer's gradients come from a loss that it was asked to scale."""
@@ -265,7 +283,7 @@ class TrainStep(Step):
         of = [variable for variable, grad in zip(variables, grads, strict=True) if grad is not None]
         statistics = state.contributions(self)
         # As float32, like most gradients, they share a buffer.
-        request = tf.concat([self._requests.sent, [rate.is_asked_for()]], axis=0)
+        request = self._asked_for([rate])
 
         def addends(grads: Sequence[Any]) -> list[Any]:
             return self._zeros_if_idle(grads) if loss_is_weighted else [self.weighted(grad) for grad in grads]
@@ -277,7 +295,7 @@ class TrainStep(Step):
             is_due = internals.is_update_due(rate.optimizer)
             reduced, (*merged, requests) = self._sum_if_due(is_due, addends(given), of, held, statistics, request)
         state.merge(merged)
-        self._grant(requests, rate)
+        self._grant(requests, [rate])
         arrived = iter(reduced)
         return [None if grad is None else next(arrived) for grad in grads]
 
@@ -325,15 +343,80 @@ class TrainStep(Step):
             for grad, value in zip(grads, values, strict=True)
         ]
 
-    def _grant(self, requests: tf.Tensor, rate: EffectiveRate) -> None:
+    def _asked_for(self, rates: Sequence[EffectiveRate]) -> tf.Tensor:
+        """Returns what this rank's callbacks ask for: other rates, and what `Requests` are."""
+        return tf.concat([self._requests.sent, [rate.is_asked_for() for rate in rates]], axis=0)
+
+    def _grant(self, requests: tf.Tensor, rates: Sequence[EffectiveRate]) -> None:
         """Does what some rank asked for, on all ranks; nearly always nobody asks, and little is run."""
 
         def grant() -> None:
-            (rates,) = self._extended.reduce_sum([rate.request()])
-            rate.agree(rates)
-            tf.numpy_function(self._requests.note, [requests[:-1]], [])
+            asked = self._extended.reduce_sum([rate.request() for rate in rates]) if rates else []
+            for rate, request in zip(rates, asked, strict=True):
+                rate.agree(request)
+            tf.numpy_function(self._requests.note, [requests[: len(NAMES)]], [])
 
         tf.cond(tf.reduce_any(requests > 0), grant, lambda: None)
+
+
+class LocalStep(TrainStep):
+    """A step of this rank alone, on the mean of its own rows; now and then all ranks average their weights after it.
+
+    Metrics count by the rank's share of the rows, as in other steps.
+
+    Args:
+        extended: the strategy's `AllReduceExtended`.
+        shard: `Shard`, this rank's rows and the counts.
+        averaging: `Averaging`.
+        **others: what `TrainStep` is given.
+    """
+
+    sends_gradients = False
+
+    def __init__(self, extended: AllReduceExtended, shard: Shard, *, averaging: Averaging, **others: Any) -> None:
+        super().__init__(extended, shard, **others)
+        self._averaging = averaging
+        self.weight = tf.cast(self.active, tf.float64)
+
+    @contextlib.contextmanager
+    def running(self, model: keras.Model) -> Iterator[None]:
+        """Opens the step on a model; at its end every rank has its own weights, or all have the same."""
+        with self._extended.alone(), super().running(model):
+            yield
+        # Not before the data is there: at its end nothing of one more step may run, nor be counted.
+        arrived = [leaf for leaf in tf.nest.flatten(self.data, expand_composites=True) if tf.is_tensor(leaf)]
+        rates = [self._rate_of(innermost(optimizer)) for optimizer in optimizers_of(model)]
+        with tf.control_dependencies(arrived):
+            self._averaging.after_step(self._asked_for(rates), lambda requests: self._grant(requests, rates))
+
+    def mean_over_ranks(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns this rank's values."""
+        return list(values)
+
+    def _merge(self, written: AssignedState) -> None:
+        """Leaves statistics as this rank has written them, from rows that count."""
+        written.put_back_unless(self.active)
+
+    def _refuse_loss_scale(self) -> None:
+        raise StrategyError(
+            "Ranks that train by themselves would each have a scale of the loss of their own. Received: a "
+            "LossScaleOptimizer, as mixed_float16 makes it, with sync_every. Expected gradients of one scale. Fix: "
+            "mixed_bfloat16, or leave sync_every out."
+        )
+
+    def _reduce(
+        self,
+        grads: list[Any],
+        variables: Sequence[Any],
+        rate: EffectiveRate,
+        *,
+        held: list[tf.Variable] | None,
+        loss_is_weighted: bool,
+    ) -> list[Any]:
+        """Returns this rank's own gradients."""
+        given = [grad for grad in grads if grad is not None]
+        own = iter(self._zeros_if_idle(given) if loss_is_weighted else [self.weighted(grad) for grad in given])
+        return [None if grad is None else next(own) for grad in grads]
 
 
 @contextlib.contextmanager

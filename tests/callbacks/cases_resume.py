@@ -230,18 +230,24 @@ def in_an_epoch(kind: str) -> None:
     resumed(kind, [(0, 3), (1, 0 if kind == "arrays_steps" else 4)])
 
 
-def what_compression_has_left_out() -> None:
-    """It is saved too, summed over the ranks, and whoever saves goes on with that."""
-    for options in ({"compression": "powersgd", "powersgd_rank": 1}, {"compression": "topk", "topk_ratio": 0.2}):
-        trained = functools.partial(train, "arrays", scope={"strategy": kdist.AllReduce(**options)}, width=260)
+def what_is_kept_beside_the_model() -> None:
+    """What compression has left out, summed over the ranks, and an outer momentum; whoever saves goes on with that."""
+    residual, velocity = "kept/residual/", "kept/velocity/"
+    for kept, options in (
+        (residual, {"compression": "powersgd", "powersgd_rank": 1}),
+        (residual, {"compression": "topk", "topk_ratio": 0.2}),
+        (velocity, {"sync_every": 3, "outer_learning_rate": 0.7, "outer_momentum": 0.9}),
+    ):
+        scope = {"strategy": kdist.AllReduce(**options)}
+        trained = functools.partial(train, "arrays", scope=scope, width=260, save_freq=4)
         folder, expected = shared_folder(), trained(shared_folder(), others())
-        for place in ((0, 3), (1, 4)):
+        for place in ((0, 3), (1, 2)):  # right after a save, and two steps later
             with pytest.raises(Interrupted):
                 trained(folder, [InterruptAt(*place), *others()])
         assert trained(folder, others()) == expected, options
         if kdist.is_chief():
             _, saved = CheckpointFolder(folder).read()
-            assert any(array.any() for name, array in saved.arrays.items() if name.startswith("wire/residual/"))
+            assert any(array.any() for name, array in saved.arrays.items() if name.startswith(kept))
 
 
 def the_newest_is_damaged() -> None:
@@ -538,7 +544,7 @@ CASES = {
     **{
         function.__name__: function
         for function in (
-            what_compression_has_left_out,
+            what_is_kept_beside_the_model,
             the_newest_is_damaged,
             none_can_be_read,
             another_model,
