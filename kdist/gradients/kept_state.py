@@ -55,3 +55,34 @@ class KeptState:
         if given is not None and (given.shape, given.dtype) == (tuple(shape), np.dtype(dtype.as_numpy_dtype)):
             return tf.constant(given)
         return self._initial(shape, dtype)
+
+
+def by_place(kept: Mapping[str, Mapping[int, Any]], variables: Sequence[Any]) -> dict[str, Any]:
+    """Returns what is kept for variables under names that another process knows too: a kind and a place in a list.
+
+    Args:
+        kept: mapping of kinds, each a mapping of the ids of variables to values.
+        variables: sequence of variables; what is kept for others is left out.
+
+    Example:
+    >>> weight, bias = object(), object()
+    >>> by_place({"residual": {id(bias): 0.5}}, [weight, bias])
+    {'residual/1': 0.5}
+    """
+    places = {id(variable): place for place, variable in enumerate(variables)}
+    return {
+        f"{kind}/{places[key]}": value
+        for kind, values in kept.items()
+        for key, value in values.items()
+        if key in places
+    }
+
+
+def by_variable(named: Mapping[str, Any], variables: Sequence[Any]) -> dict[str, dict[int, Any]]:
+    """Undoes `by_place`, for as many variables as there are."""
+    kept: dict[str, dict[int, Any]] = {}
+    for name, value in named.items():
+        kind, _, place = name.partition("/")
+        if int(place) < len(variables):
+            kept.setdefault(kind, {})[id(variables[int(place)])] = value
+    return kept

@@ -53,35 +53,17 @@ class Wire:
         self._has_told = False
         self.keeps_residuals = compression is not None and compression.keeps_residuals
 
-    def take(self, variables: Sequence[Any]) -> dict[str, Any]:
+    def take(self) -> dict[str, dict[int, Any]]:
         """Returns what is kept from step to step; see `Compression.take`.
 
         Collective: every rank must call this, in the same order.
-
-        Args:
-            variables: sequence of the model's variables.
-
-        Returns:
-            A dict of arrays, by a kind and the place of a variable.
         """
-        taken = {} if self._compression is None else self._compression.take(self._engine)
-        places = {id(variable): place for place, variable in enumerate(variables)}
-        return {
-            f"{kind}/{places[key]}": array
-            for kind, arrays in taken.items()
-            for key, array in arrays.items()
-            if key in places
-        }
+        return {} if self._compression is None else self._compression.take(self._engine)
 
-    def give(self, taken: Mapping[str, Any], variables: Sequence[Any]) -> None:
+    def give(self, taken: Mapping[str, Mapping[int, Any]]) -> None:
         """Gives back what `take` has returned, to as many ranks or to others; an empty mapping makes it forget."""
-        arrays: dict[str, dict[int, Any]] = {}
-        for name, array in taken.items():
-            kind, _, place = name.partition("/")
-            if int(place) < len(variables):
-                arrays.setdefault(kind, {})[id(variables[int(place)])] = array
         if self._compression is not None:
-            self._compression.give(self._engine, arrays)
+            self._compression.give(self._engine, taken)
 
     def sum(
         self,

@@ -19,12 +19,11 @@ class AssignedState:
 
     Args:
         variables: the variables to watch.
-        keep: bool, whether to keep what each was before, so that it can be put back.
     """
 
-    def __init__(self, variables: Sequence[keras.Variable], *, keep: bool = False) -> None:
+    def __init__(self, variables: Sequence[keras.Variable]) -> None:
         self._variables = [v for v in variables if v.dtype.startswith(("float", "bfloat")) or v.aggregation == "sum"]
-        self._before = {id(v): tf.identity(v.value) for v in self._variables if keep or v.aggregation == "sum"}
+        self._before = {id(v): tf.identity(v.value) for v in self._variables}
         self.assigned: list[keras.Variable] = []
         self.is_dirty = False
 

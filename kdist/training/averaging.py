@@ -137,26 +137,14 @@ class Averaging:
             self._is_checked = True
             state.check_equal(self._engine, {v.path: v for v in self._model.trainable_variables})
 
-    def take(self) -> dict[str, Any]:
-        """Returns what the outer SGD keeps, equal on all ranks, by the places of the model's variables."""
-        places = {id(variable): place for place, variable in enumerate(self._model.variables)}
-        return {
-            f"velocity/{places[key]}": tf.convert_to_tensor(each).numpy()
-            for key, each in self._velocities.values.items()
-            if key in places
-        }
+    def take(self) -> dict[str, dict[int, Any]]:
+        """Returns what the outer SGD keeps, equal on all ranks, by the ids of the model's variables."""
+        velocities = self._velocities.values.items()
+        return {"velocity": {key: tf.convert_to_tensor(each).numpy() for key, each in velocities}}
 
-    def give(self, taken: Mapping[str, Any]) -> None:
+    def give(self, taken: Mapping[str, Mapping[int, Any]]) -> None:
         """Gives back what `take` has returned; an empty mapping makes it begin anew."""
-        variables = self._model.variables
-        kinds = {name: name.partition("/") for name in taken}
-        self._velocities.give(
-            {
-                id(variables[int(place)]): taken[name]
-                for name, (kind, _, place) in kinds.items()
-                if kind == "velocity" and int(place) < len(variables)
-            }
-        )
+        self._velocities.give(taken.get("velocity", {}))
 
     def _average(self, requests: tf.Tensor) -> tf.Tensor:
         """Averages, unless a rank asks the others to take over its weights; returns what all ranks ask for."""

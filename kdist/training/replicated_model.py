@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from kdist.data.shard import Shard
 from kdist.errors import ScopeError
+from kdist.gradients.kept_state import by_place, by_variable
 from kdist.gradients.wire import Wire, compression_named
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.training import _keras_internals as internals
@@ -30,6 +31,7 @@ from kdist.training.compiled_step import CompiledSteps
 from kdist.training.deferred_sums import DeferredSums
 from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
 from kdist.training.learning_rate import EffectiveRate, EffectiveRates
+from kdist.training.local_step import LocalStep
 from kdist.training.logs import measured_logs
 from kdist.training.metrics import MetricsOfPass, add_over_ranks, flat_metrics
 from kdist.training.optimizers import optimizers_of
@@ -37,8 +39,9 @@ from kdist.training.predictions import gather_rows, restored
 from kdist.training.requests import Requests
 from kdist.training.settings import Settings
 from kdist.training.sources import describe_source, has_fixed_shapes, holds_random_state, make_source, split_batch
-from kdist.training.step import LocalStep, Step, TrainStep
+from kdist.training.step import Step
 from kdist.training.step_function import StepFunction
+from kdist.training.train_step import TrainStep
 
 
 def replicate(model: keras.Model, strategy: AllReduceStrategy, settings: Settings) -> None:
@@ -320,18 +323,13 @@ class ReplicatedModel:
 
         Collective: every rank must call this, in the same order.
         """
-        if self.averaging is None:
-            return self.wire.take(self.model.variables)
-        if self.averaging.is_open:
+        if self.averaging is not None and self.averaging.is_open:
             self.averaging.come_together()
-        return self.averaging.take()
+        return by_place((self.averaging or self.wire).take(), self.model.variables)
 
     def give_kept(self, taken: Mapping[str, Any]) -> None:
         """Gives back what `take_kept` has returned; an empty mapping makes it forget."""
-        if self.averaging is None:
-            self.wire.give(taken, self.model.variables)
-        else:
-            self.averaging.give(taken)
+        (self.averaging or self.wire).give(by_variable(taken, self.model.variables))
 
     # State.
 
@@ -416,14 +414,13 @@ class ReplicatedModel:
         model = self.model
         variables = model.metrics_variables
         before = [tf.identity(v.value) for v in variables]
-        arrived = [leaf for leaf in tf.nest.flatten(step.data, expand_composites=True) if tf.is_tensor(leaf)]
 
         # At the end of data of unknown length nothing of one more step may run, not even what needs no data: the count
         # of iterations, weight decay. (In plain Keras they may.)
         def run() -> tuple[Any, Any]:
             return measured_logs(lambda: self._original(name)(step.data), flat_metrics(model), step)
 
-        with step.running(model), tf.control_dependencies(arrived):
+        with step.running(model), tf.control_dependencies(step.arrived):
             logs, results = self._compiled_steps.run(name, step, run)
         self._results[name] = results
 
@@ -438,13 +435,17 @@ class ReplicatedModel:
         return logs
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
-        """Returns an epoch's logs: what is a metric's result is read from the metric, now that it is added up."""
+        """Returns an epoch's logs: what is a metric's result is read from the metric, now that it is added up.
+
+        Collective: every rank must call this, in the same order.
+        """
         name = "train_step" if self._verbs[-1] == "fit" else "test_step"
         logs = self._with_results(name, self._original("_get_metrics_result_or_logs")(logs))
         if self.averaging is None or name != "train_step" or not isinstance(logs, dict):
             return logs
-        # Of steps that nobody else made: a metric's result is that of all ranks, what else a step returns is not.
-        own = {key: tf.convert_to_tensor(value) for key, value in sorted(logs.items())}
+        # A metric's result is that of all ranks; what else a step returns is of a step that nobody else made.
+        of_metrics = self._results.get(name, {})
+        own = {key: tf.convert_to_tensor(logs[key]) for key in sorted(logs) if key not in of_metrics}
         own = {key: value for key, value in own.items() if value.dtype.is_floating}
         means = self.engine.allreduce([value / tf.cast(self.engine.size, value.dtype) for value in own.values()])
         return {**logs, **dict(zip(own, means, strict=True))}
