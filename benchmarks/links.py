@@ -8,14 +8,16 @@ TensorFlow's collectives each rank has another address, as hosts have. Each rank
 computes with one thread.
 
 In one launch for each engine and link, all variants train in turns; a turn is one `fit`, its time that of its median
-step but the first. The table shows medians over turns, and ratios within a turn. The loss curves are of the same model
-on scikit-learn's digits, without shaping: they do not depend on the link. DIR gets links.md, links.json and links.png.
+step but the first. With `sync_every` it is the mean of so many steps, of which one ends with an average. The table
+shows medians over turns, and ratios within a turn. The loss curves are of the same model on scikit-learn's digits,
+without shaping: they do not depend on the link. DIR gets links.md, links.json and links.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -34,7 +36,7 @@ from models import MODELS, compile_model, random_data
 from quartiles import quartiles
 
 RANKS = 2
-STEPS = 4  # of a turn
+STEPS = 4  # of a turn, at least
 EPOCHS = 20  # of a loss curve
 LIMIT = 1200.0  # seconds of a launch
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -45,8 +47,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "topk": {"compression": "topk"},
     "32 bits, bucket_mb=25": {"bucket_mb": 25},
     "bf16, bucket_mb=25": {"compression": "bf16", "bucket_mb": 25},
+    "sync_every=4": {"sync_every": 4},
+    "sync_every=16": {"sync_every": 16},
 }
-CURVES = ("32 bits", "fp16", "bf16", "powersgd", "topk")
+CURVES = ("32 bits", "fp16", "bf16", "powersgd", "topk", "sync_every=4", "sync_every=16")
 ENGINES = ("mpi", "collective")
 
 _Seconds = dict[str, list[float]]  # of a step, by variant: one number a turn
@@ -145,7 +149,10 @@ def step_times(turns: int) -> _Seconds:
 
     import kdist
 
-    x, y = random_data("wide", MODELS["wide"].batch * STEPS * RANKS)
+    batch = MODELS["wide"].batch
+    periods = {name: variant.get("sync_every", 1) for name, variant in VARIANTS.items()}
+    rows = {name: batch * RANKS * max(STEPS, period + 1) for name, period in periods.items()}
+    x, y = random_data("wide", max(rows.values()))
     models = {}
     for name, variant in VARIANTS.items():
         with kdist.scope(kdist.AllReduce(**variant), scale_lr=None):
@@ -155,9 +162,10 @@ def step_times(turns: int) -> _Seconds:
     for turn in range(turns + 1):
         for name in list(VARIANTS)[:: -1 if turn % 2 else 1]:
             clock = step_clock(keras)
-            models[name].fit(x, y, batch_size=MODELS["wide"].batch, verbose=0, callbacks=[clock])
+            models[name].fit(x[: rows[name]], y[: rows[name]], batch_size=batch, verbose=0, callbacks=[clock])
             if turn:  # the first one traces
-                seconds[name].append(statistics.median(clock.seconds[1:]))
+                whole_periods = zip(*[iter(clock.seconds[1:])] * periods[name], strict=False)
+                seconds[name].append(statistics.median(map(statistics.mean, whole_periods)))
     return seconds
 
 
@@ -242,7 +250,7 @@ def plot(seconds: dict[str, dict[str, _Seconds]], curves: dict[str, list[float]]
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = ["#000000", "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#e69f00", "#d55e00"]
+    colours = ["#000000", "#0072b2", "#56b4e9", "#009e73", "#cc79a7", "#e69f00", "#d55e00", "#999999", "#f0e442"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     groups = [(rate, engine) for rate, by_engine in seconds.items() for engine in by_engine]
     width = 0.8 / len(VARIANTS)
@@ -255,8 +263,10 @@ def plot(seconds: dict[str, dict[str, _Seconds]], curves: dict[str, list[float]]
     left.set_ylabel("ms a step")
     left.set_title("A step of the wide MLP, 88 MB of gradients")
     left.legend(fontsize="small")
-    for (name, losses), colour, style in zip(curves.items(), colours, ("-", "--", ":", "-.", "-"), strict=False):
-        right.plot(range(1, len(losses) + 1), losses, style, color=colour, label=name)
+    styles = itertools.cycle(("-", "--", ":", "-."))
+    of_variant = dict(zip(VARIANTS, colours, strict=True))
+    for (name, losses), style in zip(curves.items(), styles, strict=False):
+        right.plot(range(1, len(losses) + 1), losses, style, color=of_variant[name], label=name)
     right.set_yscale("log")
     right.set_xlabel("epoch")
     right.set_ylabel("loss")
