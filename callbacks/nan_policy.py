@@ -15,7 +15,7 @@ import tensorflow as tf
 from kdist.callbacks.engine_callback import EngineCallback
 from kdist.engines.engine import Engine
 from kdist.errors import NotFiniteError, StrategyError
-from kdist.training.optimizers import innermost, optimizers_of
+from kdist.training.optimizers import innermost, is_learning_rate, optimizers_of
 from kdist.training.state import variables_of
 from kdist.training.step_wrappers import replaced, step_wrappers
 
@@ -135,9 +135,11 @@ class NaNPolicy(EngineCallback):
 
     def _kept(self) -> list[tf.Variable]:
         """Returns what a step writes, but the learning rate: that is what callbacks of all ranks agreed on in it."""
-        rates = {id(innermost(optimizer)._learning_rate) for optimizer in optimizers_of(self.model)}
-        variables = [*variables_of(self.model), *self.model.metrics_variables]
-        return [variable.value for variable in variables if id(variable) not in rates and variable.dtype != "string"]
+        optimizers = optimizers_of(self.model)
+        variables = [
+            each for each in [*variables_of(self.model), *self.model.metrics_variables] if each.dtype != "string"
+        ]
+        return [variable.value for variable in variables if not is_learning_rate(variable, optimizers)]
 
     def _results_like(self, logs: Any) -> Any:
         results = self.model.get_metrics_result()

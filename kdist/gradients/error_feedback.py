@@ -34,6 +34,7 @@ class ErrorFeedback(Compression):
     """Sums approximations of gradients; each rank keeps what its own lacks, so that nothing is lost for good.
 
     Where a sum is not finite, for some rank's gradient is not, nothing of that message is kept: such a step is none.
+    (Of the other messages of a step that has several it is.)
 
     References:
         - Karimireddy et al., 2019, Error Feedback Fixes SignSGD, https://arxiv.org/abs/1901.09847

@@ -50,7 +50,7 @@ class Wire:
         self._engine = engine
         self._compression = compression
         self._bucket_mb = bucket_mb
-        self._has_told = False
+        self._told: set[tuple[int, ...]] = set()
         self.keeps_residuals = compression is not None and compression.keeps_residuals
 
     def take(self) -> dict[str, dict[int, Any]]:
@@ -86,7 +86,7 @@ class Wire:
         Returns:
             A pair of lists: the sums of `gradients` and of `exact`.
         """
-        self._tell(gradients)
+        self._tell(gradients, variables)
         plan = buckets([full_bytes(each) for each in gradients], self._bucket_mb)
         sums: list[Any] = list(gradients)
         rest: list[Any] = []
@@ -106,13 +106,14 @@ class Wire:
         totals = self._engine.allreduce([*group, *others])
         return totals[: len(group)], totals[len(group) :]
 
-    def _tell(self, gradients: Gradients) -> None:
-        """Says once what is lost, and what that saves."""
-        if self._compression is None or self._has_told or self._engine.rank > 0:
+    def _tell(self, gradients: Gradients, variables: Sequence[Any]) -> None:
+        """Says once what is lost, and what that saves; each of several optimizers has gradients of its own."""
+        which = tuple(map(id, variables))
+        if self._compression is None or which in self._told or self._engine.rank > 0:
             return
-        self._has_told = True
+        self._told.add(which)
         logger.info(
-            "compression: %s bytes of gradients travel in a step, not %s, as %s: results are near those without it, "
+            "compression: %s bytes of gradients travel in an update, not %s, as %s: results are near those without it, "
             "not equal",
             f"{sum(map(self._compression.num_bytes, gradients)):,}",
             f"{sum(map(full_bytes, gradients)):,}",

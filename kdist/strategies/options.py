@@ -97,6 +97,15 @@ class AllReduce:
             return f"outer_learning_rate={self.outer_learning_rate!r}. Expected a number above 0"
         if not _is_number(self.outer_momentum, numbers.Real) or not 0 <= self.outer_momentum < 1:
             return f"outer_momentum={self.outer_momentum!r}. Expected a number from 0 to below 1"
+        used = {
+            "powersgd_rank": (self.compression == "powersgd", "compression='powersgd'"),
+            "topk_ratio": (self.compression == "topk", "compression='topk'"),
+            "outer_learning_rate": (self.sync_every > 1, "sync_every above 1"),
+            "outer_momentum": (self.sync_every > 1, "sync_every above 1"),
+        }
+        for name, (is_used, beside) in used.items():
+            if not is_used and getattr(self, name) != getattr(type(self), name):
+                return f"{name}={getattr(self, name)!r}, which does nothing here. Expected {beside} beside it"
         return _no_time("start_timeout", self.start_timeout)
 
 

@@ -142,17 +142,22 @@ class Agreement(keras.callbacks.Callback):
         if not settings.auto_shard:
             logger.info("data: each of %d ranks brings its own (auto_shard=False)", size)
         elif settings.scale_batch:
-            logger.info(
-                "batch: %d replicas, each with a batch of its own: the global batch is %d times as large", size, size
-            )
+            together = "" if settings.sync_every > 1 else f": the global batch is {size} times as large"
+            logger.info("batch: %d replicas, each with a batch of its own%s", size, together)
         else:
             logger.info("batch: each is split over %d replicas (scale_batch=False)", size)
+        if settings.sync_every > 1:
+            logger.info(
+                "sync_every: each rank makes %d steps by itself before all average their weights: another training "
+                "than that of one process", settings.sync_every,
+            )  # fmt: skip
         for rate in unsaid:
             name, rule = type(rate.optimizer).__name__, rate.rule
             if not rule.is_known:
                 logger.warning("learning rate: %s, so it is left alone; give scale_lr a rule or a number", rule.why)
             elif not rate.is_scaled:
-                logger.info("learning rate of %s: unchanged: %s", name, rule.why)
+                why = "each rank's steps are on its own batches" if settings.sync_every > 1 else rule.why
+                logger.info("learning rate of %s: unchanged: %s", name, why)
             else:
                 rates = state.learning_rates([rate.optimizer]).values()  # none for a schedule
                 logger.info(

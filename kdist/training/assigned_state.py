@@ -22,7 +22,7 @@ class AssignedState:
     """
 
     def __init__(self, variables: Sequence[keras.Variable]) -> None:
-        self._variables = [v for v in variables if v.dtype.startswith(("float", "bfloat")) or v.aggregation == "sum"]
+        self._variables = [variable for variable in variables if is_merged(variable)]
         self._before = {id(v): tf.identity(v.value) for v in self._variables}
         self.assigned: list[keras.Variable] = []
         self.is_dirty = False
@@ -72,3 +72,8 @@ class AssignedState:
         for variable in self.assigned:
             value = tf.where(counts, variable._value, self._before[id(variable)])
             type(variable)._direct_assign(variable, value)
+
+
+def is_merged(variable: keras.Variable) -> bool:
+    """Returns whether what the ranks have written to a variable can be merged: real numbers, and what is summed."""
+    return "float" in str(variable.dtype) or variable.aggregation == "sum"

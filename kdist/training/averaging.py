@@ -13,8 +13,9 @@ from kdist.gradients.kept_state import KeptState
 from kdist.gradients.wire import Wire
 from kdist.training import _keras_internals as internals
 from kdist.training import state
-from kdist.training.optimizers import innermost, optimizers_of
-from kdist.training.requests import NAMES, Requests
+from kdist.training.assigned_state import is_merged
+from kdist.training.optimizers import is_learning_rate, optimizers_of
+from kdist.training.requests import NAMES
 
 
 class _Averaged(NamedTuple):
@@ -23,12 +24,14 @@ class _Averaged(NamedTuple):
     Attributes:
         variable: the model's variable.
         common: `tf.Variable`, what all ranks had after the last average.
-        is_weight: bool, whether it was trained when it was first averaged.
+        is_weight: bool, whether it was trained when it was first averaged: the outer SGD works on these.
+        is_frozen: bool, whether nothing is known to write it: it is sent only if a rank has.
     """
 
     variable: keras.Variable
     common: tf.Variable
     is_weight: bool
+    is_frozen: bool
 
 
 class Averaging:
@@ -36,14 +39,13 @@ class Averaging:
 
     In between each rank makes steps of its own, on its own rows. What the ranks have moved away from the last common
     weights is, in the mean, an outer gradient, which is applied to the common weights by SGD, with Nesterov's momentum
-    if there is any. With a rate of 1 and no momentum that is the mean of the weights. Statistics (batch norm) are
-    averaged with them; what the optimizers keep (momentum), at the end of a pass over the data and where a backup is
-    saved: there all ranks hold the same.
+    if there is any. With a rate of 1 and no momentum that is the mean of the weights. Statistics (batch norm), and
+    frozen weights that a step of the user's has written, are averaged with them; what the optimizers keep (momentum),
+    at the end of a pass over the data and where a backup is saved: there all ranks hold the same.
 
     Args:
         model: `keras.Model`.
         engine: `Engine`, how the ranks talk to each other.
-        requests: `Requests`, what this rank's callbacks ask of all ranks.
         every: int, how many steps a rank makes by itself.
         learning_rate: float, of the outer SGD.
         momentum: float, of the outer SGD.
@@ -61,7 +63,6 @@ class Averaging:
         self,
         model: keras.Model,
         engine: Engine,
-        requests: Requests,
         *,
         every: int,
         learning_rate: float,
@@ -70,7 +71,6 @@ class Averaging:
     ) -> None:
         self._model = model
         self._engine = engine
-        self._requests = requests
         self._wire = Wire(engine, bucket_mb=bucket_mb)
         self._every = every
         self._learning_rate = learning_rate
@@ -87,8 +87,8 @@ class Averaging:
         self.is_open = True
         self._num_steps.assign(0)
         self._note_variables()
-        for variable, common, _ in self._averaged.values():
-            common.assign(variable)
+        for each in self._averaged.values():
+            each.common.assign(each.variable)
 
     def after_step(self, requests: tf.Tensor, grant: Callable[[tf.Tensor], None]) -> None:
         """Counts a step, and averages if it is due.
@@ -103,29 +103,22 @@ class Averaging:
         self._num_steps.assign_add(1)
         tf.cond(self._num_steps >= self._every, lambda: grant(self._average(requests)), lambda: None)
 
-    def come_together(self) -> bool:
+    def come_together(self) -> None:
         """Averages now, what the optimizers keep too: afterwards all ranks hold the same.
 
         Collective: every rank must call this, in the same order.
-
-        Returns:
-            Whether they do: not if a rank asks all others to take over its weights.
         """
-        self._requests.send()
         # Asked of all: a pass that was broken off may have ended at another step on each rank.
         (num_steps,) = self._engine.allreduce([tf.convert_to_tensor(self._num_steps)])
-        asked = self._average(self._requests.sent) if num_steps > 0 else tf.zeros([len(NAMES)])
-        kept = [
-            variable
-            for optimizer in optimizers_of(self._model)
-            for variable in optimizer.variables
-            if "float" in str(variable.dtype) and variable is not getattr(innermost(optimizer), "_learning_rate", None)
-        ]
+        if num_steps > 0:
+            self._average(tf.zeros([len(NAMES)]))
+        optimizers = optimizers_of(self._model)
+        kept = [each for optimizer in optimizers for each in optimizer.variables if is_merged(each)]
+        kept = [each for each in kept if not is_learning_rate(each, optimizers)]
         values = [tf.convert_to_tensor(each) for each in kept]
         means = self._engine.allreduce([each / tf.cast(self._engine.size, each.dtype) for each in values])
         for variable, mean in zip(kept, means, strict=True):
             variable.assign(mean)
-        return not _takes_over(asked)
 
     def end(self) -> None:
         """Ends a pass over the data.
@@ -133,9 +126,11 @@ class Averaging:
         Collective: every rank must call this, in the same order.
         """
         self.is_open = False
-        if self.come_together() and not self._is_checked:
+        self.come_together()
+        if not self._is_checked:
             self._is_checked = True
-            state.check_equal(self._engine, {v.path: v for v in self._model.trainable_variables})
+            averaged = [each.variable for each in self._averaged.values()]
+            state.check_equal(self._engine, {variable.path: variable for variable in averaged})
 
     def take(self) -> dict[str, dict[int, Any]]:
         """Returns what the outer SGD keeps, equal on all ranks, by the ids of the model's variables."""
@@ -149,31 +144,50 @@ class Averaging:
     def _average(self, requests: tf.Tensor) -> tf.Tensor:
         """Averages, unless a rank asks the others to take over its weights; returns what all ranks ask for."""
         averaged = list(self._averaged.values())
-        moved = [self._moved(each) for each in averaged]
-        weights = [place for place, each in enumerate(averaged) if each.is_weight]
-        others = [place for place, each in enumerate(averaged) if not each.is_weight]
-        sums, (*totals, asked) = self._wire.sum(
-            [moved[place] for place in weights],
-            [*(moved[place] for place in others), requests],
-            variables=[averaged[place].variable for place in weights],
+        weights = [each for each in averaged if each.is_weight]
+        statistics = [each for each in averaged if not each.is_weight and not each.is_frozen]
+        frozen = [each for each in averaged if each.is_frozen]
+        moved = [self._moved(each) for each in frozen]
+        is_written = tf.reduce_any([tf.reduce_any(each != 0) for each in moved]) if moved else tf.constant(False)
+        sums, (*totals, asked, num_writers) = self._wire.sum(
+            [self._moved(each) for each in weights],
+            [*map(self._moved, statistics), requests, tf.cast(is_written, requests.dtype)],
+            variables=[each.variable for each in weights],
         )
-        takes_over = _takes_over(asked)
-        for place, total in zip([*weights, *others], [*sums, *totals], strict=True):
-            variable, common, is_weight = averaged[place]
-            if is_weight and self._momentum:
-                velocity = self._velocities.of(variable, common.shape, common.dtype)
-                velocity.assign(tf.where(takes_over, velocity, self._momentum * velocity + total))
-                total += self._momentum * velocity
-            value = common + (self._learning_rate * total if is_weight else total)
-            common.assign(tf.where(takes_over, variable, value))
-            variable.assign(common)
+        takes_over = asked[NAMES.index("weights")] > 0
+        for each, total in zip(weights, sums, strict=True):
+            value = self._constrained(each.variable, each.common + self._outer_step(each, total, takes_over))
+            _agree(each, value, takes_over)
+        for each, total in zip(statistics, totals, strict=True):
+            _agree(each, each.common + total, takes_over)
+
+        def merge_frozen() -> None:
+            for each, total in zip(frozen, self._engine.allreduce(moved), strict=True):
+                _agree(each, each.common + total, takes_over)
+
+        if frozen:
+            tf.cond(num_writers > 0, merge_frozen, lambda: None)
         self._num_steps.assign(0)
         return asked
 
+    def _outer_step(self, averaged: _Averaged, total: tf.Tensor, takes_over: tf.Tensor) -> tf.Tensor:
+        """Returns by how much the outer SGD moves a weight that the ranks have moved by `total`, in the mean."""
+        if self._momentum:
+            exact = tf.float32 if total.dtype.size < tf.float32.size else total.dtype
+            velocity = self._velocities.of(averaged.variable, total.shape, exact)
+            moved = tf.cast(total, exact)
+            velocity.assign(tf.where(takes_over, velocity, self._momentum * velocity + moved))
+            total = tf.cast(moved + self._momentum * velocity, total.dtype)
+        return self._learning_rate * total
+
+    @staticmethod
+    def _constrained(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
+        return value if variable.constraint is None else variable.constraint(value)
+
     def _moved(self, averaged: _Averaged) -> tf.Tensor:
         """Returns this rank's addend to what the ranks have moved: of what nobody has written it is exactly 0."""
-        variable, common, _ = averaged
-        moved = variable - common
+        variable = averaged.variable
+        moved = variable - averaged.common
         if variable.aggregation == "sum":
             return moved
         if variable.aggregation == "only_first_replica":
@@ -181,21 +195,22 @@ class Averaging:
         return moved / tf.cast(self._engine.size, moved.dtype)
 
     def _note_variables(self) -> None:
-        weights = self._model.trainable_variables
-        statistics = [
-            each
-            for each in internals.state_variables(self._model)
-            if "float" in str(each.dtype) or each.aggregation == "sum"
-        ]
-        for variable in [*weights, *statistics]:
-            if id(variable) not in self._averaged:
-                with tf.init_scope():
-                    common = tf.Variable(
-                        tf.convert_to_tensor(variable), trainable=False, experimental_enable_variable_lifting=False
-                    )
-                self._averaged[id(variable)] = _Averaged(variable, common, any(variable is each for each in weights))
+        written = {id(each) for each in internals.state_variables(self._model)}
+        trained = {id(each) for each in self._model.trainable_variables}
+        for variable in self._model.weights:
+            if id(variable) in self._averaged or not is_merged(variable):
+                continue
+            with tf.init_scope():
+                common = tf.Variable(
+                    tf.convert_to_tensor(variable), trainable=False, experimental_enable_variable_lifting=False
+                )
+            # The scales of float8 layers are trained by other means.
+            is_weight = id(variable) in trained and not getattr(variable, "overwrite_with_gradient", False)
+            is_frozen = id(variable) not in trained | written
+            self._averaged[id(variable)] = _Averaged(variable, common, is_weight, is_frozen)
 
 
-def _takes_over(asked: tf.Tensor) -> tf.Tensor:
-    """Returns whether a rank asks all others to take over its weights, a `bool` scalar."""
-    return asked[NAMES.index("weights")] > 0
+def _agree(averaged: _Averaged, value: tf.Tensor, takes_over: tf.Tensor) -> None:
+    """Gives a variable what all ranks have in common from now on; if one will give all its own, it stays."""
+    averaged.common.assign(tf.where(takes_over, averaged.variable, value))
+    averaged.variable.assign(averaged.common)

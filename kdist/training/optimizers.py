@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -33,3 +34,10 @@ def innermost(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimiz
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def is_learning_rate(variable: Any, optimizers: Sequence[keras.optimizers.Optimizer]) -> bool:
+    """Returns whether a variable is a learning rate: the ranks' callbacks agree on those by themselves."""
+    holders = [innermost(optimizer) for optimizer in optimizers]
+    holders += [part for holder in holders for part in getattr(holder, "optimizers", ())]  # a `MultiOptimizer`
+    return any(variable is holder._learning_rate for holder in holders)

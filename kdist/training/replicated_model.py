@@ -86,7 +86,7 @@ class ReplicatedModel:
         self._random_state = ""  # as it was when the outermost verb began: a generator may have drawn from it since
         self._num_sources = 0
         self._compiled_steps = CompiledSteps(model, self.engine)
-        self._on_batch_ready: set[tuple[str, int]] = set()
+        self._on_batch_ready: dict[str, Any] = {}  # the optimizers with which methods on a batch are set up
         self.requests = Requests(self.engine)
         self.deferred_sums = DeferredSums(model, self.engine)
         compression = compression_named(
@@ -98,7 +98,6 @@ class ReplicatedModel:
             self.averaging = Averaging(
                 model,
                 self.engine,
-                self.requests,
                 every=settings.sync_every,
                 learning_rate=settings.outer_learning_rate,
                 momentum=settings.outer_momentum,
@@ -166,8 +165,8 @@ class ReplicatedModel:
     def _verb_on_batch(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._end_a_broken_pass()
         # The first call on each compiled state sets up what the other verbs set up at every call.
-        key = (name, id(getattr(self.model, "optimizer", None)))
-        if key not in self._on_batch_ready:
+        is_first = self._is_first_on_batch(name)
+        if is_first:
             self._agree_random_state()
             self._compiled_steps.take_over()
             if name == "predict_on_batch":  # the others enter when Keras builds the model; here it does not
@@ -181,10 +180,14 @@ class ReplicatedModel:
             result = self._original(name)(*args, **kwargs)
         if name == "predict_on_batch":
             result = restored(result, self._dense_outputs)
-        if key not in self._on_batch_ready and name == "train_on_batch":
+        if is_first and name == "train_on_batch":
             state.check_equal(self.engine, {v.path: v for v in self.model.trainable_variables})
-        self._on_batch_ready.add(key)
+        self._on_batch_ready[name] = getattr(self.model, "optimizer", None)
         return result
+
+    def _is_first_on_batch(self, name: str) -> bool:
+        optimizer = getattr(self.model, "optimizer", None)
+        return name not in self._on_batch_ready or self._on_batch_ready[name] is not optimizer
 
     @property
     def is_running(self) -> bool:
@@ -276,15 +279,16 @@ class ReplicatedModel:
         self.metrics.end()
         if self._verbs[-1] == "fit":
             self.deferred_sums.end()
+            self.agree()
             if self.averaging is not None:
                 self.averaging.end()
-            self.agree()
 
     def _end_a_broken_pass(self) -> None:
         """Puts together what is apart still, because the last `fit` raised in a pass over its data."""
         if self.deferred_sums.is_open and not self._verbs:
             self.deferred_sums.end()
         if self.averaging is not None and self.averaging.is_open and not self._verbs:
+            self.agree()
             self.averaging.end()
 
     def agree(self) -> None:
@@ -324,6 +328,7 @@ class ReplicatedModel:
         Collective: every rank must call this, in the same order.
         """
         if self.averaging is not None and self.averaging.is_open:
+            self.agree()  # a rank may want all to take over its weights
             self.averaging.come_together()
         return by_place((self.averaging or self.wire).take(), self.model.variables)
 
@@ -346,10 +351,7 @@ class ReplicatedModel:
             if not internals.has_own_steps(self.model):
                 raise
         name = self._verbs[-1] if self._verbs else ""
-        if (
-            name.endswith("_on_batch")
-            and (name, id(getattr(self.model, "optimizer", None))) not in self._on_batch_ready
-        ):
+        if name.endswith("_on_batch") and self._is_first_on_batch(name):
             self.enter(name)
 
     def enter(self, verb: str) -> None:

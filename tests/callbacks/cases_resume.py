@@ -20,6 +20,7 @@ import tensorflow as tf
 import kdist
 from kdist._process import open_engine
 from kdist.errors import CheckpointError, ScopeError
+from kdist.gradients.kept_state import by_place
 from kdist.training.checkpoint_files import Checkpoint, CheckpointFolder
 from tests.training.behaviours import assert_equal_everywhere
 from tests.training.fidelity import BATCH, deterministic_weights, fresh
@@ -469,6 +470,14 @@ def left_for_others() -> None:
     for kind in ("arrays", "py_dataset", "tf_data"):
         with pytest.raises(Interrupted):
             train(kind, str(Path(os.environ[FOLDER], kind)), [InterruptAt(1, 3)], optimizer=_scheduled)
+    with pytest.raises(Interrupted):
+        train(
+            "arrays", str(Path(os.environ[FOLDER], "compressed")), [InterruptAt(1, 3)], scope=_compressed(), width=260
+        )
+
+
+def _compressed() -> dict[str, Any]:
+    return {"strategy": kdist.AllReduce(compression="powersgd", powersgd_rank=1)}
 
 
 def _scheduled() -> Any:
@@ -512,6 +521,32 @@ def taken_up_by_others() -> None:
         if kdist.is_chief():
             assert "2 rank(s)" in log.text, log.text
         kdist.barrier()
+    if ranks > 1:
+        _compressed_taken_up_by_others()
+
+
+def _compressed_taken_up_by_others() -> None:
+    """What compression had left out on the ranks that saved, all in all, the chief begins with, and no other rank."""
+    folder = str(Path(os.environ[FOLDER], "compressed"))
+    saved = CheckpointFolder(folder).read()[1].arrays if kdist.is_chief() else {}
+    expected = {name: array.tolist() for name, array in saved.items() if name.startswith("kept/residual/")}
+    found: list[dict[str, Any]] = []
+
+    def look(batch: int, logs: Any) -> None:  # before the first step, which makes variables of it
+        given = model._kdist.wire._compression._residuals._given
+        found.append(
+            {f"kept/{name}": each.tolist() for name, each in by_place({"residual": given}, model.variables).items()}
+        )
+
+    fresh()
+    with kdist.scope(**_compressed()):
+        model = network(260)
+        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae", keras.metrics.R2Score()])
+        backup = kdist.callbacks.BackupAndRestore(folder, save_freq=100, delete_checkpoint=False)
+        callbacks = [keras.callbacks.LambdaCallback(on_train_batch_begin=look), backup]
+        model.fit(**_sized("arrays", STEPS * 2 * BATCH - 3), epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    assert found[0] == expected
+    assert any(np.any(array) for array in expected.values()) == kdist.is_chief()
 
 
 def _sized(kind: str, n: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import kdist
 from kdist._process import open_engine
 from kdist.engines.single import SingleEngine
 from kdist.errors import MismatchError, NotSynchronizedError, ScopeError, StrategyError
+from kdist.gradients import top_k as top_k_module
 from kdist.gradients.power_sgd import PowerSGD
 from tests.training.fidelity import (
     BATCH,
@@ -451,8 +452,20 @@ def top_k() -> None:
     losses = ours["history"]["loss"]
     assert losses[-1] < 0.7 * losses[0], losses
     sent = 150 * (8 + 4) + 8 * (300 + 600 + 2)  # float64, and int32 for places
-    told = f"{sent:,} bytes of gradients travel in a step, not {8 * 2402:,}, as the largest 10 % of each"
+    told = f"{sent:,} bytes of gradients travel in an update, not {8 * 2402:,}, as the largest 10 % of each"
     assert sum(told in each for each in said) == kdist.is_chief(), said
+
+
+@feature
+def compressed_gradients_beside_other_features() -> None:
+    """Where all numbers are sent, by compression's ways, the results are those of one process."""
+    scope = {"strategy": kdist.AllReduce(compression="topk", topk_ratio=1.0, bucket_mb=1e-4)}
+    with pytest.MonkeyPatch.context() as patch, logged() as said:
+        patch.setattr(top_k_module, "_SMALL", 1)
+        _two_optimizers(**scope)
+        assert sum("bytes of gradients travel" in each for each in said) == 2 * kdist.is_chief(), said
+        _gradients_travel_with_their_update(**scope)
+        simple(lambda: {"steps_per_execution": 2, "jit_compile": True}, scope=scope)
 
 
 @feature
@@ -524,7 +537,7 @@ def ranks_that_train_by_themselves() -> None:
 
 @feature
 def an_average_of_each_step_is_a_sum_of_gradients() -> None:
-    """Of plain SGD: ranks that average after two steps made on the same weights. Eagerly too, and compressed."""
+    """Of plain SGD: ranks that average after a step made on the same weights. Eagerly too."""
     x, y = rows("even")
 
     def trained(strategy: kdist.AllReduce, **compiled: Any) -> dict[str, Any]:
@@ -566,14 +579,53 @@ def ranks_that_train_by_themselves_end_alike() -> None:
 
 
 @feature
+def all_that_a_step_of_the_users_writes_is_averaged() -> None:
+    """Frozen weights that follow others too; a constraint holds afterwards; what nobody writes stays what it is."""
+
+    class Taught(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = keras.layers.Dense(2, kernel_constraint=keras.constraints.UnitNorm())
+            self.teacher = keras.layers.Dense(2, trainable=False)
+            self.constant = keras.layers.Dense(2, trainable=False)
+
+        def call(self, inputs: Any) -> Any:
+            return self.student(inputs) + self.teacher(inputs) + self.constant(inputs)
+
+        def train_step(self, data: Any) -> Any:
+            logs = super().train_step(data)
+            for follower, followed in zip(self.teacher.weights, self.student.weights, strict=True):
+                follower.assign(0.9 * follower + 0.1 * followed)
+            return logs
+
+    x, y = rows("even")
+    with kdist.scope(kdist.AllReduce(sync_every=2, outer_learning_rate=0.7, outer_momentum=0.9), scale_lr=None):
+        model = Taught()
+        model.build((None, 5))
+        deterministic_weights(model)
+        teacher, constant = (layer.get_weights()[0].tolist() for layer in (model.teacher, model.constant))
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    held = [each.tolist() for each in model.get_weights()]
+    assert all(each == held for each in open_engine(kdist.cluster_info()).gather_objects(held))
+    assert model.teacher.get_weights()[0].tolist() != teacher
+    assert model.constant.get_weights()[0].tolist() == constant
+    np.testing.assert_allclose(np.linalg.norm(model.student.get_weights()[0], axis=0), 1.0, rtol=1e-6)
+
+
+@feature
 def weights_that_a_rank_loads_win_over_an_average() -> None:
-    """Between two averages, and after a training that was broken off."""
+    """Between two averages, at the end of an epoch, and after a training that was broken off."""
     x, y = (np.concatenate([each] * 2) for each in rows("even"))
     wanted = [np.full_like(each, 0.25) for each in normalised_mlp().get_weights()]
 
     class Load(keras.callbacks.Callback):
+        def __init__(self, at: int) -> None:
+            super().__init__()
+            self.at = at
+
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 3 and kdist.rank() == size() - 1:
+            if batch == self.at and kdist.rank() == size() - 1:
                 self.model.set_weights(wanted)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -589,11 +641,15 @@ def weights_that_a_rank_loads_win_over_an_average() -> None:
         model = normalised_mlp()
         model.compile(keras.optimizers.SGD(0.0), "mse")  # so that what was loaded can be seen
         fit = functools.partial(model.fit, x, y, batch_size=BATCH, shuffle=False, verbose=0)
-        fit(callbacks=[Load()])
+        assert len(x) == 6 * BATCH * size()
+        for at in (5, 3):  # in the epoch's last step, which ends with an average, and between two
+            start = model.get_weights()
+            fit(callbacks=[Load(at)])
+            model.set_weights(start)
         with pytest.raises(RuntimeError, match="broken off"):
             fit(callbacks=[Break()])
         model.set_weights(wanted)
-        fit(callbacks=[Load()])
+        fit(callbacks=[Load(3)])
     trained = [place for place, each in enumerate(model.weights) if each.trainable]
     for weights in found:
         assert [weights[place] for place in trained] == [wanted[place].tolist() for place in trained]
@@ -601,7 +657,7 @@ def weights_that_a_rank_loads_win_over_an_average() -> None:
 
 @feature
 def one_of_the_ranks_that_train_by_themselves_stops() -> None:
-    """All stop with the next average, and hold the same; ReplicaCheck, for which they would differ, is refused."""
+    """All stop with the next average or save, and hold the same; what looks into steps of all ranks is refused."""
     x, y = (np.concatenate([each] * 4) for each in rows("even"))
 
     class Stop(keras.callbacks.Callback):
@@ -613,12 +669,15 @@ def one_of_the_ranks_that_train_by_themselves_stops() -> None:
                 self.model.stop_training = True
 
     with kdist.scope(kdist.AllReduce(sync_every=3), scale_lr=None):
-        model, stop = normalised_mlp(), Stop()
-        model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[stop])
-        held = [np.asarray(each).tolist() for each in [*model.weights, *model.optimizer.variables]]
-        said = open_engine(kdist.cluster_info()).gather_objects([stop.steps, held])
-        assert all(each == said[0] for each in said)
-        assert stop.steps == 3
+        model, engine = normalised_mlp(), open_engine(kdist.cluster_info())
+        folder = engine.broadcast_object(tempfile.mkdtemp() if kdist.is_chief() else None)
+        for expected, others in ((3, []), (2, [kdist.callbacks.BackupAndRestore(folder, save_freq=2)])):
+            stop = Stop()
+            model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[stop, *others])
+            held = [np.asarray(each).tolist() for each in [*model.weights, *model.optimizer.variables]]
+            said = engine.gather_objects([stop.steps, held])
+            assert all(each == said[0] for each in said)
+            assert stop.steps == expected
         for refused in (kdist.callbacks.ReplicaCheck(), kdist.callbacks.NaNPolicy()):
             with pytest.raises(ScopeError, match="sync_every=3"):
                 model.fit(x, y, verbose=0, callbacks=[refused])
@@ -913,6 +972,10 @@ class Rows(keras.layers.Layer):
 @feature
 def gradients_travel_with_their_update() -> None:
     """Epochs end between two updates; one layer has sparse gradients, another statistics; verbs take turns."""
+    _gradients_travel_with_their_update()
+
+
+def _gradients_travel_with_their_update(**scope: Any) -> None:
     x, y = sequences()
     whole = size() * BATCH
 
@@ -928,7 +991,7 @@ def gradients_travel_with_their_update() -> None:
             found.append(outcome(model))
         return {"found": found, "looking": looking.found}
 
-    both(script)
+    both(script, **scope)
 
 
 @feature
@@ -1372,7 +1435,10 @@ def float8_layers() -> None:
 @feature
 def two_optimizers() -> None:
     """A GAN: two optimizers in one step, each with its own variables; one of them clips."""
+    _two_optimizers()
 
+
+def _two_optimizers(**scope: Any) -> None:
     class Adversarial(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -1416,7 +1482,7 @@ def two_optimizers() -> None:
         # Not the unused optimizer that `compile` makes: a strategy lets Keras build it.
         return {**outcome(model, history), "optimizer": [np.asarray(v) for v in both_optimizers]}
 
-    both(script)
+    both(script, **scope)
 
 
 # One batch at a time: the batch that is given is split.
