@@ -464,8 +464,14 @@ def compressed_gradients_beside_other_features() -> None:
         patch.setattr(top_k_module, "_SMALL", 1)
         _two_optimizers(**scope)
         assert sum("bytes of gradients travel" in each for each in said) == 2 * kdist.is_chief(), said
-        _gradients_travel_with_their_update(**scope)
-        simple(lambda: {"steps_per_execution": 2, "jit_compile": True}, scope=scope)
+        simple(
+            lambda: {
+                "optimizer": keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+                "steps_per_execution": 2,
+                "jit_compile": True,
+            },
+            scope=scope,
+        )
 
 
 @feature
@@ -972,10 +978,6 @@ class Rows(keras.layers.Layer):
 @feature
 def gradients_travel_with_their_update() -> None:
     """Epochs end between two updates; one layer has sparse gradients, another statistics; verbs take turns."""
-    _gradients_travel_with_their_update()
-
-
-def _gradients_travel_with_their_update(**scope: Any) -> None:
     x, y = sequences()
     whole = size() * BATCH
 
@@ -991,7 +993,7 @@ def _gradients_travel_with_their_update(**scope: Any) -> None:
             found.append(outcome(model))
         return {"found": found, "looking": looking.found}
 
-    both(script, **scope)
+    both(script)
 
 
 @feature
