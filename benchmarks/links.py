@@ -38,7 +38,7 @@ from quartiles import quartiles
 RANKS = 2
 STEPS = 4  # of a turn, at least
 EPOCHS = 20  # of a loss curve
-LIMIT = 1200.0  # seconds of a launch
+LIMIT = 2400.0  # seconds of a launch
 VARIANTS: dict[str, dict[str, Any]] = {
     "32 bits": {},
     "fp16": {"compression": "fp16"},
