@@ -100,6 +100,13 @@ def test_an_error_on_all_ranks_is_printed_once(ended):
     assert "[3, 3]" in done.output
 
 
+def test_a_rank_that_exits_with_a_code_ends_the_job_with_it(ended):
+    done = ended(breaks("exit", code=3))
+    assert done.returncode == 3, done.output
+    assert "[kdist] rank 1 of 2" in done.output
+    assert "exited with code 3" in done.output
+
+
 def test_all_ranks_that_exit_with_a_code_end_with_it(ended):
     done = ended("with kdist.scope():\n    model().fit(x, y, verbose=0)\n    sys.exit(4)\n")
     assert done.returncode == 4, done.output
@@ -111,6 +118,13 @@ def test_nothing_is_trained_on_a_mismatch_of_verbs(ended):
     )
     assert done.returncode != 0
     assert done.output.count("Ranks do different things") == 1, done.output
+
+
+def test_a_rank_that_exits_well_too_early_ends_the_job(ended):
+    done = ended(breaks("exit", code=0))
+    assert done.returncode != 0
+    assert "for rank 1, which has ended its script" in done.output, done.output
+    assert "allreduce of" in done.output
 
 
 def test_a_verb_on_the_chief_alone_ends_the_job(ended):
@@ -177,6 +191,7 @@ def test_a_stopped_rank_is_named_in_time(ended, way, waits):
     ("launcher", "waits"),
     [
         ("mpirun", "rank 0 waits in allreduce"),
+        pytest.param("horovodrun_gloo", "rank 0 waits in a collective of a graph", marks=needs.horovod),
         ("local_cluster", "rank 0 waits in a collective of a graph"),
     ],
 )

@@ -148,7 +148,7 @@ class Averaging:
         statistics = [each for each in averaged if not each.is_weight and not each.is_frozen]
         frozen = [each for each in averaged if each.is_frozen]
         moved = [self._moved(each) for each in frozen]
-        is_written = tf.reduce_any([tf.reduce_any(each != 0) for each in moved]) if moved else tf.constant(False)
+        is_written = tf.reduce_any([False, *(tf.reduce_any(each.variable.value != each.common) for each in frozen)])
         sums, (*totals, asked, num_writers) = self._wire.sum(
             [self._moved(each) for each in weights],
             [*map(self._moved, statistics), requests, tf.cast(is_written, requests.dtype)],

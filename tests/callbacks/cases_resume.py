@@ -236,6 +236,7 @@ def what_is_kept_beside_the_model() -> None:
     residual, velocity = "kept/residual/", "kept/velocity/"
     for kept, options in (
         (residual, {"compression": "powersgd", "powersgd_rank": 1}),
+        (residual, {"compression": "topk", "topk_ratio": 0.2}),
         (velocity, {"sync_every": 3, "outer_learning_rate": 0.7, "outer_momentum": 0.9}),
     ):
         scope = {"strategy": kdist.AllReduce(**options)}

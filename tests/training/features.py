@@ -232,7 +232,7 @@ def jit_compile_of_a_recurrent_model() -> None:
     x, y = sequences()
 
     def script(batch: int) -> dict[str, Any]:
-        layers = [keras.layers.Embedding(9, 4), keras.layers.SimpleRNN(3), keras.layers.Dense(1)]
+        layers = [keras.layers.Embedding(9, 4), keras.layers.GRU(3), keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input((6,), dtype="int64"), *layers])
         deterministic_weights(model)
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=True)
@@ -254,7 +254,7 @@ def jit_compile_is_off_where_messages_are_sent_before() -> None:
     def masked(batch: int) -> dict[str, Any]:
         model = sequence_model()
         model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
-        return fit_alone(model, fed("arrays", (x, y), batch))
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
 
     def own_step(batch: int) -> dict[str, Any]:
         model = OwnStep()

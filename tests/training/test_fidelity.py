@@ -30,6 +30,7 @@ ON_THREE = (
 ON_EVERY_ENGINE = (
     "jit_compile",
     "gradient_accumulation",
+    "masked_sequences",
     "sequences_of_unknown_length",
     "mixed_precision_scales_as_one",
     "synchronized_batch_normalization",
