@@ -80,7 +80,7 @@ def case_time_in_collectives_is_counted(engine):
             total(tf.constant(1.0))
 
 
-def case_threads_take_turns(engine):
+def case_threads_take_turns_in_mpi(engine):
     import threading
 
     inside, most = [], []

@@ -14,33 +14,20 @@ from tests.helpers import needs, spmd
 
 pytestmark = needs.horovod
 
-CONFORMANCE = "tests.engines.conformance"
 OWN = "tests.engines.horovod_cases"
+CASES = f"tests.engines.conformance,{OWN}"
 GLOO, MPI = "horovodrun_gloo", "mpirun"
 
 
 @pytest.fixture(scope="module", params=[(2, MPI), (3, GLOO)], ids=str)
-def conforming(request):
+def launched(request):
     ranks, launcher = request.param
-    return spmd.run(
-        CONFORMANCE, ranks, given=f"{OWN}:engine", only=spmd.selected(request), launcher=launcher, timeout=240
-    )
+    return spmd.run(CASES, ranks, given=f"{OWN}:engine", only=spmd.selected(request), launcher=launcher, timeout=240)
 
 
-@pytest.mark.parametrize("case", spmd.names(CONFORMANCE))
-def test_conformance(conforming, case):
-    conforming.check(case)
-
-
-@pytest.fixture(scope="module", params=[(3, MPI), (2, GLOO)], ids=str)
-def own(request):
-    ranks, launcher = request.param
-    return spmd.run(OWN, ranks, given=f"{OWN}:engine", only=spmd.selected(request, "own_case"), launcher=launcher)
-
-
-@pytest.mark.parametrize("own_case", spmd.names(OWN))
-def test_own(own, own_case):
-    own.check(own_case)
+@pytest.mark.parametrize("case", spmd.names(CASES))
+def test_case(launched, case):
+    launched.check(case)
 
 
 @pytest.mark.parametrize("launcher", [MPI, GLOO])

@@ -7,28 +7,18 @@ import pytest
 
 from tests.helpers import spmd
 
-CONFORMANCE = "tests.engines.conformance"
 OWN = "tests.engines.mpi_cases"
-
-
-@pytest.fixture(scope="module")
-def conforming(request):
-    return spmd.run(CONFORMANCE, 3, given=f"{OWN}:engine", only=spmd.selected(request))
-
-
-@pytest.mark.parametrize("case", spmd.names(CONFORMANCE))
-def test_conformance(conforming, case):
-    conforming.check(case)
+CASES = f"tests.engines.conformance,{OWN}"
 
 
 @pytest.fixture(scope="module", params=[1, 3])
-def own(request):
-    return spmd.run(OWN, request.param, given=f"{OWN}:engine", only=spmd.selected(request, "own_case"))
+def launched(request):
+    return spmd.run(CASES, request.param, given=f"{OWN}:engine", only=spmd.selected(request))
 
 
-@pytest.mark.parametrize("own_case", spmd.names(OWN))
-def test_own(own, own_case):
-    own.check(own_case)
+@pytest.mark.parametrize("case", spmd.names(CASES))
+def test_case(launched, case):
+    launched.check(case)
 
 
 def test_a_rank_that_ends_early_waits_for_the_others_nearly_idle():

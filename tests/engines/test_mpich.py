@@ -13,8 +13,8 @@ import pytest
 
 from tests.helpers import needs, spmd
 
-CONFORMANCE = "tests.engines.conformance"
 OWN = "tests.engines.mpi_cases"
+CASES = f"tests.engines.conformance,{OWN}"
 TRAINING = "tests.training.all_cases:CASES"
 PYTHON = os.environ.get("KDIST_TEST_MPICH_PYTHON", "")
 
@@ -27,23 +27,13 @@ def test_this_is_mpich():
 
 
 @pytest.fixture(scope="module")
-def conforming(request):
-    return spmd.run(CONFORMANCE, 2, given=f"{OWN}:engine", only=spmd.selected(request), python=PYTHON)
+def launched(request):
+    return spmd.run(CASES, 3, given=f"{OWN}:engine", only=spmd.selected(request), python=PYTHON)
 
 
-@pytest.mark.parametrize("case", spmd.names(CONFORMANCE))
-def test_conformance(conforming, case):
-    conforming.check(case)
-
-
-@pytest.fixture(scope="module")
-def own(request):
-    return spmd.run(OWN, 3, given=f"{OWN}:engine", only=spmd.selected(request, "own_case"), python=PYTHON)
-
-
-@pytest.mark.parametrize("own_case", spmd.names(OWN))
-def test_own(own, own_case):
-    own.check(own_case)
+@pytest.mark.parametrize("case", spmd.names(CASES))
+def test_case(launched, case):
+    launched.check(case)
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,19 @@ GRACE = 3.0  # seconds in which the others may report the failed case too
 
 
 def cases_of(target: str) -> Mapping[str, Callable[..., Any]]:
-    """Returns a target's cases by name: `module`, `module:function` or `module:mapping`."""
+    """Returns a target's cases by name: of `module`, `module:function` or `module:mapping`, or several with commas."""
+    if "," in target:
+        found: dict[str, Callable[..., Any]] = {}
+        for cases in map(cases_of, target.split(",")):
+            assert not found.keys() & cases.keys(), f"two cases have one name: {found.keys() & cases.keys()}"
+            found |= cases
+        return found
     module_name, _, attribute = target.partition(":")
     module = importlib.import_module(module_name)
     if not attribute:
         return {name: value for name, value in vars(module).items() if name.startswith("case_") and callable(value)}
-    found = getattr(module, attribute)
-    return found if isinstance(found, Mapping) else {attribute: found}
+    value = getattr(module, attribute)
+    return value if isinstance(value, Mapping) else {attribute: value}
 
 
 def main(directory: Path) -> None:

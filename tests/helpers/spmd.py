@@ -22,7 +22,8 @@ engine, a strategy). One launch runs many cases, and pytest reports each by its 
         launched.check(case)
 
 A target is `module` (its functions called `case_*`), `module:function` (one case) or `module:mapping` (cases by
-name). What a case returns, if JSON can write it, is in `launched.values(case)`, one value a rank.
+name), or several of these with commas between them, for one launch. What a case returns, if JSON can write it, is in
+`launched.values(case)`, one value a rank.
 
 A failing rank reports, waits a moment for the others' reports, and takes the whole job down; the cases after
 the failed one then run in a new launch, so that no case sees what another left behind. At the time limit every
@@ -258,7 +259,7 @@ def run(
     """Runs a target's cases on every rank.
 
     Args:
-        target: str, `module`, `module:function` or `module:mapping`.
+        target: str, `module`, `module:function` or `module:mapping`, or several with commas between them.
         ranks: int, the number of processes.
         given: str or `None`, `module:function`: what it returns, called once a rank, is given to each case that takes
             an argument.
