@@ -132,7 +132,7 @@ class Backup(JobWide):
                 "stopped": bool(self.model.stop_training) and not epoch_step,
                 "ranks": 1 if self.owner is None else self.owner.engine.size,
                 "engine": None if self.owner is None else self.owner.engine.name,
-                "position": None if self.owner is None else self.owner.data.position(epoch_step).asdict(),
+                "position": None if self.owner is None else self.owner.data.training.position(epoch_step).asdict(),
                 "epoch step": epoch_step,
                 "callbacks": remembered,
                 "rates": None if self.owner is None else [rate.progress() for rate in self.owner.rates()],

@@ -55,7 +55,7 @@ def begin(model: keras.Model, owner: ReplicatedModel | None, checkpoint: Checkpo
             return Place(0, "its beginning")
         return Place(0, "which begins again: Keras' own order of its data, of one process, is not known here")
     before = Position(**saved["position"])
-    data = owner.data
+    data = owner.data.training
     if before.kind != type(data.data_adapter.source).__name__ and before.epoch_step:
         return Place(0, f"which begins again: its data was a {before.kind}, and is something else now")
     now = data.resume(before)
@@ -85,7 +85,7 @@ def hooks_of(owner: ReplicatedModel | None, epoch_step: int) -> tuple[list[str],
         owner: the `ReplicatedModel`, or `None` in one process.
         epoch_step: int, the steps that the current epoch has made.
     """
-    hooks = [] if owner is None else owner.data.data_adapter.hooks
+    hooks = [] if owner is None else owner.data.training.data_adapter.hooks
     if epoch_step and hooks:
         hooks = hooks[:-1]  # the beginning of this epoch, with which it will begin again
     packed = [zlib.compress(json.dumps(states).encode()) for _, states in hooks]
@@ -111,13 +111,13 @@ def resume_rates(model: keras.Model, owner: ReplicatedModel | None, saved: dict[
 
 def draws_in_background(owner: ReplicatedModel | None) -> bool:
     """Returns whether the user's code draws random numbers in a thread of its own, ahead of training."""
-    return owner is not None and holds_random_state(owner.data.data_adapter.source)
+    return owner is not None and holds_random_state(owner.data.training.data_adapter.source)
 
 
 def is_last(owner: ReplicatedModel | None, params: dict[str, Any], epoch_step: int) -> bool:
     """Returns whether an epoch that has made so many steps is known to be through."""
     if owner is not None:
-        return owner.data.is_last(epoch_step)
+        return owner.data.training.is_last(epoch_step)
     return params.get("steps") is not None and epoch_step >= params["steps"]
 
 

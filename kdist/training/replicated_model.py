@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +16,6 @@ import keras
 import tensorflow as tf
 
 from kdist.data.shard import Shard
-from kdist.errors import ScopeError
 from kdist.gradients.kept_state import by_place, by_variable
 from kdist.gradients.wire import Wire, compression_named
 from kdist.strategies.all_reduce import AllReduceStrategy
@@ -29,16 +26,17 @@ from kdist.training.averaging import Averaging
 from kdist.training.callback_list import replicated_callbacks
 from kdist.training.compiled_step import CompiledSteps
 from kdist.training.deferred_sums import DeferredSums
-from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
+from kdist.training.epoch_iterator import ShardedEpochIterator
 from kdist.training.learning_rate import EffectiveRate, EffectiveRates
 from kdist.training.local_step import LocalStep
 from kdist.training.logs import measured_logs
 from kdist.training.metrics import MetricsOfPass, add_over_ranks, flat_metrics
 from kdist.training.optimizers import optimizers_of
 from kdist.training.predictions import gather_rows, restored
+from kdist.training.replicated_data import ReplicatedData
 from kdist.training.requests import Requests
 from kdist.training.settings import Settings
-from kdist.training.sources import describe_source, has_fixed_shapes, holds_random_state, make_source, split_batch
+from kdist.training.sources import split_batch
 from kdist.training.step import Step
 from kdist.training.step_function import StepFunction
 from kdist.training.train_step import TrainStep
@@ -79,12 +77,9 @@ class ReplicatedModel:
             model, scale_lr=settings.scale_lr, scale_batch=settings.scale_batch, size=self.engine.size
         )
         self.metrics = MetricsOfPass(model, self.engine)
-        self._widths_differ = False
+        self.data = ReplicatedData(model, strategy, settings, begin_pass=self._begin_pass, end_pass=self._end_pass)
         self._dense_outputs: list[bool] = []
         self._results: dict[str, dict[str, Callable[[], Any]]] = {}
-        self._holds_random_state = False
-        self._random_state = ""  # as it was when the outermost verb began: a generator may have drawn from it since
-        self._num_sources = 0
         self._compiled_steps = CompiledSteps(model, self.engine)
         self._on_batch_ready: dict[str, Any] = {}  # the optimizers with which methods on a batch are set up
         self.requests = Requests(self.engine)
@@ -104,7 +99,6 @@ class ReplicatedModel:
                 bucket_mb=settings.bucket_mb,
             )
         self.writes = self.engine.rank == 0
-        self.training_data: ShardedEpochIterator | None = None
 
     def install(self) -> None:
         """Puts the wrappers on the instance, in front of what its class says."""
@@ -139,35 +133,30 @@ class ReplicatedModel:
                 return original(*args, **kwargs)
         is_outermost = not self._verbs
         self._end_a_broken_pass()
-        self._agree_random_state()
-        if is_outermost:
-            self._random_state = repr(random.getstate())
-        else:
+        self.data.agree_random_state()
+        if not is_outermost:
             self.agree()  # a callback may have loaded weights on this rank
         given = named_arguments(inspect.signature(original).bind(*args, **kwargs))
         state.check_agreement(self.engine, f"the arguments of {name}", comparable(given))
         self._compiled_steps.take_over()
         if name == "fit":
-            self.training_data = None
+            self.data.forget_training()
             self.give_kept({})  # it was of the weights that there were then
         with (
             self._running(name),
+            self.data.of_script() if is_outermost else contextlib.nullcontext(),
             replicated_callbacks(self, name, is_outermost),
             internals.epoch_iterators(self._make_iterator, self.strategy, is_chief=self.engine.rank == 0),
         ):
-            try:
-                result = original(*args, **kwargs)
-                return restored(result, self._dense_outputs) if name == "predict" else result
-            finally:
-                if is_outermost:
-                    self._holds_random_state = False
+            result = original(*args, **kwargs)
+            return restored(result, self._dense_outputs) if name == "predict" else result
 
     def _verb_on_batch(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._end_a_broken_pass()
         # The first call on each compiled state sets up what the other verbs set up at every call.
         is_first = self._is_first_on_batch(name)
         if is_first:
-            self._agree_random_state()
+            self.data.agree_random_state()
             self._compiled_steps.take_over()
             if name == "predict_on_batch":  # the others enter when Keras builds the model; here it does not
                 built = self.model.built
@@ -202,64 +191,10 @@ class ReplicatedModel:
         finally:
             self._verbs.pop()
 
-    # Data.
+    # Passes over data.
 
-    def _make_iterator(
-        self, adapter: Any, *, steps_per_epoch: int | None, steps_per_execution: int
-    ) -> ShardedEpochIterator:
-        remake = functools.partial(
-            make_source,
-            adapter,
-            self.engine,
-            scale_batch=self.settings.scale_batch,
-            auto_shard=self.settings.auto_shard,
-            steps_per_epoch=steps_per_epoch,
-        )
-        source = remake(seed=self._next_seed())
-        state.check_agreement(self.engine, f"the data given to {self._verbs[-1]}", describe_source(source))
-        if self._verbs[-1] == "predict" and self._widths_differ != (widths_differ := not has_fixed_shapes(source)):
-            self._widths_differ, self.model.predict_function = widths_differ, None
-        is_for_training = self._verbs[-1] == "fit" and self.training_data is None  # what fit makes later validates
-        if is_for_training and holds_random_state(source):
-            self._holds_random_state = True
-        iterator = ShardedEpochIterator(
-            SourceAdapter(source, self._agree_random_state),
-            strategy=self.strategy,
-            steps_per_epoch=source.plan.job_steps_per_epoch,
-            # The end of such data is noticed while a step is made: what an execution made before would be lost.
-            steps_per_execution=1 if source.ends_by_agreement else steps_per_execution,
-            model=self.model,
-            begin_pass=self._begin_pass,
-            end_pass=self._end_pass,
-            is_chief=self.engine.rank == 0,
-            remake=lambda seed: remake(seed=seed),
-        )
-        if is_for_training:
-            self.training_data = iterator
-        return iterator
-
-    @property
-    def data(self) -> ShardedEpochIterator:
-        """The data that the running `fit` trains on."""
-        if self.training_data is None:
-            raise ScopeError("Received: a question for the data of fit. Expected a running fit. Fix: call fit.")
-        return self.training_data
-
-    def _next_seed(self) -> int:
-        """Returns the base of the next input's orders: equal on all ranks, another at each call.
-
-        It follows from Python's random state as the verb began, which `keras.utils.set_random_seed` sets, and takes
-        nothing from it: what the user's script draws later, the weights of the next model say, stays what it is in one
-        process.
-        """
-        self._num_sources += 1
-        text = f"{self._random_state} {self._num_sources}"
-        return int(hashlib.sha256(text.encode()).hexdigest()[:7], 16)
-
-    def _agree_random_state(self) -> None:
-        # A generator draws ahead in a thread of its own: what it draws from must not change under it.
-        if not self._holds_random_state:
-            state.agree_random_state(self.engine)
+    def _make_iterator(self, adapter: Any, **steps: Any) -> ShardedEpochIterator:
+        return self.data.make_iterator(self._verbs[-1], adapter, **steps)
 
     def _begin_pass(self) -> None:
         if self._verbs[-1] != "predict":
@@ -468,5 +403,5 @@ class ReplicatedModel:
             outputs = self._original("predict_step")(step.data)
         leaves = keras.tree.flatten(outputs)
         self._dense_outputs = [not isinstance(leaf, tf.RaggedTensor) for leaf in leaves]
-        gathered = [gather_rows(self.engine, leaf, step.rows, widths_differ=self._widths_differ) for leaf in leaves]
+        gathered = [gather_rows(self.engine, leaf, step.rows, widths_differ=self.data.widths_differ) for leaf in leaves]
         return keras.tree.pack_sequence_as(outputs, gathered)
