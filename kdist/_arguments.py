@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kdist.errors import ScopeError, StrategyError
@@ -73,8 +73,8 @@ def with_environment(given: Mapping[str, Any], env: Mapping[str, str]) -> dict[s
             value = _BOOLEANS[text.lower()]
         elif name != "strategy":
             value = _number_or_word(text)
-        if name == "strategy" and getattr(given[name], "word", None) == value:
-            continue  # the same, with options of its own
+        if name == "strategy" and value in ("auto", getattr(given[name], "word", None)):
+            continue  # nothing is decided, or the same, with options of its own
         if isinstance(given[name], AllReduce) and given[name].word == "auto" and value in ENGINES:
             chosen[name] = dataclasses.replace(given[name], engine=value)
             continue
@@ -86,6 +86,11 @@ def with_environment(given: Mapping[str, Any], env: Mapping[str, str]) -> dict[s
             )
         chosen[name] = value
     return chosen
+
+
+def changed(chosen: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Returns those of some arguments, by name, that are not what they are by default."""
+    return [name for name in names if chosen[name] != _DEFAULTS[name]]
 
 
 def misspelt(env: Mapping[str, str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
@@ -20,6 +20,9 @@ from kdist.strategies.choice import ENGINES, MPI_LAUNCHERS, PARAMETER_SERVER, Ch
 from kdist.strategies.options import START_TIMEOUT
 from kdist.watch.link import Watch
 from kdist.watch.start import limited
+
+if TYPE_CHECKING:
+    from kdist.engines.mpi import MPIEngine
 
 _log = logging.getLogger("kdist")
 
@@ -110,12 +113,13 @@ def chief_first(per_host: bool = True) -> Iterator[None]:
         engine.barrier()
 
 
-def choice_for(word: str, info: ClusterInfo) -> Choice:
+def choice_for(word: str, info: ClusterInfo, *, is_synchronous: bool = False) -> Choice:
     """Chooses what this process gets, having looked at its GPUs and its Horovod if these matter.
 
     Args:
         word: str, one of `kdist.strategies.choice.WORDS`.
         info: `ClusterInfo`, who this process is.
+        is_synchronous: bool, whether the user has asked for an all-reduce, by whatever engine.
 
     Returns:
         The choice.
@@ -124,7 +128,7 @@ def choice_for(word: str, info: ClusterInfo) -> Choice:
         StrategyError: if the word is unknown, or this version does not serve the job.
     """
     if word != "auto" or not (info.launcher in MPI_LAUNCHERS or (info.size == 1 and info.launcher == "none")):
-        return choose(word, info)
+        return choose(word, info, is_synchronous=is_synchronous)
     import tensorflow as tf
 
     num_gpus = len(tf.config.get_visible_devices("GPU"))
@@ -252,12 +256,19 @@ def _single(info: ClusterInfo, start_timeout: float) -> Engine:
 
 
 def _mpi(info: ClusterInfo, start_timeout: float) -> Engine:
-    from kdist.engines.mpi import MPIEngine
-    from kdist.strategies.devices import take_devices
-
     with _within(info, start_timeout):
-        engine = MPIEngine()
-    take_devices(engine.local_rank, engine.local_size, os.environ)  # the first message, the watch's, starts TensorFlow
+        return _mpi_with_devices()
+
+
+def _mpi_with_devices() -> MPIEngine:
+    """Opens MPI and takes this process's devices: by its first message TensorFlow would take all."""
+    from kdist.engines.mpi import MPIEngine
+    from kdist.strategies.devices import cpus_of_process, take_devices
+
+    engine = MPIEngine()
+    everyone = engine.exchange(cpus_of_process())
+    num_sharing = min(everyone.count(everyone[engine.rank]), engine.local_size)  # two hosts may have one name
+    take_devices(engine.local_rank, engine.local_size, os.environ, num_sharing)
     return engine
 
 
@@ -275,14 +286,12 @@ def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
     from kdist.engines.rendezvous import own_address
     from kdist.strategies.devices import take_devices
 
-    take_devices(info.local_rank, info.local_size, os.environ)  # its server takes the devices as they are then
     if info.launcher == "tf_config":
+        take_devices(info.local_rank, info.local_size, os.environ)  # its server takes the devices as they are then
         addresses = [*info.cluster_spec.get("chief", ()), *info.cluster_spec.get("worker", ())]
         return CollectiveEngine(addresses, info.rank, start_timeout=start_timeout)
-    from kdist.engines.mpi import MPIEngine
-
     with _within(info, start_timeout):
-        mpi = MPIEngine()
+        mpi = _mpi_with_devices()
     addresses = mpi.exchange(own_address())
     return CollectiveEngine(addresses, mpi.rank, start_timeout=start_timeout, abort=mpi.abort)
 

@@ -106,7 +106,8 @@ def scope(
         info = cluster_info()
         for name, meant in _arguments.misspelt(os.environ).items() if info.is_chief else ():
             logger.warning("%s is set and means nothing to kdist; %s is what it reads", name, meant)
-        choice = choice_for(wanted if isinstance(wanted, str) else wanted.word, info)
+        word = wanted if isinstance(wanted, str) else wanted.word
+        choice = choice_for(word, info, is_synchronous=isinstance(wanted, AllReduce))
         if choice.strategy == "single":
             yield _default_strategy(info)
             return
@@ -283,6 +284,9 @@ def _parameter_server(info: ClusterInfo, wanted: Any, chosen: Mapping[str, Any])
             "Expected 'auto' or None. Fix: leave scale_lr out."
         )
     _show_log(info)
+    unused = _arguments.changed(chosen, ("warmup_epochs", "auto_shard", "stall_timeout"))
+    if unused and info.is_chief:
+        logger.warning("with parameter servers %s mean(s) nothing: see kdist.ParameterServer", ", ".join(unused))
     cluster, job, index = roles(info, options, lambda: open_engine(info, "mpi"))
     if _door.role is None:
         _door.role = take_role(cluster, job, index, info=info, options=options)

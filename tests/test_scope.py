@@ -90,6 +90,7 @@ def test_a_launch_that_contradicts_the_code_is_refused_and_both_are_named(variab
     [
         ("KDIST_STRATEGY", "single", {}),
         ("KDIST_STRATEGY", "single", {"strategy": "single"}),
+        ("KDIST_STRATEGY", "auto", {"strategy": "single"}),
         ("KDIST_SCALE_LR", "none", {"scale_lr": None}),
         ("KDIST_SCALE_LR", "2", {"scale_lr": 2}),
         ("KDIST_SCALE_BATCH", "False", {"scale_batch": False}),

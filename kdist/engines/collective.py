@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -21,6 +22,8 @@ from kdist.engines.in_turn import InTurn
 from kdist.engines.progress import Progress
 from kdist.engines.shared_memory import FAILURE, SharedMemory
 from kdist.errors import EngineError
+
+_LOG = logging.getLogger("kdist")
 
 LANES = 8
 """How many collectives may be under way at once."""
@@ -108,9 +111,17 @@ class CollectiveEngine(Engine):
         self.activity.of_graphs = self._progress.look
         self._lanes = [_Lane(1 + number, "CPU:0", "ring", token) for number, token in enumerate(tokens)]
         self._gpu_lane: _Lane | None = None
-        if _each_has_a_gpu(self.gather_objects(_place(addresses[rank]))):
+        places = self.gather_objects(_place(addresses[rank]))
+        if _each_has_a_gpu(places):
             with tf.device("GPU:0"):
                 self._gpu_lane = _Lane(1 + LANES, "GPU:0", "nccl", tf.Variable(0.0, trainable=False))
+        elif rank == 0 and any(len(place) > 2 for place in places):
+            _LOG.warning(
+                "gradients travel through the hosts' memory, not over NCCL: that takes a GPU for each rank, told from "
+                "the others by host, CUDA_VISIBLE_DEVICES and name. Received: %s. Fix: one rank a GPU, each shown all "
+                "of its host's (`srun --gpus-per-node=4 --gpu-bind=none`): kdist takes one by local rank.",
+                places,
+            )
         self._timeout = timeout or 0.0
         self._in_turn = InTurn("kdist_collective_order")
         self._memory: SharedMemory | None = None

@@ -21,10 +21,14 @@ from kdist.errors import LaunchError
 from kdist.launch.command import Command
 from kdist.launch.output import REPORT
 from kdist.launch.ports import free_ports
+from kdist.launch.process import stop_signals
 
 _LOG = logging.getLogger("kdist")
 _RESTARTS = 10  # of each rank that can be replaced
 _GRACE = 5.0  # seconds that ranks have to end when they are told to
+
+# The ranks that run, by process id. A `Popen` that nobody holds would be waited for by the next one that is made.
+_Ranks = dict[int, tuple[int, "subprocess.Popen[bytes]"]]
 
 
 def build(python: str, program: Sequence[str], *, np: int, env: Mapping[str, str], ps: int = 0) -> Command:
@@ -69,9 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     logging.basicConfig(format="[kdist] %(message)s")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in stop_signals():
         signal.signal(number, _stop)
-    ranks: dict[int, int] = {}
+    ranks: _Ranks = {}
     configs = configurations(options.np, options.ps)
 
     def start(rank: int) -> None:
@@ -80,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             env={**os.environ, "TF_CONFIG": configs[rank]},
             stdin=None if rank == 0 else subprocess.DEVNULL,
         )
-        ranks[process.pid] = rank
+        ranks[process.pid] = rank, process
 
     # Between the chief and the ps: what a worker was doing is done by another, and one started again joins.
     replaceable = range(1, options.np - options.ps) if options.ps else range(0)
@@ -126,17 +130,19 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise _Stopped(number)
 
 
-def _wait(ranks: dict[int, int], np: int, start: Callable[[int], None], restarts: dict[int, int]) -> int:
+def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[int, int]) -> int:
     """Returns when all ranks have ended well, or one has not; those that ended are taken out of `ranks`.
 
     A rank that a signal ended is started again as often as `restarts` says.
     """
     while ranks:
         pid, status = os.wait()
-        rank = ranks.pop(pid, None)
-        if rank is None or status == 0:
+        if pid not in ranks:
             continue
-        code = os.waitstatus_to_exitcode(status)
+        rank, process = ranks.pop(pid)
+        code = process.returncode = os.waitstatus_to_exitcode(status)
+        if code == 0:
+            continue
         if code < 0:
             # Nobody else says so: what a signal ends has no last words.
             _LOG.error("%s%d of %d was ended by %s", REPORT.removeprefix("[kdist] "), rank, np, _name(-code))
@@ -158,7 +164,7 @@ def _name(number: int) -> str:
     return f"signal {number}"
 
 
-def _end(ranks: dict[int, int]) -> None:
+def _end(ranks: _Ranks) -> None:
     """Ends the ranks that are left: first asked to, then by force."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

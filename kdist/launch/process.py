@@ -25,7 +25,8 @@ _REMAINDER = 2.0  # seconds that processes have to end by themselves after their
 def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
     """Runs a job to its end.
 
-    The standard streams are this process's own. Ctrl-C, SIGTERM and SIGHUP end all ranks.
+    The standard streams are this process's own. Ctrl-C, SIGTERM and SIGHUP end all ranks, unless whoever started this
+    process has it ignore them: `nohup` does.
 
     Args:
         command: `Command`, what starts the job.
@@ -59,6 +60,12 @@ def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
         _LOG.warning("%s: the job is ended", signal.Signals(received[0]).name)
         return 128 + received[0]
     return 128 - code if code < 0 else code
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals that end a job: those of the usual ones that this process was not started to ignore."""
+    usual = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [number for number in usual if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
@@ -127,8 +134,7 @@ def _stop_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+    previous = {each: signal.signal(each, lambda number, _: received.append(number)) for each in stop_signals()}
     try:
         yield received
     finally:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import keras
 import tensorflow as tf
 
 from kdist._tf_internals import ReplicaContext, Strategy, StrategyExtendedV1
@@ -193,8 +194,31 @@ class AllReduceExtended(StrategyExtendedV1):
     # Replica and cross-replica context.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: tuple, kwargs: dict | None) -> Any:
-        with _AllReduceReplicaContext(self._container_strategy(), self.engine.rank):
+        with _AllReduceReplicaContext(self._container_strategy(), self.engine.rank), self._finite_together():
             return fn(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def _finite_together(self) -> Iterator[None]:
+        """Lets optimizers that scale the loss take an update on all ranks, or leave it out on all.
+
+        Keras asks whether gradients are finite before it sums them: in a loop of the user's own each rank's are its own
+        then. Kdist's own steps have summed them.
+        """
+        optimizer_class = keras.optimizers.LossScaleOptimizer
+        original = optimizer_class.check_finite
+
+        def check_finite(optimizer: Any, grads: Any) -> Any:
+            is_finite = original(optimizer, grads)
+            if self.step is not None:
+                return is_finite
+            (num_finite,) = self.reduce_sum([tf.cast(is_finite, tf.int32)])
+            return num_finite == self.engine.size
+
+        optimizer_class.check_finite = check_finite
+        try:
+            yield
+        finally:
+            optimizer_class.check_finite = original
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         del destinations, options

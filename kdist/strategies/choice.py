@@ -45,7 +45,14 @@ class Choice:
     why: str
 
 
-def choose(word: str, info: ClusterInfo, *, num_gpus: int = 0, horovod_on_gpus: bool = False) -> Choice:
+def choose(
+    word: str,
+    info: ClusterInfo,
+    *,
+    num_gpus: int = 0,
+    horovod_on_gpus: bool = False,
+    is_synchronous: bool = False,
+) -> Choice:
     """Chooses what a job gets.
 
     Args:
@@ -54,6 +61,7 @@ def choose(word: str, info: ClusterInfo, *, num_gpus: int = 0, horovod_on_gpus: 
         num_gpus: int, the GPUs that this process sees.
         horovod_on_gpus: bool, whether the ranks have GPUs and a Horovod that sums on them, over NCCL. `"auto"` then
             takes it, for MPI would carry each gradient through the host's memory.
+        is_synchronous: bool, whether the user has asked for an all-reduce, by whatever engine.
 
     Returns:
         The choice.
@@ -73,6 +81,13 @@ def choose(word: str, info: ClusterInfo, *, num_gpus: int = 0, horovod_on_gpus: 
         )
     if word == "single":
         return Choice("single", "asked for" if info.size == 1 else "asked for: each rank trains for itself")
+    if "ps" in info.cluster_spec and (word in ENGINES or is_synchronous):
+        asked = "kdist.AllReduce" if is_synchronous else f"strategy={word!r}"
+        raise StrategyError(
+            f"Synchronous training has no parameter servers. Received: {asked} and a cluster with ps "
+            f"tasks ({info.reason}). Expected workers alone (and a chief). Fix: leave the ps out of TF_CONFIG, or "
+            'choose strategy="auto" or a kdist.ParameterServer, which train asynchronously.'
+        )
     if info.launcher in PARAMETER_SERVER_LAUNCHERS and (
         word == PARAMETER_SERVER or (word == "auto" and "ps" in info.cluster_spec)
     ):

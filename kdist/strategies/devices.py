@@ -15,7 +15,7 @@ from kdist.errors import ScopeError
 logger = logging.getLogger("kdist")
 
 
-def take_devices(local_rank: int, local_size: int, env: Mapping[str, str]) -> None:
+def take_devices(local_rank: int, local_size: int, env: Mapping[str, str], num_sharing: int | None = None) -> None:
     """Gives this process its GPU and its share of the cores, before TensorFlow touches them.
 
     What the user or the launcher has set is respected: one visible GPU is taken as it is, and so are thread pools.
@@ -24,13 +24,15 @@ def take_devices(local_rank: int, local_size: int, env: Mapping[str, str]) -> No
         local_rank: int, this process's number on its host.
         local_size: int, the number of processes on this host.
         env: mapping of environment variables.
+        num_sharing: int, how many of these may run on the same CPUs as this one, itself included; by default what their
+            number and the size of this one's affinity mask say.
 
     Raises:
         ScopeError: if TensorFlow has already initialised the GPUs.
     """
     if local_size > 1:
         _take_gpu(local_rank, local_size)
-        _take_threads(local_size, env)
+        _take_threads(local_size, env, num_sharing)
 
 
 def _take_gpu(local_rank: int, local_size: int) -> None:
@@ -45,13 +47,29 @@ def _take_gpu(local_rank: int, local_size: int) -> None:
         for gpu in visible:
             tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
-        raise ScopeError(
-            "TensorFlow has initialised its devices before kdist.scope() could choose a GPU for local rank "
-            f"{local_rank}. Received: {error} Expected nothing on a device before kdist is first asked, which is in "
-            f"{_line_of_the_script()}. Fix: move that line up, above the first that makes a tensor, a layer or a model."
-        ) from error
+        raise _too_late(f"choose a GPU for local rank {local_rank}", error) from error
     if local_size > num_gpus > 1:
         logger.warning("%d ranks share %d GPUs of this host", local_size, num_gpus)
+
+
+def leave_gpus() -> None:
+    """Hides all GPUs from this process, which computes nothing, before TensorFlow touches them.
+
+    Raises:
+        ScopeError: if TensorFlow has already initialised the GPUs.
+    """
+    try:
+        tf.config.set_visible_devices([], "GPU")
+    except RuntimeError as error:
+        raise _too_late("leave the GPUs to the workers", error) from error
+
+
+def _too_late(what: str, error: RuntimeError) -> ScopeError:
+    return ScopeError(
+        f"TensorFlow has initialised its devices before kdist.scope() could {what}. Received: {error} Expected nothing "
+        f"on a device before kdist is first asked, which is in {_line_of_the_script()}. Fix: move that line up, above "
+        "the first that makes a tensor, a layer or a model."
+    )
 
 
 def _line_of_the_script() -> str:
@@ -81,7 +99,12 @@ def threads_per_rank(affinity: int, num_cpus: int, local_size: int) -> int:
     return max(1, affinity // sharing)
 
 
-def _take_threads(local_size: int, env: Mapping[str, str]) -> None:
+def cpus_of_process() -> str:
+    """Returns the host's name and the CPUs that this process may run on, as text."""
+    return f"{os.uname().nodename} {sorted(os.sched_getaffinity(0))}"
+
+
+def _take_threads(local_size: int, env: Mapping[str, str], num_sharing: int | None) -> None:
     affinity, num_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     if affinity == 1 and num_cpus // local_size > 1:
         logger.warning(
@@ -89,7 +112,10 @@ def _take_threads(local_size: int, env: Mapping[str, str]) -> None:
             "`mpirun --bind-to none`, or `kdist run`, which does so.",
             num_cpus,
         )
-    threads = threads_per_rank(affinity, num_cpus, local_size)
+    # A mask that is smaller than the host may be this rank's own, or a container's that all share.
+    threads = (
+        threads_per_rank(affinity, num_cpus, local_size) if num_sharing is None else max(1, affinity // num_sharing)
+    )
     try:
         if not tf.config.threading.get_intra_op_parallelism_threads() and "TF_NUM_INTRAOP_THREADS" not in env:
             tf.config.threading.set_intra_op_parallelism_threads(threads)

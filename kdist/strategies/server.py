@@ -61,9 +61,10 @@ def _config(cluster: Mapping[str, Sequence[str]], job: str, local_rank: int, loc
     config.inter_op_parallelism_threads = max(
         len(cluster.get("worker", ())) + 1, config.intra_op_parallelism_threads + 1
     )
-    gpus = range(len(tf.config.get_visible_devices("GPU")))
-    if job == "worker" and len(gpus):
-        config.gpu_options.visible_device_list = str(share(gpus, local_rank))
+    gpus = tf.config.get_visible_devices("GPU")
+    if job == "worker" and gpus:
+        # The number of the physical device: under an MPI launcher this process has chosen its own already.
+        config.gpu_options.visible_device_list = share(gpus, local_rank).name.rpartition(":")[2]
         config.gpu_options.allow_growth = True
     else:
         config.device_count["GPU"] = 0

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
-import tensorflow as tf
 
 from kdist.cluster.info import ClusterInfo
 from kdist.engines.engine import Engine
@@ -18,6 +17,7 @@ from kdist.errors import ClusterError, ScopeError, StrategyError
 from kdist.launch import failure
 from kdist.launch.ports import free_ports
 from kdist.strategies.attendance import Attendance
+from kdist.strategies.devices import leave_gpus
 from kdist.strategies.dispatch import Dispatcher
 from kdist.strategies.options import ParameterServer
 from kdist.strategies.parameter_server import ParameterServerStrategy
@@ -44,7 +44,6 @@ class Leader:
         # Registered before anything can fail: those who wait must be told.
         atexit.register(lambda: self.attendance.dismiss(well=not hasattr(sys, "last_value")))
         self.attendance.wait_for_all()
-        tf.config.set_visible_devices([], "GPU")  # the chief computes nothing
         host = cluster["chief"][0].rpartition(":")[0]
         self.strategy = ParameterServerStrategy(
             {"worker": cluster["worker"], "ps": cluster["ps"], "chief": [f"{host}:{free_ports(1)[0]}"]}
@@ -80,7 +79,7 @@ class Leader:
 
 
 def roles(info: ClusterInfo, options: ParameterServer, open_mpi: Callable[[], Engine]) -> tuple[Cluster, str, int]:
-    """Returns the cluster of the tasks that train, and which task this process is.
+    """Returns the cluster of the tasks that train, and which task this process is; the chief leaves the GPUs.
 
     Args:
         info: `ClusterInfo`, what the launcher says.
@@ -89,9 +88,13 @@ def roles(info: ClusterInfo, options: ParameterServer, open_mpi: Callable[[], En
 
     Raises:
         ClusterError: if the cluster lacks a task that training needs.
+        ScopeError: if TensorFlow has already initialised the GPUs of the chief's host.
         StrategyError: if there are too few ranks.
     """
-    if info.launcher == "tf_config":
+    is_by_tf_config = info.launcher == "tf_config"
+    if info.task_type == "chief" if is_by_tf_config else info.rank == 0:
+        leave_gpus()  # the chief computes nothing; the first message over MPI starts TensorFlow
+    if is_by_tf_config:
         return _by_tf_config(info)
     return _by_rank(open_mpi(), options.num_ps)
 

@@ -41,6 +41,45 @@ def test_a_killed_worker_is_started_again(tmp_path):
     assert "SIGKILL" in done.output
 
 
+# The chief stops the launcher, and lets it go on when both workers are dead.
+TOGETHER = """
+import json, os, pathlib, signal, sys, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+name = f"{task['type']} {task['index']}"
+folder = pathlib.Path(sys.argv[1])
+def wait_for(condition):
+    limit = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+def pids(number):
+    return [path.read_text().split() for path in folder.glob("worker*") if len(path.read_text().split()) == number]
+if task["type"] == "worker":
+    with open(folder / name, "a") as file:
+        file.write(f"{os.getpid()} ")
+    if len((folder / name).read_text().split()) == 1:
+        time.sleep(60)
+if task["type"] == "chief":
+    wait_for(lambda: len(pids(1)) == 2)
+    workers = [int(pid) for (pid,) in pids(1)]
+    os.kill(os.getppid(), signal.SIGSTOP)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: all(" Z " in pathlib.Path(f"/proc/{pid}/stat").read_text() for pid in workers))
+    os.kill(os.getppid(), signal.SIGCONT)
+    wait_for(lambda: len(pids(2)) == 2)
+"""
+
+
+def test_workers_that_are_killed_together_are_both_started_again(tmp_path):
+    (tmp_path / "program.py").write_text(TOGETHER)
+    program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
+    done = spmd.execute(local_cluster.build(sys.executable, program, np=4, ps=1, env={}).argv, timeout=90)
+    assert done.returncode == 0, done.output
+    for rank in (1, 2):
+        assert f"rank {rank} is started again" in done.output
+
+
 @pytest.mark.parametrize(
     ("who", "how", "code"), [("worker 0", "exit", 3), ("ps 0", "kill", 137), ("chief 0", "kill", 137)]
 )

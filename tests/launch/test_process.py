@@ -16,6 +16,7 @@ from kdist.launch.command import Command
 from tests.helpers import needs, spmd
 
 ROOT = Path(__file__).parents[2]
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Ranks that would stay for long: one deep in MPI, where Python's signal handlers do not run.
 STAY = """
 import os, sys, time
@@ -62,7 +63,7 @@ def wait_for(condition, seconds):
 
 
 @contextlib.contextmanager
-def started(tmp_path, script, *options):
+def started(tmp_path, script, *options, ignored=()):
     """Gives `kdist run` with two ranks that stay, and their process ids."""
     (tmp_path / "stay.py").write_text(script)
     command = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2", *options]
@@ -75,6 +76,9 @@ def started(tmp_path, script, *options):
             stderr=output,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: [
+                signal.signal(each, signal.SIG_IGN if each in ignored else signal.SIG_DFL) for each in STOPS
+            ],
         )
     pids = []
 
@@ -111,6 +115,19 @@ def test_a_signal_ends_all_ranks(job, number, code, tmp_path):
     output = (tmp_path / "output").read_text()
     assert f"kdist: {number.name}: the job is ended" in output
     assert "Traceback" not in output
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("strategy", ["mpi", "collective"])
+def test_what_it_was_started_to_ignore_ends_nothing(tmp_path, strategy):
+    """As `nohup` does: the terminal that goes away sends SIGHUP."""
+    with started(tmp_path, WAIT, "--strategy", strategy, ignored=[signal.SIGHUP]) as (running, pids):
+        os.killpg(running.pid, signal.SIGHUP)
+        time.sleep(1.5)
+        assert running.poll() is None, (tmp_path / "output").read_text()
+        assert all(map(alive, pids))
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 143
 
 
 @pytest.mark.timeout(120)

@@ -238,6 +238,22 @@ def case_the_guides_loop_through_a_checkpoint() -> None:
     both_loops(OPTIMIZERS["adam"], 12, checkpoint=True)
 
 
+def case_an_update_with_a_scaled_loss_is_taken_by_all_or_none() -> None:
+    """Keras asks whether gradients are finite before it sums them: a rank's are its own then."""
+    for wrap in (lambda f: f, tf.function):
+        with scope() as strategy:
+            weight = keras.Variable([0.0])
+            optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+            optimizer.build([weight])
+            step = wrap(lambda gradient: strategy.run(lambda g: optimizer.apply([g], [weight]), (gradient,)))  # noqa: B023
+            for overflows in (-1, kdist.size() - 1, -1, 0):
+                step(tf.constant([np.inf if kdist.rank() == overflows else 8.0]))
+                strategy.reduce(SUM, 1.0, axis=None)
+            # One update at a scale of 4 and, after an overflow, one at 2.
+            assert float(weight.value[0]) == -(2.0 + 4.0) * kdist.size()
+            assert (float(optimizer.dynamic_scale), int(optimizer.iterations)) == (1.0, 2)
+
+
 def case_clipping_comes_before_the_sum() -> None:
     """As under TensorFlow's strategies: a custom loop clips each replica's own gradient, while `fit` clips the sum."""
     keras.config.set_floatx("float64")

@@ -159,6 +159,14 @@ def test_parameter_servers_by_tf_config_or_by_rank(word: str, info: ClusterInfo)
     assert choose(word, info).strategy == "parameter_server"
 
 
+@pytest.mark.parametrize(
+    ("word", "is_synchronous"), [("collective", False), ("mpi", False), ("auto", True), ("collective", True)]
+)
+def test_an_all_reduce_in_a_cluster_with_parameter_servers_is_refused(word: str, is_synchronous: bool) -> None:
+    with pytest.raises(StrategyError, match="Synchronous training has no parameter servers.*leave the ps out"):
+        choose(word, detect(tf_config("worker", *SERVERS)), is_synchronous=is_synchronous)
+
+
 def test_parameter_servers_of_one_process_are_keras_own() -> None:
     assert choose("parameter_server", ClusterInfo()).strategy == "single"
 

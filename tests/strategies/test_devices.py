@@ -7,6 +7,7 @@ import sys
 import pytest
 import tensorflow as tf
 
+from kdist.strategies import server
 from kdist.strategies.devices import share, take_devices, threads_per_rank
 from tests.helpers import spmd
 
@@ -85,6 +86,29 @@ def test_what_tensorflow_is_asked_for_a_gpu(visible, asked, monkeypatch):
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: found.append(("growth", gpu)))
     take_devices(1, 2, {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"})
     assert found == asked
+
+
+def test_a_workers_server_takes_its_gpu_by_the_number_that_the_host_gives_it(monkeypatch):
+    def gpus(*numbers):
+        devices = [tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU") for number in numbers]
+        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: devices)
+        return server._config({"worker": ["a:1", "a:2"]}, "worker", 1, 2).gpu_options.visible_device_list
+
+    assert gpus(0, 1, 2) == "1"
+    assert gpus(2) == "2"  # chosen before
+
+
+def test_ranks_that_share_cores_are_counted_where_they_tell_each_other():
+    """A container's ranks all have its mask, which is smaller than the host; ranks that are bound have their own."""
+    for sharing, threads in ((1, 12), (3, 4), (24, 1)):
+        found = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+            patch.setattr(os, "cpu_count", lambda: 64)
+            patch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 0)
+            patch.setattr(tf.config.threading, "set_intra_op_parallelism_threads", found.append)
+            take_devices(1, 3, {"TF_NUM_INTEROP_THREADS": "2"}, sharing)
+        assert found == [threads]
 
 
 # No GPU is needed to find the line: TensorFlow's refusal is put in its place.
