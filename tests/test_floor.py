@@ -40,6 +40,7 @@ FEATURES_HERE = (
     "run_eagerly",
     "sequences_of_unknown_length",
     "loss_reductions",
+    "losses_that_leave_out_a_class",
     "regularizers_and_add_loss",
     "gradient_accumulation",
     "loss_scale",

@@ -29,6 +29,8 @@ _SEED_INPUTS: dict[str, tuple[int, int | None]] = {
     "ShuffleDatasetV3": (2, 4),
 }
 _EACH_ITERATION = ("reshuffle_each_iteration", "rerandomize_each_iteration")
+# What follows one order for ever has a seed of its own: parts of it may be given to several verbs, and must stay apart.
+_FIXED = 1
 # Places that no step of a pipeline has, for seeds within one closed graph.
 _GRAPH, _FUNCTION = 10**6, 10**6 + 1
 _MAPS = ("MapDataset", "ParallelMapDataset", "ParallelMapDatasetV2", "MapAndBatchDataset")
@@ -37,6 +39,15 @@ _MAPS = ("MapDataset", "ParallelMapDataset", "ParallelMapDatasetV2", "MapAndBatc
 def derived_seed(seed: int, place: int) -> int:
     """Returns a positive 31-bit seed for the shuffle at some place of a pipeline."""
     return int(np.random.SeedSequence([seed, place]).generate_state(1)[0] >> 1) + 1
+
+
+def fixed_seed(place: int) -> int:
+    """Returns the seed of a shuffle without one whose order stays the same, whatever is made of it.
+
+    Args:
+        place: int, how many shuffles without a seed come before it.
+    """
+    return derived_seed(_FIXED, place)
 
 
 def from_variant(variant: Any, like: tf.data.Dataset, keep: Any = None) -> tf.data.Dataset:
@@ -174,7 +185,7 @@ def _own_generators(dataset: Any, nodes: Any, reshuffling: list[Any]) -> list[An
     return list(kept.values())
 
 
-def _one_row_shuffled(seed: Any, seed2: Any) -> tf.data.Dataset:
+def _one_row_shuffled(seed: Any, seed2: Any, *, reshuffle: bool = True) -> tf.data.Dataset:
     row = tf.data.Dataset.range(1)
     variant = tf.raw_ops.ShuffleDatasetV3(
         input_dataset=tf.data.experimental.to_variant(row),
@@ -182,6 +193,7 @@ def _one_row_shuffled(seed: Any, seed2: Any) -> tf.data.Dataset:
         seed=seed,
         seed2=seed2,
         seed_generator=tf.raw_ops.DummySeedGenerator(),
+        reshuffle_each_iteration=reshuffle,
         output_types=[tf.int64],
         output_shapes=[tf.TensorShape([])],
     )
@@ -200,6 +212,7 @@ def _connect(nodes: Any, node: Any, place: Any, source: Any, *, function: bool =
 def _repair(nodes: Any, seed: int, *, function: bool) -> list[Any]:
     """Repairs the nodes of a graph or function in place and returns what must be kept alive with them."""
     donors = []
+    num_shuffles, cached = 0, set() if function else _before_a_cache(nodes)
     for count, node in enumerate(_defects(nodes)):
         if "deterministic" in node.attr:
             node.attr["deterministic"].s = b"true"
@@ -210,6 +223,10 @@ def _repair(nodes: Any, seed: int, *, function: bool) -> list[Any]:
         first, generator = _SEED_INPUTS[node.op]
         reshuffle = "reshuffle_each_iteration" not in node.attr or node.attr["reshuffle_each_iteration"].b
         donor = tf.data.Dataset.range(1).shuffle(1, seed + count, reshuffle)
+        if not function and node.op.startswith("Shuffle"):
+            if not reshuffle or node.name in cached:
+                donor = _one_row_shuffled(fixed_seed(num_shuffles), 0, reshuffle=reshuffle)
+            num_shuffles += 1
         given = _nodes_of_seeds(donor)
         places = [first, first + 1] if generator is None else [first, first + 1, generator]
         if function:
@@ -220,6 +237,19 @@ def _repair(nodes: Any, seed: int, *, function: bool) -> list[Any]:
         for place, source in zip(places, given, strict=False):
             _connect(nodes, node, place, source, function=function)
     return donors
+
+
+def _before_a_cache(nodes: Any) -> set[str]:
+    """Returns the names of the nodes whose elements are cached: all passes see the order of the first."""
+    by_name = {node.name: node for node in nodes}
+    pending = [name for node in nodes if node.op.startswith("CacheDataset") for name in node.input]
+    found: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name in by_name and name not in found:
+            found.add(name)
+            pending.extend(by_name[name].input)
+    return found
 
 
 def _nodes_of_seeds(shuffled: tf.data.Dataset) -> list[Any]:

@@ -39,9 +39,10 @@ class Pipeline:
     """A pipeline that yields the same order on all ranks.
 
     Shuffles without a seed get one and parallel steps become deterministic. Where the user's dataset yields a new
-    order at each iteration, so does this one; a seeded shuffle yields the orders that it would in one process, the
-    first one first, for iterations of the user's do not count. Known steps at the end are made anew one by one; what
-    lies before them is rewritten as a graph, and only where it must be.
+    order at each iteration, so does this one; an order that stays (`reshuffle_each_iteration=False`, a cache) is the
+    same in all that is made of the shuffle, a part for training and one for validation. A seeded shuffle yields the
+    orders that it would in one process, the first one first, for iterations of the user's do not count. Known steps at
+    the end are made anew one by one; what lies before them is rewritten as a graph, and only where it must be.
 
     Args:
         dataset: the user's `tf.data.Dataset`.
@@ -55,6 +56,7 @@ class Pipeline:
     """
 
     def __init__(self, dataset: tf.data.Dataset, seed: int):
+        _check_caches(dataset)
         steps: list[Any] = []
         while _is_known(dataset) and not _has_disorderly_function(dataset):
             steps.insert(0, dataset)
@@ -144,13 +146,17 @@ def _replay_batch(step: Any, dataset: Any, seed: int) -> Any:
 
 
 def _replay_shuffle(step: Any, dataset: Any, seed: int) -> Any:
+    seeds = step._seed, step._seed2
     if _is_disorderly_step(step):
-        return dataset.shuffle(step._buffer_size, seed, step._reshuffle_each_iteration)
+        if _reshuffles(step):
+            return dataset.shuffle(step._buffer_size, seed, step._reshuffle_each_iteration)
+        before = (each for each in with_inputs(step._input_dataset) if type(each).__name__ == "_ShuffleDataset")
+        seeds = graph_order.fixed_seed(sum(map(_is_disorderly_step, before))), 0
     variant = tf.raw_ops.ShuffleDatasetV3(
         input_dataset=tf.data.experimental.to_variant(dataset),
         buffer_size=step._buffer_size,
-        seed=step._seed,
-        seed2=step._seed2,
+        seed=seeds[0],
+        seed2=seeds[1],
         seed_generator=_generator(step) if _reshuffles(step) else tf.raw_ops.DummySeedGenerator(),
         reshuffle_each_iteration=_reshuffles(step),
         **step._flat_structure,
@@ -234,6 +240,19 @@ def _with_one_order(dataset: Any, seed: int) -> Any:
             dataset,
         )
         return dataset
+
+
+def _check_caches(dataset: Any) -> None:
+    """Refuses a cache in a file that is not there yet: all ranks would write it."""
+    for each in with_inputs(dataset):
+        name = getattr(each, "_filename", None) if type(each).__name__ == "CacheDataset" else None
+        path = "" if name is None else tf.convert_to_tensor(name).numpy().decode()
+        if path and not tf.io.gfile.exists(f"{path}.index"):
+            raise DataError(
+                f"All ranks would write one cache. Received: a tf.data pipeline with cache({path!r}), a file that is "
+                "not there yet, or not whole. Expected one writer a file. Fix: give each rank its own, as in "
+                f'cache(f"{path}-{{kdist.rank()}}"), or cache in memory, or read the dataset through once before.'
+            )
 
 
 def _is_orderly(dataset: Any) -> bool:

@@ -294,13 +294,63 @@ def replaced_losses(model: keras.Model, wrap: Callable[[Any], Any]) -> Iterator[
         compile_loss._flat_losses = entries
 
 
+@contextlib.contextmanager
+def activities_scaled(model: keras.Model, scaled: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    """Applies a function to what activity regularizers return, where Keras takes that as it comes: a sum over the rows.
+
+    Keras 3.14 and later divide by the number of rows, which is as good as a mean.
+
+    Args:
+        model: `keras.Model`.
+        scaled: function of a scalar that returns a scalar.
+    """
+    version = tuple(int(part) for part in keras.__version__.split(".")[:2])
+    layers = [each for each in model._flatten_layers() if getattr(each, "activity_regularizer", None) is not None]
+    if version >= (3, 14):
+        layers = []
+    regularizers = [layer.__dict__["activity_regularizer"] for layer in layers]
+
+    def around(regularizer: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda output: scaled(regularizer(output))
+
+    for layer, regularizer in zip(layers, regularizers, strict=True):
+        layer.__dict__["activity_regularizer"] = around(regularizer)
+    try:
+        yield
+    finally:
+        for layer, regularizer in zip(layers, regularizers, strict=True):
+            layer.__dict__["activity_regularizer"] = regularizer
+
+
+@contextlib.contextmanager
+def noted_masks(loss: keras.losses.Loss) -> Iterator[list[Any]]:
+    """Gives the list in which the mask of what a loss puts out before its reduction is noted: its `ignore_class`.
+
+    Args:
+        loss: `keras.losses.Loss`, called once while the context is open; `None` is noted where it has no such mask.
+    """
+    masks: list[Any] = []
+    original = loss.call
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = original(*args, **kwargs)
+        masks.append(get_keras_mask(values))
+        return values
+
+    loss.__dict__["call"] = call
+    try:
+        yield masks
+    finally:
+        del loss.__dict__["call"]
+
+
 def unreduced(loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Splits a loss with a mean-like reduction into what is summed and what it is divided by.
 
     Args:
         loss: a loss with `reduction` one of `"sum_over_batch_size"`, `"mean"`, `"mean_with_sample_weight"`.
         y_true: targets, as the loss takes them.
-        y_pred: predictions, as the loss takes them; their Keras mask counts.
+        y_pred: predictions, as the loss takes them; their Keras mask counts, and that of the loss's own.
         sample_weight: weights, as the loss takes them, or `None`.
 
     Returns:
@@ -308,8 +358,11 @@ def unreduced(loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: 
     """
     elementwise = copy.copy(loss)
     elementwise.reduction = "none"
-    values = elementwise(y_true, y_pred, sample_weight)
-    mask = get_keras_mask(y_pred)
+    with noted_masks(elementwise) as masks:
+        values = elementwise(y_true, y_pred, sample_weight)
+    masks.append(get_keras_mask(y_pred))
+    masks = [each for each in masks if each is not None]
+    mask = functools.reduce(tf.logical_and, masks) if masks else None
     count = tf.cast(tf.size(values), values.dtype)
     if loss.reduction != "mean_with_sample_weight":
         if mask is not None:

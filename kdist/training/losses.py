@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from kdist.training._keras_internals import get_keras_mask, unreduced
+from kdist.training._keras_internals import get_keras_mask, noted_masks, unreduced
 
 
 class Shares(Protocol):
@@ -28,6 +28,9 @@ class Shares(Protocol):
 
     def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
         """Sums the active ranks' values."""
+
+    def per_share(self, value: tf.Tensor) -> tf.Tensor:
+        """Divides by this rank's share."""
 
 
 class GlobalLoss:
@@ -48,11 +51,14 @@ class GlobalLoss:
         if not isinstance(loss, keras.losses.Loss) or type(loss).__call__ is not keras.losses.Loss.__call__:
             return loss(y_true, y_pred, sample_weight)  # the user's own reduction counts by rows
         if loss.reduction in (None, "none", "sum"):
-            return self._per_share(loss(y_true, y_pred, sample_weight))
+            return self._shares.per_share(loss(y_true, y_pred, sample_weight))
         if self._is_mean_over_rows(y_pred, sample_weight):
-            return loss(y_true, y_pred, sample_weight)
+            with noted_masks(loss) as masks:
+                value = loss(y_true, y_pred, sample_weight)
+            if all(mask is None for mask in masks):
+                return value
         total, denominator = unreduced(loss, y_true, y_pred, sample_weight)
-        return self._per_share(tf.math.divide_no_nan(total, self._shares.sum_over_ranks(denominator)))
+        return self._shares.per_share(tf.math.divide_no_nan(total, self._shares.sum_over_ranks(denominator)))
 
     def _is_mean_over_rows(self, y_pred: Any, sample_weight: Any) -> bool:
         leaves = keras.tree.flatten(y_pred)
@@ -61,6 +67,3 @@ class GlobalLoss:
             and all(get_keras_mask(leaf) is None for leaf in leaves)
             and all(leaf.shape.rank is not None and leaf.shape[1:].is_fully_defined() for leaf in leaves)
         )
-
-    def _per_share(self, value: tf.Tensor) -> tf.Tensor:
-        return tf.math.divide_no_nan(value, tf.cast(self._shares.weight, value.dtype))

@@ -15,35 +15,29 @@ from kdist.engines.engine import Engine
 
 @contextlib.contextmanager
 def scalars_weighted(metrics: Sequence[keras.metrics.Metric], weight: Callable[[], tf.Tensor]) -> Iterator[None]:
-    """Counts what is handed to `Mean` and `Sum` as one number for a whole batch by the rank's share.
+    """Counts what is handed to `Mean` as one number for a whole batch by the rank's share.
 
-    One process would hand over one number a step; N ranks hand over N. Weighted by the ranks' shares they add up to
-    that one number.
+    One process would hand over one number a step, a mean of its batch; N ranks hand over N. Weighted by the ranks'
+    shares they add up to that one number. (What is handed to `Sum` is a count, of which each rank has its part.)
 
     Args:
         metrics: the metrics that are meant.
         weight: callable that returns the rank's share, a scalar tensor.
     """
-    classes = (keras.metrics.Mean, keras.metrics.Sum)
     meant = {id(metric) for metric in metrics}
-    originals = [cls.update_state for cls in classes]
+    original = keras.metrics.Mean.update_state
 
-    def weighted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-            if id(self) in meant and sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
-                sample_weight = tf.cast(weight(), self.dtype)
-            return original(self, values, sample_weight=sample_weight)
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        if id(self) in meant and sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
+            sample_weight = tf.cast(weight(), self.dtype)
+        return original(self, values, sample_weight=sample_weight)
 
-        return update_state
-
-    # The classes, for `MeanMetricWrapper` calls its parent's method; while a step is traced or run, and no longer.
-    for cls, original in zip(classes, originals, strict=True):
-        cls.update_state = weighted(original)
+    # The class, for `MeanMetricWrapper` calls its parent's method; while a step is traced or run, and no longer.
+    keras.metrics.Mean.update_state = update_state
     try:
         yield
     finally:
-        for cls, original in zip(classes, originals, strict=True):
-            cls.update_state = original
+        keras.metrics.Mean.update_state = original
 
 
 def flat_metrics(model: keras.Model) -> list[keras.metrics.Metric]:

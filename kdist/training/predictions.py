@@ -22,11 +22,12 @@ def gather_rows(
         engine: `Engine`, how the ranks talk to each other.
         output: tensor or `tf.RaggedTensor`, what the model puts out for this rank's rows, of any length.
         rows: `int64` scalar, how many of this rank's rows count: all, or none.
-        widths_differ: bool, whether the dimensions besides the first may differ between the ranks. The result of a
-            tensor is then ragged in all of them, until `restored` sees in which they do. The static shape does not
-            tell: it may be that of this rank's batch.
+        widths_differ: bool, whether the dimensions besides the first may differ between the ranks, as those of their
+            batches do. The result of a tensor is then ragged in all of them, until `restored` sees in which they do.
+            So it is where the model decides them: the static shape leaves them open, or is only this batch's.
     """
     mine = output[: tf.where(rows > 0, tf.int32.max, 0)]
+    widths_differ = widths_differ or tf.executing_eagerly() or not mine.shape[1:].is_fully_defined()
     if widths_differ and not isinstance(mine, tf.RaggedTensor) and mine.shape.rank > 1:
         mine = tf.RaggedTensor.from_tensor(mine, ragged_rank=mine.shape.rank - 1)
     if not isinstance(mine, tf.RaggedTensor):

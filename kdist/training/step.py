@@ -97,12 +97,17 @@ class Step:
             )
         return tf.math.multiply_no_nan(value, weight)
 
+    def per_share(self, value: tf.Tensor) -> tf.Tensor:
+        """Divides what is a sum over this rank's rows, so that the ranks' weighted sum is the sum over all rows."""
+        return tf.math.divide_no_nan(value, tf.cast(self.weight, value.dtype))
+
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[None]:
         """Opens the step on a model: losses, metrics and seeds follow the ranks' shares while it is open."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._extended.in_step(self))
             stack.enter_context(internals.replaced_losses(model, lambda loss: GlobalLoss(loss, self)))
+            stack.enter_context(internals.activities_scaled(model, self.per_share))
             stack.enter_context(scalars_weighted(flat_metrics(model), lambda: self.share))
             stack.enter_context(folded_seeds(internals.seed_generators(model), self._rank))
             yield

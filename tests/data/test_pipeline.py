@@ -101,6 +101,39 @@ def test_the_shuffles_really_differ_without_a_pipeline():
     assert epochs(Dataset.range(20).shuffle(20)) != epochs(Dataset.range(20).shuffle(20))
 
 
+def image_tutorial():
+    return Dataset.range(40).shuffle(40, reshuffle_each_iteration=False)
+
+
+# How TensorFlow's tutorials split: the shuffle has one order for all that is made of it.
+SPLITS = {
+    "steps": lambda full: (full.skip(10).batch(4), full.take(10).batch(4)),
+    "graphs": lambda full: (full.skip(10).cache().shuffle(30), full.take(10).cache()),
+    "a step and a graph": lambda full: (full.skip(10).map(lambda x: x), full.take(10).cache()),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        image_tutorial,
+        lambda: image_tutorial().shuffle(40, reshuffle_each_iteration=False),
+        lambda: Dataset.range(40).shuffle(40).cache(),
+        lambda: Dataset.range(40).shuffle(40).map(lambda x: x).cache().prefetch(1),
+    ],
+)
+def test_what_is_taken_and_what_is_skipped_have_nothing_in_common(make, split):
+    """Whenever the verbs come that they are given to."""
+    parts = SPLITS[split](make())
+    train, val = (
+        set(np.concatenate(epochs(Pipeline(part, seed).dataset(), 1)[0], axis=None)) for seed, part in enumerate(parts)
+    )
+    assert (len(train), len(val), len(train | val)) == (30, 10, 40)
+    (again,) = epochs(Pipeline(parts[1], seed=9).dataset(), 1)
+    assert set(np.concatenate(again, axis=None)) == val
+
+
 def test_shuffled_file_names_follow_one_order(tmp_path):
     for file in range(6):
         tmp_path.joinpath(f"{file}.txt").write_text(f"{file}\n")
@@ -182,6 +215,14 @@ def test_sloppy_options_of_the_user_are_overruled():
     options = tf.data.Options()
     options.deterministic = True
     assert epochs(dataset.with_options(options)) == [list(range(9))] * 2
+
+
+def test_a_cache_that_all_ranks_would_write_is_refused(tmp_path):
+    path = str(tmp_path / "kept")
+    cached = Dataset.range(8).cache(path).batch(2)
+    with pytest.raises(DataError, match=r"All ranks would write one cache.*Fix: .*kdist.rank\(\)"):
+        Pipeline(cached, seed=7)
+    assert epochs(cached, 1) == epochs(Pipeline(cached, seed=7).dataset(), 1)  # it is whole now
 
 
 def test_a_shuffle_in_a_function_is_told(caplog):
