@@ -43,8 +43,9 @@ class EngineCallback(keras.callbacks.Callback):
         """Raises where each rank trains by itself, for callbacks that look into steps that all ranks make together.
 
         Raises:
-            ScopeError: with `sync_every`.
+            ScopeError: with `sync_every`, or where no rank makes a step of its own.
         """
+        refuse_other_strategies(self.model, type(self).__name__)
         replicated = self.model.__dict__.get("_kdist")
         if replicated is not None and replicated.averaging is not None:
             raise ScopeError(
@@ -52,6 +53,27 @@ class EngineCallback(keras.callbacks.Callback):
                 f"sync_every={replicated.settings.sync_every}. Expected gradients that are summed in each step. Fix: "
                 f"leave {type(self).__name__} out, or sync_every."
             )
+
+
+def refuse_other_strategies(model: keras.Model, who: str) -> None:
+    """Raises where a training step is not one replica's of this process, for callbacks that look into it.
+
+    Args:
+        model: `keras.Model`.
+        who: str, who looks, for the message.
+
+    Raises:
+        ScopeError: if the model trains on several devices of this process, on TPUs or on parameter servers' workers.
+    """
+    strategy = getattr(model, "distribute_strategy", None)
+    is_of_one_replica = strategy is None or hasattr(strategy, "engine") or strategy.num_replicas_in_sync == 1
+    kept = model.__dict__.get("_kdist")
+    if not is_of_one_replica or not (kept is None or hasattr(kept, "averaging")):
+        raise ScopeError(
+            f"This callback looks into the step of one replica a process. Received: {who} and a model of "
+            f"{type(strategy).__name__}. Expected a model that trains by all-reduce, or in one process on one device. "
+            f"Fix: leave {who} out, or start one process for each device."
+        )
 
 
 def engine_of(model: keras.Model, who: str) -> Engine:

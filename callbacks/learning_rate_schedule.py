@@ -11,7 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.errors import DataError
+from kdist.callbacks.engine_callback import refuse_other_strategies
+from kdist.errors import DataError, ScopeError
 from kdist.training.learning_rate import correct_momentum
 from kdist.training.optimizers import innermost, optimizers_of
 from kdist.training.step_wrappers import replaced, step_wrappers
@@ -43,6 +44,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     Raises:
         DataError: when training begins, if the number of steps is not known.
+        ScopeError: when training begins, if the optimizer is a `MultiOptimizer`, or a step is not one replica's of this
+            process.
 
     Example:
     ```python
@@ -76,6 +79,12 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Puts the multiplier between the optimizer and its rate."""
+        refuse_other_strategies(self.model, type(self).__name__)
+        if any(hasattr(innermost(each), "optimizers") for each in optimizers_of(self.model)):
+            raise ScopeError(
+                f"{type(self).__name__} follows one learning rate. Received: a MultiOptimizer, which has one for each "
+                "of its parts. Expected another optimizer. Fix: give the parts schedules of Keras'."
+            )
         if self._num_steps() is None:
             raise DataError(
                 f"{type(self).__name__} follows fractions of an epoch. Received: data of unknown length. Expected the "

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from kdist.callbacks.engine_callback import engine_of
+from kdist.callbacks.engine_callback import engine_of, refuse_other_strategies
 from kdist.callbacks.learning_rate_schedule import LearningRateSchedule
 from kdist.engines.engine import Engine
 from kdist.errors import StrategyError
@@ -78,6 +78,7 @@ class LearningRateWarmup(LearningRateSchedule):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Takes over from the scope's own warm-up."""
+        refuse_other_strategies(self.model, type(self).__name__)
         for rate in self._scaled_rates():
             rate.set_warmup(0.0)
             if self.start is None:

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.callbacks.engine_callback import EngineCallback
+from kdist.callbacks.engine_callback import EngineCallback, refuse_other_strategies
 from kdist.data.shard import Shard, count_rows
 from kdist.engines.engine import Engine
 from kdist.training._keras_internals import print_msg
@@ -96,6 +96,7 @@ class Throughput(EngineCallback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Puts the clock into the model's step."""
+        refuse_other_strategies(self.model, type(self).__name__)
         self._totals, self._num_epochs, self.slowest = [Times(0, 0.0, 0.0, 0.0)] * self.engine.size, 0, None
         step_wrappers(self.model).put(self._around_step)
 

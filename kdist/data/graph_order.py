@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,6 @@ _SEED_INPUTS: dict[str, tuple[int, int | None]] = {
     "ShuffleDatasetV3": (2, 4),
 }
 _EACH_ITERATION = ("reshuffle_each_iteration", "rerandomize_each_iteration")
-# What follows one order for ever has a seed of its own: parts of it may be given to several verbs, and must stay apart.
-_FIXED = 1
 # Places that no step of a pipeline has, for seeds within one closed graph.
 _GRAPH, _FUNCTION = 10**6, 10**6 + 1
 _MAPS = ("MapDataset", "ParallelMapDataset", "ParallelMapDatasetV2", "MapAndBatchDataset")
@@ -39,15 +37,6 @@ _MAPS = ("MapDataset", "ParallelMapDataset", "ParallelMapDatasetV2", "MapAndBatc
 def derived_seed(seed: int, place: int) -> int:
     """Returns a positive 31-bit seed for the shuffle at some place of a pipeline."""
     return int(np.random.SeedSequence([seed, place]).generate_state(1)[0] >> 1) + 1
-
-
-def fixed_seed(place: int) -> int:
-    """Returns the seed of a shuffle without one whose order stays the same, whatever is made of it.
-
-    Args:
-        place: int, how many shuffles without a seed come before it.
-    """
-    return derived_seed(_FIXED, place)
 
 
 def from_variant(variant: Any, like: tf.data.Dataset, keep: Any = None) -> tf.data.Dataset:
@@ -76,7 +65,7 @@ def is_disorderly(graph: Any, *, random_counts: bool) -> bool:
     return any(_defects(nodes) for nodes in _node_lists(graph)) or bool(_random_decisions(graph))
 
 
-def rewritten(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
+def rewritten(dataset: tf.data.Dataset, seed: int, lasting: Sequence[int] = ()) -> tf.data.Dataset:
     """Returns a dataset in which unseeded shuffles have a seed and all steps are deterministic.
 
     Seeded shuffles begin with their first order, whatever has iterated them.
@@ -84,6 +73,7 @@ def rewritten(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
     Args:
         dataset: `tf.data.Dataset`.
         seed: int, equal on all ranks.
+        lasting: sequence of int, for each unseeded shuffle, inputs first, the seed that it gets if its order lasts.
 
     Returns:
         `dataset` itself if its graph follows one order already.
@@ -105,7 +95,7 @@ def rewritten(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
         return dataset
     generators = _own_generators(dataset, graph.node, reshuffling)
     # Functions come in no certain order: they share a seed.
-    donors = _repair(graph.node, derived_seed(seed, _GRAPH), function=False)
+    donors = _repair(graph.node, derived_seed(seed, _GRAPH), function=False, lasting=lasting)
     for function in graph.library.function:
         _repair(function.node_def, derived_seed(seed, _FUNCTION), function=True)
     if inside := sorted({op for ops in found[1:] for op in ops if op in _SEED_INPUTS}):
@@ -209,11 +199,15 @@ def _connect(nodes: Any, node: Any, place: Any, source: Any, *, function: bool =
     node.input[place] = f"{copy.name}:{output}:0" if function else copy.name
 
 
-def _repair(nodes: Any, seed: int, *, function: bool) -> list[Any]:
+def _repair(nodes: Any, seed: int, *, function: bool, lasting: Sequence[int] = ()) -> list[Any]:
     """Repairs the nodes of a graph or function in place and returns what must be kept alive with them."""
     donors = []
-    num_shuffles, cached = 0, set() if function else _before_a_cache(nodes)
-    for count, node in enumerate(_defects(nodes)):
+    defects = _defects(nodes)
+    shuffles = [] if function else [node.name for node in defects if node.op in _SEED_INPUTS and "Shuffle" in node.op]
+    # What the graph has more or less of than Python knows is told apart by its place.
+    lasting = lasting if len(lasting) == len(shuffles) else [derived_seed(1, place) for place in range(len(shuffles))]
+    seed_of, cached = dict(zip(shuffles, lasting, strict=True)), _before_a_cache(nodes)
+    for count, node in enumerate(defects):
         if "deterministic" in node.attr:
             node.attr["deterministic"].s = b"true"
         if "sloppy" in node.attr:
@@ -223,10 +217,8 @@ def _repair(nodes: Any, seed: int, *, function: bool) -> list[Any]:
         first, generator = _SEED_INPUTS[node.op]
         reshuffle = "reshuffle_each_iteration" not in node.attr or node.attr["reshuffle_each_iteration"].b
         donor = tf.data.Dataset.range(1).shuffle(1, seed + count, reshuffle)
-        if not function and node.op.startswith("Shuffle"):
-            if not reshuffle or node.name in cached:
-                donor = _one_row_shuffled(fixed_seed(num_shuffles), 0, reshuffle=reshuffle)
-            num_shuffles += 1
+        if node.name in seed_of and (not reshuffle or node.name in cached):
+            donor = _one_row_shuffled(seed_of[node.name], 0, reshuffle=reshuffle)
         given = _nodes_of_seeds(donor)
         places = [first, first + 1] if generator is None else [first, first + 1, generator]
         if function:

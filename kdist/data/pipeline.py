@@ -6,8 +6,10 @@ apart: what remains before it is one closed dataset, inspected as a graph.
 
 from __future__ import annotations
 
+import collections
 import logging
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -56,14 +58,14 @@ class Pipeline:
     """
 
     def __init__(self, dataset: tf.data.Dataset, seed: int):
-        _check_caches(dataset)
+        self._lasting = dict(_lasting_seeds(dataset))
         steps: list[Any] = []
         while _is_known(dataset) and not _has_disorderly_function(dataset):
             steps.insert(0, dataset)
             dataset = dataset._input_dataset
         self.steps = tuple(steps)
         self._seed = seed
-        self._base = _with_one_order(dataset, seed)
+        self._base = _with_one_order(dataset, seed, [self._lasting[each] for each, _ in _lasting_seeds(dataset)])
         changed = [self._base is not dataset, *(_is_disorderly_step(step) or _reshuffles(step) for step in steps)]
         self._unchanged = changed.index(True) if True in changed else len(changed)
 
@@ -80,7 +82,8 @@ class Pipeline:
         step = self.steps[num_steps - 1]
         if num_steps < self._unchanged:
             return step
-        seed = graph_order.derived_seed(self._seed, num_steps)
+        lasts = type(step).__name__ == "_ShuffleDataset" and not _reshuffles(step)
+        seed = self._lasting.get(id(step), 0) if lasts else graph_order.derived_seed(self._seed, num_steps)
         return _REPLAYS[type(step).__name__](step, self.dataset(num_steps - 1), seed)
 
 
@@ -150,8 +153,7 @@ def _replay_shuffle(step: Any, dataset: Any, seed: int) -> Any:
     if _is_disorderly_step(step):
         if _reshuffles(step):
             return dataset.shuffle(step._buffer_size, seed, step._reshuffle_each_iteration)
-        before = (each for each in with_inputs(step._input_dataset) if type(each).__name__ == "_ShuffleDataset")
-        seeds = graph_order.fixed_seed(sum(map(_is_disorderly_step, before))), 0
+        seeds = seed, 0
     variant = tf.raw_ops.ShuffleDatasetV3(
         input_dataset=tf.data.experimental.to_variant(dataset),
         buffer_size=step._buffer_size,
@@ -226,9 +228,9 @@ def _has_disorderly_function(dataset: Any) -> bool:
     )
 
 
-def _with_one_order(dataset: Any, seed: int) -> Any:
+def _with_one_order(dataset: Any, seed: int, lasting: Sequence[int]) -> Any:
     if not _is_orderly(dataset):
-        return graph_order.rewritten(dataset, seed)
+        return graph_order.rewritten(dataset, seed, lasting)
     if not any(_reshuffles(each) for each in with_inputs(dataset)):
         return dataset
     try:
@@ -242,17 +244,41 @@ def _with_one_order(dataset: Any, seed: int) -> Any:
         return dataset
 
 
-def _check_caches(dataset: Any) -> None:
-    """Refuses a cache in a file that is not there yet: all ranks would write it."""
-    for each in with_inputs(dataset):
-        name = getattr(each, "_filename", None) if type(each).__name__ == "CacheDataset" else None
-        path = "" if name is None else tf.convert_to_tensor(name).numpy().decode()
-        if path and not tf.io.gfile.exists(f"{path}.index"):
-            raise DataError(
-                f"All ranks would write one cache. Received: a tf.data pipeline with cache({path!r}), a file that is "
-                "not there yet, or not whole. Expected one writer a file. Fix: give each rank its own, as in "
-                f'cache(f"{path}-{{kdist.rank()}}"), or cache in memory, or read the dataset through once before.'
-            )
+def _lasting_seeds(dataset: Any) -> list[tuple[int, int]]:
+    """Returns the id of each shuffle without a seed, inputs first, with a seed for it if its order lasts.
+
+    All that is made of such a shuffle must be in one order, whichever verb it is given to and whatever it is joined
+    with there: a part for training and one for validation would overlap. So the seed follows from what is shuffled.
+    """
+    found: dict[int, int] = {}
+    visits, num_alike = [], collections.Counter[str]()
+    for each in _inputs_first(dataset):
+        if type(each).__name__ == "_ShuffleDataset" and _is_disorderly_step(each):
+            if id(each) not in found:
+                kind = " ".join(_look(part) for part in with_inputs(each))
+                found[id(each)] = graph_order.derived_seed(zlib.crc32(kind.encode()), num_alike[kind])
+                num_alike[kind] += 1
+            visits.append((id(each), found[id(each)]))
+    return visits
+
+
+def _look(dataset: Any) -> str:
+    bounds = [str(getattr(dataset, name, "")) for name in ("_start", "_stop", "_step")]
+    lengths = [str(leaf.shape) for leaf in getattr(dataset, "_tensors", ()) if hasattr(leaf, "shape")]
+    return " ".join([type(dataset).__name__, str(dataset.element_spec), *bounds, *lengths])
+
+
+def _inputs_first(dataset: Any) -> Iterator[Any]:
+    for each in dataset._inputs():
+        yield from _inputs_first(each)
+    yield dataset
+
+
+def files_to_write(dataset: Any) -> list[str]:
+    """Returns the files in which a pipeline caches what it yields, and that are not there yet, or not whole."""
+    caches = [each for each in with_inputs(dataset) if type(each).__name__ == "CacheDataset"]
+    names = [tf.convert_to_tensor(getattr(each, "_filename", "")).numpy().decode() for each in caches]
+    return [name for name in names if name and not tf.io.gfile.exists(f"{name}.index")]
 
 
 def _is_orderly(dataset: Any) -> bool:

@@ -296,16 +296,18 @@ def replaced_losses(model: keras.Model, wrap: Callable[[Any], Any]) -> Iterator[
 
 @contextlib.contextmanager
 def activities_scaled(model: keras.Model, scaled: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
-    """Applies a function to what activity regularizers return, where Keras takes that as it comes: a sum over the rows.
+    """Applies a function to what Keras' own activity regularizers return, where that counts as a sum over the rows.
 
-    Keras 3.14 and later divide by the number of rows, which is as good as a mean.
+    Keras 3.14 and later divide by the number of rows, which is as good as a mean. What a regularizer of the user's own
+    returns may be either.
 
     Args:
         model: `keras.Model`.
         scaled: function of a scalar that returns a scalar.
     """
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])
-    layers = [each for each in model._flatten_layers() if getattr(each, "activity_regularizer", None) is not None]
+    own = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+    layers = [each for each in model._flatten_layers() if type(getattr(each, "activity_regularizer", None)) in own]
     if version >= (3, 14):
         layers = []
     regularizers = [layer.__dict__["activity_regularizer"] for layer in layers]
@@ -330,7 +332,7 @@ def noted_masks(loss: keras.losses.Loss) -> Iterator[list[Any]]:
         loss: `keras.losses.Loss`, called once while the context is open; `None` is noted where it has no such mask.
     """
     masks: list[Any] = []
-    original = loss.call
+    original, of_the_instance = loss.call, loss.__dict__.get("call")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         values = original(*args, **kwargs)
@@ -342,6 +344,8 @@ def noted_masks(loss: keras.losses.Loss) -> Iterator[list[Any]]:
         yield masks
     finally:
         del loss.__dict__["call"]
+        if of_the_instance is not None:
+            loss.__dict__["call"] = of_the_instance
 
 
 def unreduced(loss: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[tf.Tensor, tf.Tensor]:

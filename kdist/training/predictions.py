@@ -24,12 +24,18 @@ def gather_rows(
         rows: `int64` scalar, how many of this rank's rows count: all, or none.
         widths_differ: bool, whether the dimensions besides the first may differ between the ranks, as those of their
             batches do. The result of a tensor is then ragged in all of them, until `restored` sees in which they do.
-            So it is where the model decides them: the static shape leaves them open, or is only this batch's.
+            So it is where the model decides them: a graph's static shape leaves them open.
     """
+    if not isinstance(output, tf.RaggedTensor):
+        output = tf.convert_to_tensor(output)
     mine = output[: tf.where(rows > 0, tf.int32.max, 0)]
-    widths_differ = widths_differ or tf.executing_eagerly() or not mine.shape[1:].is_fully_defined()
-    if widths_differ and not isinstance(mine, tf.RaggedTensor) and mine.shape.rank > 1:
-        mine = tf.RaggedTensor.from_tensor(mine, ragged_rank=mine.shape.rank - 1)
+    if not isinstance(mine, tf.RaggedTensor) and mine.shape.rank is not None:
+        is_graph = not tf.executing_eagerly()
+        open_axes = [
+            axis for axis, width in enumerate(mine.shape) if axis and (widths_differ or is_graph and not width)
+        ]
+        if open_axes:
+            mine = tf.RaggedTensor.from_tensor(mine, ragged_rank=open_axes[-1])
     if not isinstance(mine, tf.RaggedTensor):
         return _gather_values(engine, mine)
     lengths = engine.allgather(mine.nested_row_lengths())
@@ -54,7 +60,7 @@ def _least_ragged(ragged: tf.RaggedTensor) -> Any:
     """Makes the inner dimensions in which nothing differs plain ones, as `predict` of one process does."""
     values = ragged.flat_values.numpy()
     lengths = [level.numpy() for level in ragged.nested_row_lengths()]
-    while lengths and len(set(lengths[-1].tolist())) <= 1:
+    while lengths and (lengths[-1] == lengths[-1][:1]).all():
         width = lengths[-1][0] if len(lengths[-1]) else 0
         values = values.reshape(len(lengths.pop()), width, *values.shape[1:])
     return tf.RaggedTensor.from_nested_row_lengths(values, lengths) if lengths else values

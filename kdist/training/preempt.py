@@ -137,5 +137,8 @@ class Preempt(JobWide):
         fields = (name for _, name, _, _ in string.Formatter().parse(checkpoint.filepath) if name)
         # A validation metric, say, of an epoch that has not been validated.
         path = checkpoint.filepath.format(**{**dict.fromkeys(fields, float("nan")), **known})
+        if checkpoint.save_best_only and os.path.exists(path):  # the best one so far
+            suffix = next(each for each in (".weights.h5", ".keras", "") if path.endswith(each))
+            path = f"{path.removesuffix(suffix)}-preempted{suffix}"
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True) if self.is_chief else None
         self.model.save_weights(path) if checkpoint.save_weights_only else self.model.save(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 from kdist.data.arrays import ArraySource
 from kdist.data.generator import GeneratorSource
 from kdist.data.own_stream import OwnStream
+from kdist.data.pipeline import files_to_write
 from kdist.data.py_dataset import PyDatasetSource, ShardedPyDataset
 from kdist.data.shard import Shard, slice_rows
 from kdist.data.shard import split_batch as split_rows_of_batch
@@ -33,6 +35,8 @@ def make_source(
 ) -> Source:
     """Makes this rank's source of what one of Keras' data adapters holds.
 
+    Collective: every rank must call this, in the same order.
+
     Args:
         adapter: Keras' `DataAdapter`, which has checked and standardised the user's input.
         engine: `Engine`, for rank and size.
@@ -53,10 +57,27 @@ def make_source(
     )
     dataset = internals.tf_dataset(adapter)
     if dataset is not None:
+        _check_caches(dataset, engine)
         return tf_data_source(dataset, job, auto_shard=auto_shard)
     if auto_shard:
         return _source(adapter, job)
     return OwnStream(_source(adapter, job.alone()), job)
+
+
+def _check_caches(dataset: tf.data.Dataset, engine: Engine) -> None:
+    """Refuses a cache that several ranks of a host would write to one file.
+
+    Collective: every rank must call this, in the same order.
+    """
+    host = os.uname().nodename
+    everyone = engine.gather_objects([host, files_to_write(dataset)])
+    of_this_host = [path for where, paths in everyone if where == host for path in set(paths)]
+    if twice := sorted(path for path in set(of_this_host) if of_this_host.count(path) > 1):
+        raise DataError(
+            f"Ranks of one host would write one cache. Received: a tf.data pipeline with cache({twice[0]!r}), a file "
+            "that is not there yet, or not whole. Expected one writer a file. Fix: give each rank its own, as in "
+            f'cache(f"{twice[0]}-{{kdist.rank()}}"), or cache in memory, or read the dataset through once before.'
+        )
 
 
 def _source(adapter: Any, plan: Plan) -> Source:

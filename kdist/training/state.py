@@ -19,7 +19,7 @@ from kdist.engines.engine import Engine
 from kdist.errors import MismatchError, NotSynchronizedError
 from kdist.gradients.wire import buckets
 from kdist.training import _keras_internals as internals
-from kdist.training.optimizers import optimizers_of
+from kdist.training.optimizers import innermost, optimizers_of
 
 _BROADCAST_MB = 16.0  # of weights in a message, from which on it is sent
 
@@ -84,9 +84,9 @@ def learning_rates(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str
 
 def _has_rate(optimizer: keras.optimizers.Optimizer) -> bool:
     # A number is state, which a callback may have restored on the chief alone. A schedule is a setting.
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    return isinstance(optimizer._learning_rate, keras.Variable)
+    optimizer = innermost(optimizer)
+    is_one = not hasattr(optimizer, "optimizers")  # a `MultiOptimizer` has as many rates as parts
+    return is_one and isinstance(optimizer._learning_rate, keras.Variable)
 
 
 def _settings(thing: Any, without: tuple[str, ...] = ()) -> str:

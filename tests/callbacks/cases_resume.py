@@ -459,6 +459,14 @@ def told_to_go_with_a_model_checkpoint() -> None:
         assert [each.name for each in folder.iterdir()] == ["1-nan.keras"]
         saved = keras.models.load_model(folder / "1-nan.keras")
         assert int(saved.optimizer.iterations) == int(model.optimizer.iterations)
+        folder.joinpath("best.keras").write_text("the best so far")
+    kdist.barrier()
+    checkpoint = keras.callbacks.ModelCheckpoint(str(folder / "best.keras"), save_best_only=True)
+    with pytest.raises(SystemExit):
+        model.fit(**inputs("arrays"), verbose=0, callbacks=[checkpoint, tell, kdist.callbacks.Preemption()])
+    if kdist.is_chief():
+        assert folder.joinpath("best.keras").read_text() == "the best so far"
+        assert keras.models.load_model(folder / "best-preempted.keras").built
 
 
 # Another number of ranks: what one launch leaves another takes up.

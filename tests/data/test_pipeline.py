@@ -134,6 +134,21 @@ def test_what_is_taken_and_what_is_skipped_have_nothing_in_common(make, split):
     assert set(np.concatenate(again, axis=None)) == val
 
 
+@pytest.mark.parametrize("length", [40, 41])
+def test_so_it_is_where_classes_are_balanced(length):
+    """Whatever a shuffled dataset is joined with: in training the other class, shuffled again, comes before it."""
+    one = Dataset.range(40).shuffle(40, reshuffle_each_iteration=False)
+    other = Dataset.range(100, 100 + length).shuffle(41, reshuffle_each_iteration=False)
+    train = one.skip(10).shuffle(30).concatenate(other.skip(10).shuffle(31)).batch(4)
+    val = one.take(10).concatenate(other.take(10)).batch(4)
+    parts = [
+        set(np.concatenate(epochs(Pipeline(part, seed).dataset(), 1)[0], axis=None))
+        for seed, part in enumerate((train, val, other.take(10)))
+    ]
+    assert not parts[0] & parts[1]
+    assert parts[2] < parts[1]
+
+
 def test_shuffled_file_names_follow_one_order(tmp_path):
     for file in range(6):
         tmp_path.joinpath(f"{file}.txt").write_text(f"{file}\n")
@@ -217,12 +232,12 @@ def test_sloppy_options_of_the_user_are_overruled():
     assert epochs(dataset.with_options(options)) == [list(range(9))] * 2
 
 
-def test_a_cache_that_all_ranks_would_write_is_refused(tmp_path):
+def test_files_that_a_cache_will_write_are_known(tmp_path):
     path = str(tmp_path / "kept")
-    cached = Dataset.range(8).cache(path).batch(2)
-    with pytest.raises(DataError, match=r"All ranks would write one cache.*Fix: .*kdist.rank\(\)"):
-        Pipeline(cached, seed=7)
-    assert epochs(cached, 1) == epochs(Pipeline(cached, seed=7).dataset(), 1)  # it is whole now
+    cached = Dataset.range(8).cache(path).batch(2).cache()
+    assert pipeline.files_to_write(cached) == [path]
+    assert epochs(cached, 1) == epochs(Pipeline(cached, seed=7).dataset(), 1)
+    assert pipeline.files_to_write(cached) == []  # it is whole now
 
 
 def test_a_shuffle_in_a_function_is_told(caplog):

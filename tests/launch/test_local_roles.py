@@ -63,6 +63,7 @@ if task["type"] == "chief":
     wait_for(lambda: len(pids(1)) == 2)
     workers = [int(pid) for (pid,) in pids(1)]
     os.kill(os.getppid(), signal.SIGSTOP)
+    wait_for(lambda: " T " in pathlib.Path(f"/proc/{os.getppid()}/stat").read_text())
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: all(" Z " in pathlib.Path(f"/proc/{pid}/stat").read_text() for pid in workers))

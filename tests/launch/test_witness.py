@@ -51,8 +51,10 @@ def test_the_first_rank_to_die_is_named_and_no_other(command, tmp_path, end, cod
     """Before kdist is used for anything, too: nobody watches over the ranks then."""
     ended = spmd.execute([*command, end, str(tmp_path)], timeout=LIMIT)
     assert not ended.timed_out, ended.output
-    # Of a signal Hydra may have heard first: the code is the launcher's own then, as docs/failure.md says.
-    assert ended.returncode in (code, code - 128), ended.output
+    # Of a signal Hydra may have heard first: the code is the launcher's own then, as docs/failure.md says, which is
+    # all bits of the signals that ended a rank, the SIGTERM that it sends the others too.
+    number = max(0, code - 128)
+    assert ended.returncode == code or number and ended.returncode & number == number, ended.output
     assert ended.output.count("[kdist] rank 2 of 3") == 1, ended.output
     assert ended.output.count("[kdist] rank") == 1, ended.output
     assert (DIED in ended.output) == (end != "sys.exit(6)"), ended.output
@@ -88,7 +90,12 @@ def test_nothing_is_said_when_all_is_well(command, tmp_path):
 @pytest.mark.timeout(LIMIT)
 def test_ranks_that_are_ended_by_ctrl_c_are_not_said_to_have_died(command, tmp_path):
     job = subprocess.Popen(
-        [*command, "pass", str(tmp_path)], cwd=spmd.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "pass", str(tmp_path)],
+        cwd=spmd.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which `pytest &` ignores
     )
     while len(list(tmp_path.glob("[012]"))) < 3:
         time.sleep(0.1)

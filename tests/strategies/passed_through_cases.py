@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist.errors import StrategyError
+from kdist.callbacks import LearningRateWarmup
+from kdist.errors import ScopeError, StrategyError
 
 ROWS, BATCH = 40, 4
 
@@ -84,6 +85,14 @@ def mirrored() -> None:
 
     with kdist.scope("mirrored", scale_batch=False):
         same(trained(sgd(0.1), BATCH), trained(sgd(0.1), BATCH))
+
+    with kdist.scope("mirrored"):
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        callbacks = kdist.callbacks
+        for looking in (callbacks.NaNPolicy(), callbacks.ReplicaCheck(), callbacks.Throughput(), LearningRateWarmup(2)):
+            with pytest.raises(ScopeError, match=f"one replica a process. Received: {type(looking).__name__} and"):
+                model.fit(*rows(), batch_size=BATCH, verbose=0, callbacks=[looking])
 
     said: list[str] = []
     handler = logging.Handler()

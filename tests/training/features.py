@@ -1493,6 +1493,19 @@ def float8_layers() -> None:
 
 
 @feature
+def an_optimizer_of_several() -> None:
+    """Keras' `MultiOptimizer`, an optimizer for each kind of variable: it trains, unscaled."""
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        return
+
+    def several() -> keras.optimizers.Optimizer:
+        parts = keras.optimizers.SGD(0.05, momentum=0.9), keras.optimizers.Adam(0.01)
+        return keras.optimizers.MultiOptimizer(lambda variable: parts["bias" in variable.path])
+
+    simple(lambda: {"optimizer": several(), "metrics": ["mae"]}, all_verbs=True)
+
+
+@feature
 def two_optimizers() -> None:
     """A GAN: two optimizers in one step, each with its own variables; one of them clips."""
     _two_optimizers()
@@ -1610,6 +1623,10 @@ def predictions_that_are_no_plain_arrays() -> None:
         def predict_step(self, data: Any) -> Any:
             return tf.RaggedTensor.from_tensor(tf.ones([tf.size(data), 3, 2]), lengths=data).to_tensor()
 
+    class FoundNothing(keras.Model):
+        def predict_step(self, data: Any) -> Any:
+            return tf.boolean_mask(tf.ones([tf.shape(data)[0], 3, 4]), [False] * 3, axis=1)
+
     class Pad(keras.Model):
         def predict_step(self, data: Any) -> Any:
             return tf.one_hot(data, 3)
@@ -1623,19 +1640,16 @@ def predictions_that_are_no_plain_arrays() -> None:
         even = Pad().predict(sequences.take(8).padded_batch(4, [None]), verbose=0)
         assert isinstance(even, np.ndarray), type(even)
         # The input's shape is fixed, and the model's output is as wide as the widest row of a batch.
-        within = {}
-        for eagerly in (False, True):
-            model = PadWithin()
-            model.compile(run_eagerly=eagerly)
-            predicted = model.predict(tf.data.Dataset.from_tensor_slices(lengths % 3 + 1).batch(BATCH), verbose=0)
-            within[f"within, eagerly: {eagerly}"] = predicted.to_list()
+        within = PadWithin().predict(tf.data.Dataset.from_tensor_slices(lengths % 3 + 1).batch(BATCH), verbose=0)
+        nothing = FoundNothing().predict(x, batch_size=batch, verbose=0)
         return {
             "text": [text.decode() for text in verdict["text"]],
             "values": ragged.flat_values.numpy(),
             "splits": ragged.row_splits.numpy(),
             "padded": padded.to_list() if isinstance(padded, tf.RaggedTensor) else padded.tolist(),
             "even": even,
-            **within,
+            "within": within.to_list(),
+            "nothing": nothing,
         }
 
     both(script)
