@@ -16,7 +16,7 @@ from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.training import state
 from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
 from kdist.training.settings import Settings
-from kdist.training.sources import describe_source, has_fixed_shapes, holds_random_state, make_source
+from kdist.training.sources import check_caches, describe_source, has_fixed_shapes, holds_random_state, make_source
 
 
 class ReplicatedData:
@@ -97,6 +97,7 @@ class ReplicatedData:
         )
         source = remake(seed=self._next_seed())
         state.check_agreement(self._engine, f"the data given to {verb}", describe_source(source))
+        check_caches(adapter, self._engine)
         if verb == "predict" and self.widths_differ != (widths_differ := not has_fixed_shapes(source)):
             self.widths_differ, self._model.predict_function = widths_differ, None
         is_for_training = verb == "fit" and self._training is None

@@ -35,8 +35,6 @@ def make_source(
 ) -> Source:
     """Makes this rank's source of what one of Keras' data adapters holds.
 
-    Collective: every rank must call this, in the same order.
-
     Args:
         adapter: Keras' `DataAdapter`, which has checked and standardised the user's input.
         engine: `Engine`, for rank and size.
@@ -57,20 +55,26 @@ def make_source(
     )
     dataset = internals.tf_dataset(adapter)
     if dataset is not None:
-        _check_caches(dataset, engine)
         return tf_data_source(dataset, job, auto_shard=auto_shard)
     if auto_shard:
         return _source(adapter, job)
     return OwnStream(_source(adapter, job.alone()), job)
 
 
-def _check_caches(dataset: tf.data.Dataset, engine: Engine) -> None:
-    """Refuses a cache that several ranks of a host would write to one file.
+def check_caches(adapter: Any, engine: Engine) -> None:
+    """Refuses a `tf.data` pipeline with a cache that several ranks of a host would write to one file.
 
-    Collective: every rank must call this, in the same order.
+    Collective: every rank must call this, in the same order, whatever its input is.
+
+    Args:
+        adapter: Keras' `DataAdapter`.
+        engine: `Engine`, how the ranks talk to each other.
+
+    Raises:
+        DataError: if there is one.
     """
-    host = os.uname().nodename
-    everyone = engine.gather_objects([host, files_to_write(dataset)])
+    dataset, host = internals.tf_dataset(adapter), os.uname().nodename
+    everyone = engine.gather_objects([host, [] if dataset is None else files_to_write(dataset)])
     of_this_host = [path for where, paths in everyone if where == host for path in set(paths)]
     if twice := sorted(path for path in set(of_this_host) if of_this_host.count(path) > 1):
         raise DataError(
