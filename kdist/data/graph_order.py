@@ -216,9 +216,10 @@ def _repair(nodes: Any, seed: int, *, function: bool, lasting: Sequence[int] = (
             continue
         first, generator = _SEED_INPUTS[node.op]
         reshuffle = "reshuffle_each_iteration" not in node.attr or node.attr["reshuffle_each_iteration"].b
-        donor = tf.data.Dataset.range(1).shuffle(1, seed + count, reshuffle)
         if node.name in seed_of and (not reshuffle or node.name in cached):
             donor = _one_row_shuffled(seed_of[node.name], 0, reshuffle=reshuffle)
+        else:
+            donor = tf.data.Dataset.range(1).shuffle(1, seed + count, reshuffle)
         given = _nodes_of_seeds(donor)
         places = [first, first + 1] if generator is None else [first, first + 1, generator]
         if function:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -65,7 +65,7 @@ class Pipeline:
             dataset = dataset._input_dataset
         self.steps = tuple(steps)
         self._seed = seed
-        self._base = _with_one_order(dataset, seed, [self._lasting[each] for each, _ in _lasting_seeds(dataset)])
+        self._base = _with_one_order(dataset, seed)
         changed = [self._base is not dataset, *(_is_disorderly_step(step) or _reshuffles(step) for step in steps)]
         self._unchanged = changed.index(True) if True in changed else len(changed)
 
@@ -228,9 +228,9 @@ def _has_disorderly_function(dataset: Any) -> bool:
     )
 
 
-def _with_one_order(dataset: Any, seed: int, lasting: Sequence[int]) -> Any:
+def _with_one_order(dataset: Any, seed: int) -> Any:
     if not _is_orderly(dataset):
-        return graph_order.rewritten(dataset, seed, lasting)
+        return graph_order.rewritten(dataset, seed, [lasting for _, lasting in _lasting_seeds(dataset)])
     if not any(_reshuffles(each) for each in with_inputs(dataset)):
         return dataset
     try:

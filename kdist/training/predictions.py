@@ -31,9 +31,8 @@ def gather_rows(
     mine = output[: tf.where(rows > 0, tf.int32.max, 0)]
     if not isinstance(mine, tf.RaggedTensor) and mine.shape.rank is not None:
         is_graph = not tf.executing_eagerly()
-        open_axes = [
-            axis for axis, width in enumerate(mine.shape) if axis and (widths_differ or is_graph and not width)
-        ]
+        axes = range(1, mine.shape.rank)
+        open_axes = [axis for axis in axes if widths_differ or (is_graph and mine.shape[axis] is None)]
         if open_axes:
             mine = tf.RaggedTensor.from_tensor(mine, ragged_rank=open_axes[-1])
     if not isinstance(mine, tf.RaggedTensor):

@@ -86,6 +86,10 @@ class ReplicatedData:
             adapter: Keras' data adapter of what the user gave.
             steps_per_epoch: int or `None`, as the user gave it.
             steps_per_execution: int, how many steps a call of the model's function makes.
+
+        Raises:
+            DataError: if the data cannot be split among the ranks in one order.
+            MismatchError: if ranks were given other kinds of data.
         """
         remake = functools.partial(
             make_source,

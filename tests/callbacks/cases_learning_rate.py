@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.callbacks import LearningRateSchedule, LearningRateWarmup
-from kdist.errors import DataError
+from kdist.errors import DataError, ScopeError
 from tests.training.behaviours import assert_equal_everywhere
 from tests.training.fidelity import BATCH, both, compare, fed, fresh, mlp, outcome, rows, size
 
@@ -244,6 +244,15 @@ def an_unknown_number_of_steps_is_refused() -> None:
     assert model.optimizer.rates[-1] == pytest.approx(0.05)
 
 
+def an_optimizer_of_several_is_refused() -> None:
+    with kdist.scope(scale_lr=None):
+        model = mlp()
+        parts = keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2)
+        model.compile(keras.optimizers.MultiOptimizer(lambda variable: parts["bias" in variable.path]), "mse")
+        with pytest.raises(ScopeError, match="a MultiOptimizer"):
+            model.fit(np.ones((BATCH, 5)), np.ones((BATCH, 2)), verbose=0, callbacks=[LearningRateSchedule({1: 0.5})])
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -258,5 +267,6 @@ CASES = {
         as_in_one_process,
         with_loss_scaling_as_in_one_process,
         an_unknown_number_of_steps_is_refused,
+        an_optimizer_of_several_is_refused,
     )
 }

@@ -3,6 +3,7 @@
 The chief runs the cases named on its command line and writes a report of each; the other tasks serve.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -280,6 +281,19 @@ class Descent(keras.Model):
         return {"loss": loss}
 
 
+@contextlib.contextmanager
+def messages():
+    """Gives the list of what kdist logs while the context is open."""
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("kdist").addHandler(handler)
+    try:
+        yield told
+    finally:
+        logging.getLogger("kdist").removeHandler(handler)
+
+
 def histogram(messages):
     """Returns the numbers of updates by their staleness, as the log tells them."""
     [told] = [message for message in messages if "updates by their staleness" in message]
@@ -288,10 +302,6 @@ def histogram(messages):
 
 def case_staleness_is_what_the_options_say():
     """One slow step: the other worker makes many updates meanwhile."""
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("kdist").addHandler(handler)
     rows = np.zeros((60, 1), "float32")
     rows[10] = 2000.0
     for options, part in [
@@ -299,8 +309,7 @@ def case_staleness_is_what_the_options_say():
         ({"staleness": "scale"}, lambda stale: 1.0 / max(stale, 1)),
         ({"staleness": "drop", "bound": 2}, lambda stale: float(stale <= 2)),
     ]:
-        told.clear()
-        with scope(**options):
+        with messages() as told, scope(**options):
             model = Descent()
             history = model.fit(rows, batch_size=1, shuffle=False, verbose=0).history
         counts = histogram(told)
@@ -311,7 +320,6 @@ def case_staleness_is_what_the_options_say():
         expected = sum(part(stale) * n for stale, n in counts.items())
         np.testing.assert_allclose(-model.weight.numpy(), expected, rtol=1e-5, err_msg=f"{options} {counts}")
         assert iterations(model) == (expected if options["staleness"] == "drop" else 60)
-    logging.getLogger("kdist").removeHandler(handler)
 
 
 def case_the_first_steps_are_made_one_at_a_time():
@@ -344,6 +352,16 @@ def case_refusals():
         ]:
             with pytest.raises(ScopeError, match=said):
                 act()
+
+
+def case_settings_that_mean_nothing_here_are_named():
+    for settings, named in [({}, []), ({"auto_shard": False, "stall_timeout": 30.0}, ["auto_shard, stall_timeout"])]:
+        with messages() as told, kdist.scope(kdist.ParameterServer(timeout=120), **settings):
+            pass
+        about = [message for message in told if "nothing" in message]
+        assert about == [
+            f"with parameter servers {names} mean(s) nothing: see kdist.ParameterServer" for names in named
+        ]
 
 
 def case_theirs_are_refused():

@@ -114,7 +114,7 @@ def test_ranks_that_share_cores_are_counted_where_they_tell_each_other():
 # No GPU is needed to find the line: TensorFlow's refusal is put in its place.
 TOO_LATE = """
 import tensorflow as tf
-from kdist.strategies.devices import take_devices
+from kdist.strategies.devices import leave_gpus, take_devices
 
 def refuse(*devices):
     raise RuntimeError("Visible devices cannot be modified after being initialized")
@@ -122,14 +122,18 @@ def refuse(*devices):
 tf.config.get_visible_devices = lambda kind: ["gpu:0", "gpu:1"]
 tf.config.set_visible_devices = refuse
 layer = tf.constant(1.0)
-take_devices(1, 2, {})
 """
 
 
-def test_tensorflow_used_too_early_for_a_gpu_names_the_line_to_move(tmp_path):
+@pytest.mark.parametrize(
+    ("call", "purpose"),
+    [("take_devices(1, 2, {})", "choose a GPU for local rank 1"), ("leave_gpus()", "leave the GPUs to the workers")],
+)
+def test_tensorflow_used_too_early_for_a_gpu_names_the_line_to_move(call, purpose, tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(TOO_LATE)
+    script.write_text(f"{TOO_LATE}{call}\n")
     finished = spmd.execute([sys.executable, str(script)], timeout=60)
     assert finished.returncode == 1
-    assert f"which is in {script}, line {TOO_LATE.splitlines().index('take_devices(1, 2, {})') + 1}" in finished.output
+    assert f"before kdist.scope() could {purpose}." in finished.output
+    assert f"which is in {script}, line {len(TOO_LATE.splitlines()) + 1}" in finished.output
     assert "Fix: move that line up" in finished.output

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,7 +15,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.errors import DataError, MismatchError, NotSynchronizedError, ScopeError, StrategyError
-from tests.training.behaviours import assert_equal_everywhere
+from tests.training.behaviours import assert_equal_everywhere, everyone
 from tests.training.fidelity import BATCH, mlp, rows
 
 
@@ -217,6 +220,26 @@ def other_kinds_of_data() -> None:
             model.fit(dataset.take(2 - kdist.rank() % 2), verbose=0)
 
 
+def one_cache_for_the_ranks_of_a_host() -> None:
+    x, y = rows("even")
+    made = tempfile.mkdtemp() if kdist.is_chief() else None
+    directory = Path(everyone(made)[0])
+
+    def cached(name: str) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((x, y)).cache(str(directory / name)).batch(BATCH)
+
+    with kdist.scope():
+        model = mlp()
+        model.compile("sgd", "mse")
+        with refused(DataError, "Ranks of one host would write one cache", str(directory / "of all")):
+            model.fit(cached("of all"), verbose=0)
+        model.fit(cached(f"of {kdist.rank()}"), verbose=0)
+        model.fit(cached("of 0"), verbose=0)  # whole now, so read only
+    kdist.barrier()
+    if kdist.is_chief():
+        shutil.rmtree(directory)
+
+
 def other_verbs() -> None:
     x, y = rows("even")
     with kdist.scope():
@@ -328,6 +351,7 @@ CASES = {
         other_losses_and_metrics,
         other_arguments_of_fit,
         other_kinds_of_data,
+        one_cache_for_the_ranks_of_a_host,
         other_verbs,
         other_scopes,
         no_samples,

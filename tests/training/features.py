@@ -887,6 +887,19 @@ def losses_that_leave_out_a_class() -> None:
 
 
 @feature
+def losses_whose_call_is_the_instances_own() -> None:
+    class Chosen(keras.losses.Loss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.call = self.squared
+
+        def squared(self, y_true: Any, y_pred: Any) -> Any:
+            return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+    simple(lambda: {"loss": Chosen()}, all_verbs=True)
+
+
+@feature
 def regularizers_and_add_loss() -> None:
     class Activity(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
@@ -1495,8 +1508,6 @@ def float8_layers() -> None:
 @feature
 def an_optimizer_of_several() -> None:
     """Keras' `MultiOptimizer`, an optimizer for each kind of variable: it trains, unscaled."""
-    if not hasattr(keras.optimizers, "MultiOptimizer"):
-        return
 
     def several() -> keras.optimizers.Optimizer:
         parts = keras.optimizers.SGD(0.05, momentum=0.9), keras.optimizers.Adam(0.01)
