@@ -32,6 +32,7 @@ class BackupAndRestore(Backup):
         delete_checkpoint: bool, whether the checkpoints are deleted when `fit` has ended.
 
     Raises:
+        ScopeError: when training begins, if it is to save between two steps of parameter servers' workers.
         CheckpointError: if the arguments are no good; when training begins, if there are checkpoints and none can be
             read, or they are another model's; when one cannot be written.
 

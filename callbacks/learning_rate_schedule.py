@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from kdist.callbacks.engine_callback import refuse_other_strategies
 from kdist.errors import DataError, ScopeError
+from kdist.training import replay
 from kdist.training.learning_rate import correct_momentum
 from kdist.training.optimizers import innermost, optimizers_of
 from kdist.training.step_wrappers import replaced, step_wrappers
@@ -98,7 +99,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Fills the table of the epoch, at the first batch that is trained on: a resumed epoch may begin later."""
-        if self._is_filled:
+        if self._is_filled or replay.is_passing_over(self.model):
             return
         self._is_filled = True
         num_steps = self._num_steps() or 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -191,12 +192,14 @@ class NaNPolicy(EngineCallback):
             # In the scope the sum is not finite, even if no rank's part is to blame: finite numbers overflowed.
             verdict = num_wrong > 0 if own_step is None or not local else tf.constant(True)
 
+            this = weakref.proxy(self)  # TensorFlow keeps the function for good
+
             def note(step: Any, wrong: Any, counts: Any, *losses: Any) -> None:
                 bad = [name for name, is_wrong in zip(names, wrong[1 + len(losses) :], strict=False) if is_wrong]
                 values = ", ".join(str(np.float64(value)) for value in losses if not np.isfinite(value))
                 said = ["its data"] * bool(wrong[0]) + [f"a loss of {values}"] * bool(values)
                 said += [f"a gradient of {name!r}{f' and {len(bad) - 1} more' if bad[1:] else ''}" for name in bad[:1]]
-                self._found.append([int(step), bool(wrong[0] and counts), said if counts else []])
+                this._found.append([int(step), bool(wrong[0] and counts), said if counts else []])
 
             scalars = [tf.reduce_sum(loss) for loss in losses]
 

@@ -86,9 +86,12 @@ def chief_first(per_host: bool = True) -> Iterator[None]:
 
     Collective: every rank must call this, in the same order.
 
+    An engine is opened for it, the one that a scope without arguments would take (`KDIST_STRATEGY` chooses another),
+    and waits for all ranks as long as that scope would.
+
     Args:
-        per_host: bool, whether one rank of each host goes first, for hosts that share no disk. If `False`, only
-            rank 0 does.
+        per_host: bool, whether one rank of each other host comes next, before the rest: for hosts that share no disk.
+            If `False`, all the others come at once.
 
     Example:
     ```python
@@ -98,19 +101,20 @@ def chief_first(per_host: bool = True) -> Iterator[None]:
     ```
     """
     info = cluster_info()
-    goes_first = info.local_rank == 0 if per_host else info.rank == 0
     if info.size == 1:
         yield
         return
     engine = open_engine(info)  # by all, before the chief makes anything or lets the others wait
-    if not goes_first:
+    # The chief alone, even of hosts: they may share a disk.
+    last = 2 if per_host else 1
+    turn = 0 if info.rank == 0 else 1 if info.local_rank == 0 else last
+    for _ in range(turn):
         engine.barrier()
-        yield
-        return
     try:
         yield
     finally:
-        engine.barrier()
+        for _ in range(last - turn):
+            engine.barrier()
 
 
 def choice_for(word: str, info: ClusterInfo, *, is_synchronous: bool = False) -> Choice:

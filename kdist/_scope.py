@@ -263,6 +263,7 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
         replicate(model, strategy, settings)
 
     with strategy.scope(), internals.watch_models(lambda model: replicate(model, strategy, settings), adopt):
+        strategy.settings = settings
         try:
             yield strategy
         except SystemExit as error:
@@ -270,6 +271,8 @@ def _all_reduce(info: ClusterInfo, choice: Choice, chosen: Mapping[str, Any]) ->
                 # Python calls no hook for it, and on its way out this rank would wait for the others, and they for it.
                 failure.install(engine.abort, engine.rank, engine.size)(type(error), error, error.__traceback__)
             raise
+        finally:
+            strategy.settings = None
 
 
 @contextlib.contextmanager

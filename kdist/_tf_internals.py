@@ -2,7 +2,7 @@
 
 TensorFlow has no public base classes for strategies. These are the ones that its own strategies use; they have
 kept their names since TensorFlow 2.4. Nor has it a public way to let a process's collective ops reach other
-processes: its strategies ask the eager context, as `start_collective_server` does.
+processes, or to make a function known by its definition: its own code asks the eager context, as it is done here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = [
     "Strategy",
     "StrategyExtendedV1",
     "abort_collectives",
+    "add_function",
     "call_on_iterator",
     "is_initialized",
     "start_collective_server",
@@ -71,3 +72,12 @@ def abort_collectives(message: str) -> None:
         message: str, why.
     """
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def add_function(definition: Any) -> None:
+    """Makes a function known, so that other functions may call it.
+
+    Args:
+        definition: `FunctionDef`. One that is known may be added again; another one under its name is an error.
+    """
+    context.context().add_function_def(definition)

@@ -33,8 +33,8 @@ class Fault(keras.callbacks.Callback):
     - `"slow"`: this step and all that follow take `seconds` longer.
     - `"corrupt"`: the rank's part of the gradient is multiplied by `factor` in this step, through `compute_loss`.
 
-    Works in `kdist.scope()` over all-reduce, and in one process, which is rank 0. With parameter servers, where
-    callbacks run on the chief alone, it can break the chief and nothing else.
+    Works in `kdist.scope()` over all-reduce, and in one process, which is rank 0. With parameter servers it is refused:
+    the steps are other processes', who run no callbacks.
 
     Args:
         kind: str, one of the above.

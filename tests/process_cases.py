@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 import kdist
+from kdist import _process
 from kdist._process import open_engine
 
 
@@ -47,6 +52,21 @@ def case_chief_goes_first() -> None:
                 done.write_text("whole")
             assert done.read_text() == "whole"
         kdist.barrier()
+
+
+def case_chief_goes_first_of_hosts_too() -> None:
+    """They may share a disk: here rank 1 is the first of another host, and rank 2 beside it."""
+    engine, info = _engine(), kdist.cluster_info()
+    on_two_hosts = dataclasses.replace(info, local_rank=max(0, info.rank - 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_process, "cluster_info", lambda: on_two_hosts)
+        with kdist.chief_first():
+            came = time.time()
+            time.sleep(0.3)
+            left = time.time()
+    everyone = engine.gather_objects([came, left])
+    for before, after in itertools.pairwise(everyone):
+        assert before[1] <= after[0], everyone
 
 
 def case_the_engine_is_one() -> None:

@@ -119,6 +119,8 @@ def test_of_the_launch(env):
         ("strategy", kdist.AllReduce(outer_momentum=0.9)),
         ("strategy", kdist.AllReduce(compression="powersgd", topk_ratio=0.1)),
         ("strategy", kdist.AllReduce(bucket_mb=0)),
+        ("strategy", kdist.AllReduce(sparse_as_dense=1)),
+        ("strategy", kdist.AllReduce(sparse_as_dense=True, sync_every=2)),
         ("strategy", kdist.TPU(timeout=0)),
         ("strategy", kdist.ParameterServer(num_ps=1.5)),
     ],

@@ -10,15 +10,14 @@
 
 set -euo pipefail
 
-# The cluster's own MPI and the environment that holds kdist (pip install 'kdist[mpi]').
+# The cluster's own MPI and the environment that holds kdist (from a checkout: pip install '.[mpi]').
 module load openmpi 2>/dev/null || true
 # shellcheck source=/dev/null
 source "${KDIST_VENV:-$HOME/venv}/bin/activate"
 
-# What kdist makes of this job, for a bug report.
-kdist env
-
 if srun --mpi=list 2>&1 | grep -q pmix; then
+    # What kdist makes of this job, for a bug report.
+    srun --mpi=pmix --label kdist env | grep '^ *0:' || true
     # Slurm starts the ranks itself; its MPI plugin must be the one that the MPI library speaks.
     srun --mpi=pmix --cpu-bind=none --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" python "$@"
 else

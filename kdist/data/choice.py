@@ -50,7 +50,7 @@ def own_of_each_group(ordered: Pipeline, plan: Plan) -> tuple[tf.data.Dataset, b
     else:
         chosen = pick(ordered.dataset(batch + 1), plan, _triple, lambda _: size or 1)
     for step in after:
-        chosen = pipeline.beside(step, chosen)
+        chosen = pipeline.beside(step, chosen, plan.shard_id)
     return chosen.map(finish), known
 
 
@@ -116,7 +116,7 @@ def _own_samples(samples: Any, maps: tuple[Any, ...], batch: Any, plan: Plan) ->
     own = pick(windows, plan, _triple, lambda window: window.cardinality()).flat_map(samples_of)
     own = own.map(lambda sample, step: (sample, *step))
     for step in maps:
-        own = pipeline.beside(step, own)
+        own = pipeline.beside(step, own, plan.shard_id)
     return own.batch(size).map(lambda data, active, total: (data, active[0], total[0]))
 
 

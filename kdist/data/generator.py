@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.data import sharding
+from kdist.data.glimpse import of_targets
 from kdist.data.shard import Shard, batch_signature, lists_to_tuples, row_leaves, slice_rows
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, no_samples
@@ -110,6 +111,10 @@ class GeneratorSource(Source):
     def signature(self) -> Any:
         """Structure of specs of `Shard.data`."""
         return batch_signature(self._dataset.element_spec.data)
+
+    def seen_targets(self) -> list[str]:
+        """Returns what the targets of the first batch look like."""
+        return of_targets(self._first)
 
     def example(self) -> Any:
         """Returns the first batch, which is not lost."""

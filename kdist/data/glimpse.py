@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from kdist.data.pipeline import with_inputs
 
@@ -25,6 +26,13 @@ def summary(rows: Any) -> str:
         return repr(rows.ravel()[:_ROWS].tolist())
     means = rows.reshape(len(rows), -1).astype(np.float64).mean(axis=1) if rows.size else []
     return " ".join(f"{mean:.3g}" for mean in means)
+
+
+def of_targets(batch: Any) -> list[str]:
+    """Returns what some targets of a batch look like: `(x, y)` or `(x, y, sample_weight)`, else there are none."""
+    targets = batch[1] if isinstance(batch, (list, tuple)) and len(batch) > 1 else None
+    leaves = [leaf for leaf in tf.nest.flatten(targets) if hasattr(leaf, "__array__")]
+    return [summary(rows[places(len(rows))]) for rows in map(np.asarray, leaves) if rows.ndim]
 
 
 def of_pipeline(dataset: Any) -> list[str]:

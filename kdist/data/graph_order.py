@@ -62,7 +62,7 @@ def is_disorderly(graph: Any, *, random_counts: bool) -> bool:
     """
     if random_counts and _unseeded_random(graph, graph.node):
         return True
-    return any(_defects(nodes) for nodes in _node_lists(graph)) or bool(_random_decisions(graph))
+    return any(_defects(nodes) for nodes in node_lists(graph)) or bool(_random_decisions(graph))
 
 
 def rewritten(dataset: tf.data.Dataset, seed: int, lasting: Sequence[int] = ()) -> tf.data.Dataset:
@@ -88,7 +88,7 @@ def rewritten(dataset: tf.data.Dataset, seed: int, lasting: Sequence[int] = ()) 
         raise _refusal(dataset, f"a pipeline whose graph cannot be inspected ({_first_line(err)})") from err
     if names := _random_decisions(graph):
         raise _refusal(dataset, f"unseeded random numbers in the function of {', '.join(sorted(names))}")
-    found = [[node.op for node in _defects(nodes)] for nodes in _node_lists(graph)]
+    found = [[node.op for node in _defects(nodes)] for nodes in node_lists(graph)]
     by_name = {node.name: node for node in graph.node}
     reshuffling = [node for node in by_name.values() if _reshuffles(node) and not _is_unseeded(node, by_name)]
     if not any(found) and not reshuffling:
@@ -104,7 +104,7 @@ def rewritten(dataset: tf.data.Dataset, seed: int, lasting: Sequence[int] = ()) 
             "all ranks agree. Pass `seed=` there to choose it.",
             ", ".join(inside),
         )
-    _rename_functions(graph)
+    rename_functions(graph, "_kdist")
     try:
         return from_variant(
             tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString()), dataset, donors + generators
@@ -127,7 +127,8 @@ def _first_line(err: Exception) -> str:
     return str(err).strip().partition("\n")[0][:200]
 
 
-def _node_lists(graph: Any) -> Iterator[Any]:
+def node_lists(graph: Any) -> Iterator[Any]:
+    """Yields the nodes of a graph, and those of each of its functions."""
     yield graph.node
     for function in graph.library.function:
         yield function.node_def
@@ -262,19 +263,23 @@ def _graph(dataset: tf.data.Dataset) -> Any:
     return tf.compat.v1.GraphDef.FromString(serialized.numpy())
 
 
-def _rename_functions(graph: Any) -> None:
-    """Renames all functions: the runtime refuses another body under a name that it knows."""
+def rename_functions(graph: Any, suffix: str) -> None:
+    """Renames all functions of a graph: the runtime refuses another body under a name that it knows."""
     names = {function.signature.name for function in graph.library.function}
+
+    def renamed(name: str) -> str:
+        return name + suffix if name in names else name
+
     for function in graph.library.function:
-        function.signature.name += "_kdist"
+        function.signature.name += suffix
     for gradient in graph.library.gradient:
-        gradient.function_name += "_kdist" if gradient.function_name in names else ""
-        gradient.gradient_func += "_kdist" if gradient.gradient_func in names else ""
-    for nodes in _node_lists(graph):
+        gradient.function_name = renamed(gradient.function_name)
+        gradient.gradient_func = renamed(gradient.gradient_func)
+    for nodes in node_lists(graph):
         for node in nodes:
-            node.op += "_kdist" if node.op in names else ""
+            node.op = renamed(node.op)
             for function in _function_attrs(node):
-                function.name += "_kdist" if function.name in names else ""
+                function.name = renamed(function.name)
 
 
 def _function_attrs(node: Any) -> Iterator[Any]:
@@ -295,7 +300,7 @@ def _random_decisions(graph: Any) -> set[str]:
     """Returns the kinds of steps whose function draws unseeded random numbers to decide about elements."""
     library = {function.signature.name: function.node_def for function in graph.library.function}
     kinds = set()
-    for nodes in _node_lists(graph):
+    for nodes in node_lists(graph):
         for node, name in _called(nodes):
             is_dataset = re.search(r"Dataset(V\d+)?$", node.op) and node.op not in _MAPS
             if is_dataset and name in library and _unseeded_random(graph, library[name]):

@@ -30,17 +30,20 @@ def merged_dataset(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
     """Returns a dataset whose batches are `count` consecutive ones of another; the last may be fewer.
 
     Args:
-        dataset: `tf.data.Dataset` of batches of dense tensors.
+        dataset: `tf.data.Dataset` of batches. Dense ones of several widths are padded with zeros, or empty texts.
         count: int, how many become one.
     """
+    spec = dataset.element_spec if isinstance(dataset.element_spec, tuple) else (dataset.element_spec,)
 
-    def rows(part: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
-        if isinstance(part, tf.RaggedTensor):
-            return part.merge_dims(0, 1)
-        return tf.reshape(part, tf.concat([[-1], tf.shape(part)[2:]], 0))
+    def rows(spec: tf.TypeSpec, part: tf.Tensor | tf.RaggedTensor) -> tf.Tensor | tf.RaggedTensor:
+        if not isinstance(part, tf.RaggedTensor):
+            return tf.reshape(part, tf.concat([[-1], tf.shape(part)[2:]], 0))
+        merged = part.merge_dims(0, 1)
+        was_dense = isinstance(spec, tf.TensorSpec) and isinstance(merged, tf.RaggedTensor)
+        return merged.to_tensor(shape=spec.shape) if was_dense else merged
 
     def flatten(*batches: Any) -> Any:
-        merged = tf.nest.map_structure(rows, batches)
+        merged = tf.nest.map_structure(rows, spec, batches)
         return merged[0] if len(merged) == 1 else merged
 
     return dataset.ragged_batch(count).map(flatten)

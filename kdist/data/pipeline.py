@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.data import graph_order
+from kdist.data.own_draws import with_own_draws
 from kdist.errors import DataError
 
 _log = logging.getLogger("kdist")
@@ -97,12 +98,13 @@ def carries_along(step: Any) -> bool:
     return all(isinstance(spec, tf.TensorSpec) for spec in specs)
 
 
-def beside(step: Any, dataset: tf.data.Dataset) -> tf.data.Dataset:
+def beside(step: Any, dataset: tf.data.Dataset, rank: int) -> tf.data.Dataset:
     """Applies a step to the first component of a dataset's elements; the others are carried along.
 
     Args:
         step: one of `Pipeline.steps` that `carries_along`.
         dataset: dataset of tuples, the first component a structure that the step takes.
+        rank: int, whose samples these are: what the step draws at random is its own.
 
     Returns:
         A dataset of tuples with the first component replaced.
@@ -113,7 +115,7 @@ def beside(step: Any, dataset: tf.data.Dataset) -> tf.data.Dataset:
     if kind == "_OptionsDataset":
         return dataset.with_options(step.options())
     # The traced function, not the user's Python function: what that closes over may have changed.
-    function = step._map_func.function
+    function = with_own_draws(step._map_func.function, step, rank)
 
     def apply(element: Any, *others: Any) -> Any:
         outputs = tf.nest.flatten(function(*tf.nest.flatten(element)))
@@ -279,6 +281,15 @@ def files_to_write(dataset: Any) -> list[str]:
     caches = [each for each in with_inputs(dataset) if type(each).__name__ == "CacheDataset"]
     names = [tf.convert_to_tensor(getattr(each, "_filename", "")).numpy().decode() for each in caches]
     return [name for name in names if name and not tf.io.gfile.exists(f"{name}.index")]
+
+
+def shards_by_hand(dataset: Any) -> list[list[int]]:
+    """Returns the two numbers of each `shard` in a pipeline; none where its policy leaves it alone."""
+    options = dataset.options().experimental_distribute
+    if options.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
+        return []
+    found = [each for each in with_inputs(dataset) if type(each).__name__ == "_ShardDataset"]
+    return [[int(each._num_shards), int(each._index)] for each in found if hasattr(each, "_index")]
 
 
 def _is_orderly(dataset: Any) -> bool:

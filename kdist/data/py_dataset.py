@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from kdist.data import sharding
 from kdist.data.generator import num_rows
+from kdist.data.glimpse import of_targets
 from kdist.data.shard import Shard, batch_signature, slice_rows
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, no_samples
@@ -49,6 +50,7 @@ class ShardedPyDataset(keras.utils.PyDataset):
 
     Attributes:
         num_user_batches: int or `None`, the batches of the user's dataset; `None` if they never end.
+        seen_targets: list of str, what the targets of the first batch look like, once it was looked at.
 
     Raises:
         DataError: if the dataset has no batch.
@@ -76,6 +78,7 @@ class ShardedPyDataset(keras.utils.PyDataset):
         self._resumed_epoch = -1
         self._passed_over: tuple[int, dict[str, Any] | None] = (0, None)
         self._is_looked_at = False
+        self.seen_targets: list[str] = []
         if self.num_user_batches is not None and self.num_user_batches < 1:
             raise no_samples("PyDataset")
         if self.use_multiprocessing and plan.num_shards > 1:
@@ -111,7 +114,10 @@ class ShardedPyDataset(keras.utils.PyDataset):
     def __getitem__(self, step: int) -> dict[str, Any]:
         """Loads this rank's batch of a step; one that an interrupted training had already is not loaded again."""
         if self._is_looked_at:
-            return self._element(self._batch(step), 0, 1, [1, 1])
+            batch = self._batch(step)
+            if step == 0:
+                self.seen_targets = of_targets(batch)
+            return self._element(batch, 0, 1, [1, 1])
         first, instead = self._passed_over
         if step < first and self._epoch == self._resumed_epoch:
             if instead is None:
@@ -227,6 +233,10 @@ class PyDatasetSource(Source):
     def signature(self) -> Any:
         """Structure of specs of `Shard.data`."""
         return batch_signature(self._dataset.element_spec.data)
+
+    def seen_targets(self) -> list[str]:
+        """Returns what the targets of the user's first batch look like."""
+        return self._sharded.seen_targets
 
     def example(self) -> Any:
         """Returns a batch of this rank's, loaded for this only."""

@@ -51,6 +51,10 @@ class Source(abc.ABC):
         """Returns what a part of the input looks like, by which ranks can tell whether they were given the same."""
         return []
 
+    def seen_targets(self) -> list[str]:
+        """Returns what the targets of the user's first batch look like, where it was loaded anyway."""
+        return []
+
     @property
     def batch_size(self) -> int | None:
         """The rows of the user's batches where the user's argument says so; `None` where the input does."""

@@ -10,14 +10,23 @@ import abc
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from kdist.errors import EngineError
 from kdist.watch.activity import Activity
 
 if TYPE_CHECKING:
     import tensorflow as tf
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def not_converted(method: _Method) -> _Method:
+    """Keeps AutoGraph, which would rewrite what a `tf.function` calls, away from a method."""
+    import tensorflow as tf  # not before an engine is loaded that needs it
+
+    return tf.autograph.experimental.do_not_convert(method)
 
 
 class Engine(abc.ABC):

@@ -67,13 +67,14 @@ def from_bytes(flat: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 def to_words(flat: tf.Tensor, num_words: tf.Tensor | int) -> tf.Tensor:
     """Returns bytes as so many words of `int32`, the last ones filled up with zeros."""
-    filled = tf.pad(flat, [[0, 4 * num_words - tf.size(flat)]])
+    num_words = num_words if isinstance(num_words, int) else tf.cast(num_words, tf.int64)
+    filled = tf.pad(flat, [[0, 4 * num_words - size(flat)]])
     return tf.bitcast(tf.reshape(filled, [-1, 4]), tf.int32)
 
 
 def from_words(words: tf.Tensor) -> tf.Tensor:
     """Returns the bytes of a tensor of words, along its last axis."""
-    shape = tf.shape(words)
+    shape = tf.shape(words, tf.int64)
     return tf.reshape(tf.bitcast(words, tf.uint8), tf.concat([shape[:-1], [4 * shape[-1]]], 0))
 
 
@@ -99,12 +100,14 @@ def rows_from_bytes(matrix: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Ten
 def size(tensor: tf.Tensor) -> tf.Tensor | int:
     """Returns the number of elements: an int where it is known, else a scalar tensor."""
     known = tensor.shape.num_elements()
-    return tf.size(tensor) if known is None else known
+    return tf.size(tensor, tf.int64) if known is None else known
 
 
 def split(flat: tf.Tensor, sizes: Sequence[tf.Tensor | int]) -> list[tf.Tensor]:
     """Cuts a 1-D tensor into parts of the given sizes."""
-    return [flat] if len(sizes) == 1 else tf.split(flat, tf.stack(sizes), num=len(sizes))
+    if len(sizes) == 1:
+        return [flat]
+    return tf.split(flat, tf.stack([tf.cast(each, tf.int64) for each in sizes]), num=len(sizes))
 
 
 def shaped(flat: tf.Tensor, like: tf.Tensor) -> tf.Tensor:

@@ -8,12 +8,12 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
 from kdist.engines import arguments, flat, slices
-from kdist.engines.engine import Engine
+from kdist.engines.engine import Engine, not_converted
 from kdist.engines.progress import Progress
 from kdist.errors import EngineError, EngineNotFoundError
 
@@ -26,13 +26,6 @@ _YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 _CYCLE = {"HOROVOD_CYCLE_TIME": "0.5"}  # milliseconds
 
 _REFUSED = "kdist: a collective of one rank alone"  # what a graph says, in which nobody can raise
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _not_converted(method: _Method) -> _Method:
-    """Keeps AutoGraph, which would rewrite what a `tf.function` calls, away from a method."""
-    return tf.autograph.experimental.do_not_convert(method)
 
 
 class HorovodEngine(Engine):
@@ -90,7 +83,7 @@ class HorovodEngine(Engine):
         if self.size > 1:
             atexit.register(self._wait_for_the_others)  # after Horovod's own, so that it comes before
 
-    @_not_converted
+    @not_converted
     def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums in one grouped operation for each dtype on the wire; see `Engine.allreduce`."""
         tensors = arguments.for_allreduce(tensors)
@@ -98,14 +91,14 @@ class HorovodEngine(Engine):
         with self._exchange() as send:
             return slices.together(tensors, self._sum(send, dense), self._gather(send, parts))
 
-    @_not_converted
+    @not_converted
     def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Gathers all tensors in one grouped operation, as bytes; see `Engine.allgather`."""
         tensors = arguments.for_allgather(tensors)
         with self._exchange() as send:
             return self._gather(send, tensors)
 
-    @_not_converted
+    @not_converted
     def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sends all tensors' rows, as bytes, in one operation; see `Engine.alltoall`."""
         tensors = arguments.for_alltoall(tensors, self.size)
@@ -122,7 +115,7 @@ class HorovodEngine(Engine):
             [received] = send("alltoall", operation, [filled], [filled.shape])
         return flat.rows_from_bytes(received[:, :-1], tensors)
 
-    @_not_converted
+    @not_converted
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Sends all tensors as one buffer of bytes; see `Engine.broadcast`."""
         tensors = arguments.for_broadcast(tensors, root, self.size)
@@ -142,7 +135,7 @@ class HorovodEngine(Engine):
             for part, tensor in zip(received_parts, tensors, strict=False)
         ]
 
-    @_not_converted
+    @not_converted
     def barrier(self) -> None:
         """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
         with self._exchange() as send:

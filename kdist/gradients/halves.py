@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
-from kdist.gradients.compression import Compression, Gradients, full_bytes, has_known_shape
+from kdist.gradients.compression import Compression, Gradients, full_bytes, is_plain
 
 
 class Halves(Compression):
@@ -29,16 +29,18 @@ class Halves(Compression):
         self, engine: Engine, gradients: Gradients, exact: Gradients, variables: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Sums dense gradients in halves, rounds the others and sums them; see `Compression.sum`."""
-        dense = [each for each in gradients if has_known_shape(each)]
+        dense = [each for each in gradients if is_plain(each)]
         # Slices are gathered, not summed: they can be rounded as they are.
-        others = [_cast(each, self._half) for each in gradients if not has_known_shape(each)]
+        others = [_cast(each, self._half) for each in gradients if not is_plain(each)]
         received = engine.allreduce([*others, *exact])
         rounded, summed = iter(received[: len(others)]), iter(self._sum_dense(engine, dense))
-        totals = [next(summed) if has_known_shape(each) else _cast(next(rounded), each.dtype) for each in gradients]
+        totals = [next(summed) if is_plain(each) else _cast(next(rounded), each.dtype) for each in gradients]
         return totals, received[len(others) :]
 
     def num_bytes(self, gradient: tf.Tensor | tf.IndexedSlices) -> int:
         """Returns two bytes for each number."""
+        if not gradient.dtype.is_floating:
+            return full_bytes(gradient)
         return full_bytes(gradient) * self._half.size // gradient.dtype.size
 
     def _sum_dense(self, engine: Engine, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -59,6 +61,8 @@ class Halves(Compression):
 
 
 def _cast(gradient: tf.Tensor | tf.IndexedSlices, dtype: tf.DType) -> Any:
+    if not gradient.dtype.is_floating:
+        return gradient  # complex numbers are sent as they are
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape)
     return tf.cast(gradient, dtype)

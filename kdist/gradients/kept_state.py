@@ -20,7 +20,7 @@ class KeptState:
     def __init__(self, initial: Callable[[Sequence[int], tf.DType], tf.Tensor]) -> None:
         self._initial = initial
         self._kept: dict[int, tuple[Any, tf.Variable]] = {}  # with the model's variable, whose id it is
-        self._given: Mapping[int, npt.NDArray[Any]] = {}
+        self._given: dict[int, npt.NDArray[Any]] = {}  # to what is not made yet
 
     @property
     def values(self) -> dict[int, tf.Variable]:
@@ -46,12 +46,12 @@ class KeptState:
         Args:
             arrays: mapping of the ids of the model's variables to arrays.
         """
-        self._given = arrays
+        self._given = dict(arrays)
         for key, each in self.values.items():
             each.assign(self._first(key, each.shape.as_list(), each.dtype))
 
     def _first(self, key: int, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-        given = self._given.get(key)
+        given = self._given.pop(key, None)
         if given is not None and (given.shape, given.dtype) == (tuple(shape), np.dtype(dtype.as_numpy_dtype)):
             return tf.constant(given)
         return self._initial(shape, dtype)

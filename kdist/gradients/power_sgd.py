@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kdist.engines import flat
 from kdist.engines.engine import Engine
-from kdist.gradients.compression import has_known_shape
+from kdist.gradients.compression import is_plain
 from kdist.gradients.error_feedback import ErrorFeedback, Sums
 from kdist.gradients.kept_state import KeptState
 
@@ -60,7 +60,7 @@ class PowerSGD(ErrorFeedback):
 
     def _shape(self, gradient: tf.Tensor | tf.IndexedSlices) -> list[int] | None:
         """Returns that of a matrix whose columns are the layer's outputs."""
-        if not has_known_shape(gradient) or gradient.shape.rank < 2:
+        if not is_plain(gradient) or gradient.shape.rank < 2:
             return None
         *rows, columns = gradient.shape
         shape = [math.prod(rows), int(columns)]

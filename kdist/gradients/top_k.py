@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
-from kdist.gradients.compression import has_known_shape
+from kdist.gradients.compression import is_plain
 from kdist.gradients.error_feedback import ErrorFeedback, Sums, is_finite
 
 _SMALL = 1024  # numbers, below which a gradient is sent whole
@@ -61,7 +61,7 @@ class TopK(ErrorFeedback):
 
     def _shape(self, gradient: tf.Tensor | tf.IndexedSlices) -> list[int] | None:
         """Returns that of a row of numbers."""
-        if not has_known_shape(gradient) or gradient.shape.num_elements() < _SMALL:
+        if not is_plain(gradient) or gradient.shape.num_elements() < _SMALL:
             return None
         return [gradient.shape.num_elements()]
 

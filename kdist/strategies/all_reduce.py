@@ -44,6 +44,9 @@ class AllReduceStrategy(Strategy):
         distribute_dataset: callable that takes a `tf.data.Dataset` of global batches and returns the
             dataset of this rank's rows of each. `None` returns the dataset as it is.
 
+    Attributes:
+        settings: what the scope was asked to do that is open now, or `None`.
+
     Example:
     ```python
     strategy = AllReduceStrategy(SingleEngine())
@@ -58,6 +61,7 @@ class AllReduceStrategy(Strategy):
         distribute_dataset: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None,
     ) -> None:
         super().__init__(AllReduceExtended(self, engine, distribute_dataset))
+        self.settings: Any = None
 
     @property
     def engine(self) -> Engine:

@@ -91,9 +91,10 @@ class Attendance:
         return [name for name in self._tasks if name.startswith("worker ")]
 
     def heard(self) -> dict[str, int]:
-        """Returns how often each worker and ps that is there has said so; one that is stopped does not."""
+        """Returns how often each worker that is there, and each ps, has said so; one that is stopped does not."""
         with self._changed:
-            return {name: self._heard[name] for name in self._lines if name in self._tasks}
+            lost = [name for name in self._lost if name.startswith("ps ")]
+            return {name: self._heard[name] for name in {**self._lines, **dict.fromkeys(lost)} if name in self._tasks}
 
     def wait_for_news(self) -> None:
         """Waits a moment, in which a line may break: TensorFlow may notice a loss before the operating system."""
@@ -107,7 +108,8 @@ class Attendance:
             ClusterLostError: if a ps is lost, or no worker has been there for longer than the time limit.
         """
         with self._changed:
-            gone = [name for name in self._lost if name not in self._lines]
+            # A ps that is there again has nothing of the model.
+            gone = [name for name in self._lost if name not in self._lines or name.startswith("ps ")]
             for name in gone:
                 if name.startswith("ps "):
                     raise ps_lost(self._described(name))
@@ -164,9 +166,9 @@ class Attendance:
             if self._is_over:
                 _close(line)
                 return
-            if name in self._lost:
+            if name in self._lost and not name.startswith("ps "):
                 logger.warning("%s is there again", name)
-            self._lost.pop(name, None)
+                del self._lost[name]
             self._lines[name] = line
             self._heard[name] = self._heard.get(name, 0)
             self._changed.notify_all()

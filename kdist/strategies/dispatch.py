@@ -38,7 +38,8 @@ class Resident:
     def on_this_worker(self) -> list[tf.Tensor]:
         """Returns the copies of the worker whose thread this is."""
         if not hasattr(self._of_worker, "copies"):
-            self._of_worker.copies = [tf.identity(tensor) for tensor in self._tensors]
+            with tf.device("/device:CPU:0"):  # where Keras leaves them, too: batches are what a GPU gets
+                self._of_worker.copies = [tf.identity(tensor) for tensor in self._tensors]
         return list(self._of_worker.copies)
 
     def forget(self) -> None:

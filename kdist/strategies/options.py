@@ -41,6 +41,10 @@ class AllReduce:
         topk_ratio: float above 0, at most 1, the part of a gradient's numbers that `"topk"` sends.
         bucket_mb: float or `None`, megabytes of gradients from which on they are sent, while the backward pass goes on.
             `None` sends all in one message. The sums are the same; pays where a core or a GPU is free meanwhile.
+        sparse_as_dense: bool, whether the gradient of an `Embedding` travels as that of its whole table, summed, not as
+            the rows that each rank has read, gathered. Pays where the ranks read more rows together than the table has.
+            SGD gives what it gives in one process. Keras' other optimizers, and clipping, square what each reading of
+            a row adds by itself in one process, and here the sum of them.
         sync_every: int, after how many steps of `fit` the ranks average their weights; in between each makes steps of
             its own, on its own batches, at the rate that the optimizer has (`scale_lr="auto"` scales nothing). 1 sums
             gradients in each step, which is exact; more is not, and is for links that are very slow. Ranks hold the
@@ -67,6 +71,7 @@ class AllReduce:
     powersgd_rank: int = 4
     topk_ratio: float = 0.01
     bucket_mb: float | None = None
+    sparse_as_dense: bool = False
     sync_every: int = 1
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
@@ -89,6 +94,8 @@ class AllReduce:
             return f"topk_ratio={self.topk_ratio!r}. Expected a number above 0 and at most 1"
         if self.bucket_mb is not None and not is_positive(self.bucket_mb):
             return f"bucket_mb={self.bucket_mb!r}. Expected None or megabytes, above 0"
+        if not isinstance(self.sparse_as_dense, bool):
+            return f"sparse_as_dense={self.sparse_as_dense!r}. Expected a bool"
         if not _is_number(self.sync_every, numbers.Integral) or self.sync_every < 1:
             return f"sync_every={self.sync_every!r}. Expected an integer of at least 1"
         if self.sync_every > 1 and self.compression is not None:
@@ -100,6 +107,7 @@ class AllReduce:
         used = {
             "powersgd_rank": (self.compression == "powersgd", "compression='powersgd'"),
             "topk_ratio": (self.compression == "topk", "compression='topk'"),
+            "sparse_as_dense": (self.sync_every == 1, "sync_every=1"),
             "outer_learning_rate": (self.sync_every > 1, "sync_every above 1"),
             "outer_momentum": (self.sync_every > 1, "sync_every above 1"),
         }
@@ -154,6 +162,7 @@ class ParameterServer:
         bound: int, the largest staleness that `"drop"` lets pass.
         warmup_steps: int, how many first steps of each `fit` are made one at a time, by one worker, without staleness.
         num_ps: int, how many of the ranks are parameter servers, where ranks get their roles from an MPI launcher.
+            Where a cluster says so, it may be left out.
         timeout: float, seconds that tasks have to appear, that a step may take, and that training waits for a worker
             when none is left.
 

@@ -28,6 +28,7 @@ class AssignedState:
         self.is_dirty = False
 
     def __enter__(self) -> AssignedState:
+        self._graph = tf.compat.v1.get_default_graph()
         for variable in self._variables:
             variable.__dict__["_direct_assign"] = self._noting(variable)
         return self
@@ -59,10 +60,17 @@ class AssignedState:
         return step.weighted(value)
 
     def merge(self, totals: Sequence[tf.Tensor]) -> None:
-        """Sets each variable written so far to what the ranks' addends sum to."""
-        self.is_dirty = False
+        """Sets each variable written so far to what the ranks' addends sum to.
+
+        In a branch of the step (an update in a `tf.cond` of the user's), which may not be run, what is merged stays to
+        be merged after the step; and what is added up is left to that.
+        """
+        is_in_a_branch = tf.compat.v1.get_default_graph() is not self._graph
+        self.is_dirty = is_in_a_branch
         for variable, total in zip(self.assigned, totals, strict=True):
             if variable.aggregation == "sum":
+                if is_in_a_branch:
+                    continue
                 total = self._before[id(variable)] + total
                 self._before[id(variable)] = tf.identity(total)
             type(variable)._direct_assign(variable, total)
@@ -75,5 +83,5 @@ class AssignedState:
 
 
 def is_merged(variable: keras.Variable) -> bool:
-    """Returns whether what the ranks have written to a variable can be merged: real numbers, and what is summed."""
-    return "float" in str(variable.dtype) or variable.aggregation == "sum"
+    """Returns whether what the ranks have written to a variable can be merged: no whole numbers but what is summed."""
+    return any(kind in str(variable.dtype) for kind in ("float", "complex")) or variable.aggregation == "sum"

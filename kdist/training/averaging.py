@@ -198,15 +198,18 @@ class Averaging:
         written = {id(each) for each in internals.state_variables(self._model)}
         trained = {id(each) for each in self._model.trainable_variables}
         for variable in self._model.weights:
-            if id(variable) in self._averaged or not is_merged(variable):
+            if not is_merged(variable):
                 continue
-            with tf.init_scope():
-                common = tf.Variable(
-                    tf.convert_to_tensor(variable), trainable=False, experimental_enable_variable_lifting=False
-                )
             # The scales of float8 layers are trained by other means.
             is_weight = id(variable) in trained and not getattr(variable, "overwrite_with_gradient", False)
             is_frozen = id(variable) not in trained | written
+            if known := self._averaged.get(id(variable)):
+                common = known.common
+            else:
+                with tf.init_scope():
+                    common = tf.Variable(
+                        tf.convert_to_tensor(variable), trainable=False, experimental_enable_variable_lifting=False
+                    )
             self._averaged[id(variable)] = _Averaged(variable, common, is_weight, is_frozen)
 
 

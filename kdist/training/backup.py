@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
+from kdist.errors import CheckpointError, ScopeError
 from kdist.training import callback_state, replay, snapshot, state
 from kdist.training.checkpoint_files import Checkpoint, CheckpointFolder
 from kdist.training.job_wide import JobWide
@@ -29,6 +31,12 @@ class Backup(JobWide):
     def __init__(self, backup_dir: str, save_freq: str | int = "epoch", delete_checkpoint: bool = True) -> None:
         super().__init__()
         self.backup_dir = str(backup_dir)
+        if "://" in self.backup_dir:
+            raise CheckpointError(
+                "A checkpoint is a directory that is renamed when it is whole. Received: "
+                f"backup_dir={self.backup_dir!r}, which no file system shows. Expected a path. Fix: mount it, or "
+                "give a path of this host, and copy what lies there before the training and after it."
+            )
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
         self._epoch = 0
@@ -129,7 +137,7 @@ class Backup(JobWide):
             everything = {
                 **model.state,
                 "epoch": self._epoch,
-                "stopped": bool(self.model.stop_training) and not epoch_step,
+                "stopped": self.params["epochs"] if self.model.stop_training and not epoch_step else 0,
                 "ranks": 1 if self.owner is None else self.owner.engine.size,
                 "engine": None if self.owner is None else self.owner.engine.name,
                 "position": None if self.owner is None else self.owner.data.training.position(epoch_step).asdict(),
@@ -159,6 +167,11 @@ class Backup(JobWide):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Takes up an interrupted training; among several ranks kdist calls `begin` when it is time."""
+        if self.save_freq != "epoch" and hasattr(self.model.__dict__.get("_kdist"), "dispatcher"):
+            raise ScopeError(
+                "With parameter servers steps are under way whenever one ends. Received: "
+                f"save_freq={self.save_freq!r}. Expected 'epoch', after which none is. Fix: leave save_freq out."
+            )
         if self.owner is None:
             self.begin()
 
@@ -179,6 +192,8 @@ class Backup(JobWide):
         if self.owner is not None:
             saved = snapshot.same_everywhere(self.owner.engine, saved)
         if saved is None:
+            if self.is_chief:
+                _warn_of_keras_own(self.backup_dir)
             return
         self._give(saved)
         self._begin_at(saved, found[0].name if found is not None else "")
@@ -194,7 +209,7 @@ class Backup(JobWide):
         """Sets where to begin, and says so."""
         epoch, ranks = saved.state["epoch"], saved.state["ranks"]
         now = 1 if self.owner is None else self.owner.engine.size
-        if saved.state["stopped"]:
+        if saved.state["stopped"] >= self.params["epochs"]:  # more epochs than it was stopped in are another wish
             epoch = max(epoch, self.params["epochs"])
         self.model._initial_epoch = epoch
         self._random_of_fit = saved.state["random of fit"] or self._random_of_fit
@@ -226,3 +241,13 @@ class Backup(JobWide):
                 state.set_random_state(saved.state["random of fit"])
             return
         state.set_random_state(saved.state["random"])
+
+
+def _warn_of_keras_own(backup_dir: str) -> None:
+    weights = Path(backup_dir, "latest.weights.h5")
+    if weights.exists():
+        logger.warning(
+            "%s has a backup in Keras' own form, of one process, which is not read here: training begins anew. "
+            "Fix: model.load_weights(%r), and fit(initial_epoch=...). kdist.callbacks.BackupAndRestore takes up what "
+            "one process or several have saved.", backup_dir, str(weights),
+        )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,13 +31,14 @@ class SourceAdapter(internals.DataAdapter):
         before_hook: callable, runs on all ranks before the source's own epoch hooks: these may shuffle.
 
     Attributes:
-        hooks: list of tuples `(name, states)`, which hooks of the user's were called, and in which random state.
+        hooks: list of tuples `(name, states)`, which hooks of the user's were called, and in which random state,
+            packed: there are two more with each epoch.
     """
 
     def __init__(self, source: Source, before_hook: Callable[[], None]) -> None:
         self.source = source
         self._before_hook = before_hook
-        self.hooks: list[tuple[str, dict[str, Any]]] = []
+        self.hooks: list[tuple[str, bytes]] = []
 
     def get_tf_dataset(self) -> tf.data.Dataset:
         """Returns a dataset of `Shard`; one pass over it is an epoch."""
@@ -68,16 +71,16 @@ class SourceAdapter(internals.DataAdapter):
     def _prepare(self, name: str) -> None:
         self._before_hook()
         if self.source.has_hooks:
-            self.hooks.append((name, random_state()))
+            self.hooks.append((name, zlib.compress(json.dumps(random_state()).encode())))
 
-    def repeat_hooks(self, hooks: list[tuple[str, dict[str, Any]]]) -> None:
+    def repeat_hooks(self, hooks: list[tuple[str, bytes]]) -> None:
         """Calls what the user's hooks were called for before an interruption, in the random states that were.
 
         Args:
             hooks: list as in `hooks`, from the beginning of `fit`.
         """
         for name, states in hooks[len(self.hooks) :]:
-            set_random_state(states)
+            set_random_state(json.loads(zlib.decompress(states)))
             self.source.repeat_hook(name)
         self.hooks = list(hooks)
 

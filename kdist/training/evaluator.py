@@ -74,10 +74,18 @@ class Evaluator:
                 "keras.callbacks.ModelCheckpoint or keras.callbacks.BackupAndRestore, whose files it reads. Fix: give "
                 "it these, on all tasks; or start no evaluator."
             )
+        if _is_deleted_at_the_end(callbacks):
+            logger.warning(
+                "the evaluator follows a BackupAndRestore, which deletes its file when training ends: the last epoch "
+                "may go unseen. Fix: a keras.callbacks.ModelCheckpoint, or BackupAndRestore(delete_checkpoint=False)"
+            )
         with _evaluation(model, arguments, callbacks, self._line) as evaluate:
             has_found = self._follow(pattern, evaluate)
         if not has_found:
-            logger.warning("the evaluator found no checkpoint at %s: it must see the disk of the chief", pattern)
+            logger.warning(
+                "the evaluator found no checkpoint at %s: it must see the disk of the chief, while the file is there",
+                pattern,
+            )
         raise SystemExit(0)
 
     def _follow(self, pattern: str, evaluate: Callable[[str], None]) -> bool:
@@ -111,6 +119,12 @@ def checkpoint_pattern(callbacks: Sequence[keras.callbacks.Callback]) -> str | N
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             return glob.escape(callback._weights_path)
     return None
+
+
+def _is_deleted_at_the_end(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
+    backups = [each for each in callbacks if isinstance(each, keras.callbacks.BackupAndRestore)]
+    is_followed = backups and not any(isinstance(each, keras.callbacks.ModelCheckpoint) for each in callbacks)
+    return bool(is_followed) and backups[0].delete_checkpoint
 
 
 def newest(pattern: str) -> tuple[int, int, str] | None:

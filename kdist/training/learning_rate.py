@@ -67,10 +67,12 @@ class EffectiveRate:
 
     def set_warmup(self, steps: float) -> None:
         """Sets the length of the warm-up, in steps from the origin."""
-        self._warmup_steps.assign(steps)
         if self._resumed_share is not None:  # as far in the new warm-up as it was in the old
             self._origin.assign(_num_steps(self.optimizer) - self._resumed_share * steps)
             self._resumed_share = None
+        elif not self.warmup_is_known:  # until now nothing was scaled: it rises from here on
+            self._origin.assign(_num_steps(self.optimizer))
+        self._warmup_steps.assign(steps)
 
     def multiplier(self, iterations: Any) -> tf.Tensor:
         """Returns the multiplier at a number of steps, a `float32` scalar (see `scaling.warmup_multiplier`)."""
@@ -153,7 +155,7 @@ class EffectiveRate:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Lets the optimizer read the effective rate while the context is open."""
-        if not self.is_scaled and not self._follows_schedule:
+        if not self.is_scaled and not self.follows_schedule:
             yield
             return
         optimizer, update = self.optimizer, self.optimizer._backend_apply_gradients
@@ -171,7 +173,8 @@ class EffectiveRate:
             yield
 
     @property
-    def _follows_schedule(self) -> bool:
+    def follows_schedule(self) -> bool:
+        """Whether the user's rate is a `LearningRateSchedule`."""
         return isinstance(self.optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
 
     def current(self) -> tf.Tensor:
@@ -203,7 +206,8 @@ def correct_momentum(optimizer: keras.optimizers.Optimizer, ratio: tf.Tensor) ->
         optimizer: `keras.optimizers.Optimizer`, before its update; optimizers without such velocities are left alone.
         ratio: scalar float tensor, this step's rate over the last step's.
     """
-    velocities = getattr(optimizer, "momentums", None) if isinstance(optimizer, keras.optimizers.SGD) else None
+    kept = getattr(optimizer, "momentums", None) if isinstance(optimizer, keras.optimizers.SGD) else None
+    velocities = [each for each in kept or () if each is not None]  # the scales of float8 layers have none
     if not velocities:
         return
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +57,8 @@ def begin(model: keras.Model, owner: ReplicatedModel | None, checkpoint: Checkpo
     if before.kind != type(data.data_adapter.source).__name__ and before.epoch_step:
         return Place(0, f"which begins again: its data was a {before.kind}, and is something else now")
     now = data.resume(before)
-    data.data_adapter.repeat_hooks(_unpacked(saved["hooks"], snapshot.without_prefix(checkpoint.arrays, "hook/")))
+    states = [array.tobytes() for array in snapshot.without_prefix(checkpoint.arrays, "hook/")]
+    data.data_adapter.repeat_hooks(list(zip(saved["hooks"], states, strict=True)))
     change = (
         f"Steps of this epoch: {before.epoch_step} were made with {before.group_size} batch(es) each, which is as far "
         f"as {now.epoch_step} with {now.group_size}."
@@ -88,12 +87,8 @@ def hooks_of(owner: ReplicatedModel | None, epoch_step: int) -> tuple[list[str],
     hooks = [] if owner is None else owner.data.training.data_adapter.hooks
     if epoch_step and hooks:
         hooks = hooks[:-1]  # the beginning of this epoch, with which it will begin again
-    packed = [zlib.compress(json.dumps(states).encode()) for _, states in hooks]
-    return [name for name, _ in hooks], {f"hook/{n}": np.frombuffer(each, np.uint8) for n, each in enumerate(packed)}
-
-
-def _unpacked(names: Sequence[str], arrays: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, json.loads(zlib.decompress(each.tobytes()))) for name, each in zip(names, arrays, strict=True)]
+    arrays = {f"hook/{n}": np.frombuffer(states, np.uint8) for n, (_, states) in enumerate(hooks)}
+    return [name for name, _ in hooks], arrays
 
 
 def resume_rates(model: keras.Model, owner: ReplicatedModel | None, saved: dict[str, Any]) -> None:
@@ -124,6 +119,9 @@ def is_last(owner: ReplicatedModel | None, params: dict[str, Any], epoch_step: i
 # In one process the data is Keras' own: `fit` holds it, and nobody else gets at it but through `train_function`.
 
 
+_PASSING_OVER = "_kdist_passing_over"  # where a model has its own
+
+
 class _PassingOver:
     """Stands for a model's `train_function` until the steps that were made are drawn, without training."""
 
@@ -131,9 +129,21 @@ class _PassingOver:
         self._model = model
         self._num_steps = num_steps
         self._metrics = metrics
-        self._train: Callable[..., Any] = model.train_function
+        self.train: Callable[..., Any] = model.train_function
+        if isinstance(self.train, _PassingOver):  # of a `fit` that was interrupted meanwhile
+            self.train = self.train.train
+        model.__dict__[_PASSING_OVER] = self
 
     def __call__(self, iterator: Any) -> Any:
+        if self._model.__dict__.get(_PASSING_OVER) is not self:  # called by what another callback has put around it
+            return self.train(iterator)
+        try:
+            return self._pass_over(iterator)
+        except BaseException:
+            self._end()
+            raise
+
+    def _pass_over(self, iterator: Any) -> Any:
         batches = [next(iterator) for _ in range(self._model.steps_per_execution)]
         if len(self._metrics) != len(self._model.metrics_variables):
             # Outside of a strategy Keras makes metrics in the first step; a step of the user's own may make others.
@@ -141,16 +151,21 @@ class _PassingOver:
                 self._model._symbolic_build(data_batch=batches[0])
         self._num_steps -= self._model.steps_per_execution
         if self._num_steps <= 0:
-            self._model.train_function = self._train
+            self._end()
         if len(self._metrics) == len(self._model.metrics_variables):
             for variable, value in zip(self._model.metrics_variables, self._metrics, strict=True):
                 variable.assign(value)
         return self._model.get_metrics_result()
 
+    def _end(self) -> None:
+        self._model.__dict__.pop(_PASSING_OVER, None)
+        if self._model.train_function is self:
+            self._model.train_function = self.train
+
 
 def is_passing_over(model: keras.Model) -> bool:
     """Returns whether the next step is one that was made before."""
-    return isinstance(model.train_function, _PassingOver)
+    return _PASSING_OVER in model.__dict__
 
 
 def _in_keras_own_data(model: keras.Model, saved: dict[str, Any], shares: Sequence[Any]) -> Place:

@@ -15,8 +15,9 @@ from kdist.errors import ScopeError
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.training import state
 from kdist.training.epoch_iterator import ShardedEpochIterator, SourceAdapter
+from kdist.training.input_checks import check_inputs
 from kdist.training.settings import Settings
-from kdist.training.sources import check_caches, describe_source, has_fixed_shapes, holds_random_state, make_source
+from kdist.training.sources import describe_source, has_fixed_shapes, holds_random_state, make_source
 
 
 class ReplicatedData:
@@ -63,9 +64,14 @@ class ReplicatedData:
         finally:
             self._holds_random_state = False
 
-    def forget_training(self) -> None:
-        """Makes the next data that `fit` makes what it trains on; what it makes later validates."""
-        self._training = None
+    @contextlib.contextmanager
+    def of_fit(self) -> Iterator[None]:
+        """Holds while a `fit` runs: the first data that it makes is what it trains on, later ones validate."""
+        outer, self._training = self._training, None
+        try:
+            yield
+        finally:
+            self._training = outer  # its own would stay in memory as long as the model
 
     @property
     def training(self) -> ShardedEpochIterator:
@@ -101,7 +107,7 @@ class ReplicatedData:
         )
         source = remake(seed=self._next_seed())
         state.check_agreement(self._engine, f"the data given to {verb}", describe_source(source))
-        check_caches(adapter, self._engine)
+        check_inputs(adapter, source, self._engine, auto_shard=self._settings.auto_shard)
         if verb == "predict" and self.widths_differ != (widths_differ := not has_fixed_shapes(source)):
             self.widths_differ, self._model.predict_function = widths_differ, None
         is_for_training = verb == "fit" and self._training is None

@@ -7,8 +7,10 @@ Keras' own and call them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,6 +42,8 @@ from kdist.training.sources import split_batch
 from kdist.training.step import Step
 from kdist.training.step_function import StepFunction
 from kdist.training.train_step import TrainStep
+
+logger = logging.getLogger("kdist")
 
 
 def replicate(model: keras.Model, strategy: AllReduceStrategy, settings: Settings) -> None:
@@ -87,7 +91,12 @@ class ReplicatedModel:
         compression = compression_named(
             settings.compression, powersgd_rank=settings.powersgd_rank, topk_ratio=settings.topk_ratio
         )
-        self.wire = Wire(self.engine, compression=compression, bucket_mb=settings.bucket_mb)
+        self.wire = Wire(
+            self.engine,
+            compression=compression,
+            bucket_mb=settings.bucket_mb,
+            sparse_as_dense=settings.sparse_as_dense,
+        )
         self.averaging: Averaging | None = None
         if settings.sync_every > 1:
             self.averaging = Averaging(
@@ -99,6 +108,7 @@ class ReplicatedModel:
                 bucket_mb=settings.bucket_mb,
             )
         self.writes = self.engine.rank == 0
+        self._warned_of: list[Settings] = []
 
     def install(self) -> None:
         """Puts the wrappers on the instance, in front of what its class says."""
@@ -132,6 +142,7 @@ class ReplicatedModel:
             with self._running(name):  # validation within fit: everything is set up
                 return original(*args, **kwargs)
         is_outermost = not self._verbs
+        self._warn_of_other_settings()
         self._end_a_broken_pass()
         self.data.agree_random_state()
         if not is_outermost:
@@ -140,16 +151,27 @@ class ReplicatedModel:
         state.check_agreement(self.engine, f"the arguments of {name}", comparable(given))
         self._compiled_steps.take_over()
         if name == "fit":
-            self.data.forget_training()
             self.give_kept({})  # it was of the weights that there were then
         with (
             self._running(name),
+            self.data.of_fit() if name == "fit" else contextlib.nullcontext(),
             self.data.of_script() if is_outermost else contextlib.nullcontext(),
             replicated_callbacks(self, name, is_outermost),
             internals.epoch_iterators(self._make_iterator, self.strategy, is_chief=self.engine.rank == 0),
         ):
             result = original(*args, **kwargs)
             return restored(result, self._dense_outputs) if name == "predict" else result
+
+    def _warn_of_other_settings(self) -> None:
+        now = self.strategy.settings
+        if now in (None, self.settings) or now in self._warned_of or not self.writes:
+            return
+        self._warned_of.append(now)
+        kept, asked = dataclasses.asdict(self.settings), dataclasses.asdict(now)
+        logger.warning(
+            "this model keeps the settings of the scope it was made in: %s. Fix: make it, or load it, in this scope",
+            ", ".join(f"{name}={kept[name]!r}, not {asked[name]!r}" for name in kept if kept[name] != asked[name]),
+        )
 
     def _verb_on_batch(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._end_a_broken_pass()

@@ -89,13 +89,13 @@ def roles(info: ClusterInfo, options: ParameterServer, open_mpi: Callable[[], En
     Raises:
         ClusterError: if the cluster lacks a task that training needs.
         ScopeError: if TensorFlow has already initialised the GPUs of the chief's host.
-        StrategyError: if there are too few ranks.
+        StrategyError: if there are too few ranks, or another number of ps than the user has said.
     """
     is_by_tf_config = info.launcher == "tf_config"
     if info.task_type == "chief" if is_by_tf_config else info.rank == 0:
         leave_gpus()  # the chief computes nothing; the first message over MPI starts TensorFlow
     if is_by_tf_config:
-        return _by_tf_config(info)
+        return _by_tf_config(info, options.num_ps)
     return _by_rank(open_mpi(), options.num_ps)
 
 
@@ -121,7 +121,7 @@ def take_role(
     return Leader(cluster, options) if job == "chief" else Evaluator(cluster, index, options)
 
 
-def _by_tf_config(info: ClusterInfo) -> tuple[Cluster, str, int]:
+def _by_tf_config(info: ClusterInfo, num_ps: int) -> tuple[Cluster, str, int]:
     spec = info.cluster_spec
     cluster = {job: spec[job] for job in ("chief", "worker", "ps") if spec.get(job)}  # evaluators need not be listed
     missing = [job for job in ("chief", "worker", "ps") if job not in cluster]
@@ -130,6 +130,11 @@ def _by_tf_config(info: ClusterInfo) -> tuple[Cluster, str, int]:
             f"The cluster lacks tasks that training with parameter servers needs. Received: TF_CONFIG with "
             f"{', '.join(f'{len(v)} {k}' for k, v in spec.items())}. Expected one chief, at least one worker and at "
             f"least one ps. Fix: add {' and '.join(missing)} to TF_CONFIG's cluster, on every task."
+        )
+    if num_ps not in (ParameterServer.num_ps, len(cluster["ps"])):
+        raise StrategyError(
+            f"The cluster says how many parameter servers there are. Received: num_ps={num_ps}, and a cluster with "
+            f"{len(cluster['ps'])} ps. Expected the same. Fix: leave num_ps out; `kdist run` takes `--ps {num_ps}`."
         )
     return cluster, str(info.task_type), int(info.task_index or 0)
 

@@ -17,7 +17,7 @@ from kdist.data.merged import MergedPyDataset, merged_batches, merged_dataset
 from kdist.scaling import num_warmup_steps
 from kdist.training import _keras_internals as internals
 from kdist.training.arguments import like, named_arguments
-from kdist.training.learning_rate import EffectiveRates
+from kdist.training.learning_rate import EffectiveRate, EffectiveRates
 from kdist.training.optimizers import innermost, optimizers_of
 
 logger = logging.getLogger("kdist")
@@ -98,12 +98,15 @@ class ScaledModel:
         callbacks = given.get("callbacks")
         ours = ScaledRate(self)
         if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks.append(ours)
+            if not any(isinstance(each, ScaledRate) for each in callbacks.callbacks):
+                ours.set_params(callbacks.params)
+                ours.set_model(self.model)
+                callbacks.callbacks.append(ours)
         else:
             given["callbacks"] = [ours, *keras.tree.flatten(callbacks or [])]
         for rate in self.rates.all():
-            if rate.is_scaled:
-                rate.optimizer.__dict__["_get_current_learning_rate"] = rate.current
+            if rate.is_scaled or rate.follows_schedule:
+                rate.optimizer.__dict__["_get_current_learning_rate"] = functools.partial(_rate_in_a_step, rate)
         self._say_where_keras_departs()
         return original(**given)
 
@@ -116,6 +119,13 @@ class ScaledModel:
                     "Fix: one process a device, by `kdist run`, where gradients are clipped after the sum",
                     ", ".join(settings), type(optimizer).__name__,
                 )  # fmt: skip
+
+
+def _rate_in_a_step(rate: EffectiveRate) -> Any:
+    """Returns the scaled rate to an update, which a replica makes, and the user's to whoever else asks."""
+    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        return rate.current()
+    return type(rate.optimizer)._get_current_learning_rate(rate.optimizer)
 
 
 def scale_data(given: dict[str, Any], count: int) -> None:
@@ -141,8 +151,13 @@ def scale_data(given: dict[str, Any], count: int) -> None:
     else:
         # Keras takes it for the batch size of the validation as well.
         given["batch_size"] = count * (given.get("batch_size") or _DEFAULT_BATCH_SIZE)
-    if given.get("steps_per_epoch"):
-        given["steps_per_epoch"] = -(-given["steps_per_epoch"] // count)
+    if steps := given.get("steps_per_epoch"):
+        given["steps_per_epoch"] = -(-steps // count)
+        if steps % count:
+            logger.warning(
+                "steps_per_epoch=%d of your batches are no whole number of steps of %d replicas: an epoch takes %d",
+                steps, count, given["steps_per_epoch"] * count,
+            )  # fmt: skip
 
 
 class ScaledRate(keras.callbacks.Callback):

@@ -46,9 +46,19 @@ class Feed:
 
     @property
     def resident_specs(self) -> list[tf.TensorSpec]:
-        """The specs of the tensors that stay on the workers."""
-        leaves = [] if self._arrays is None else tf.nest.flatten(self._arrays, expand_composites=True)
-        return [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
+        """The specs of the tensors that stay on the workers: dense ones of any number of rows."""
+        specs = []
+        for leaf in [] if self._arrays is None else tf.nest.flatten(self._arrays):
+            is_dense = not isinstance(leaf, tf.RaggedTensor)
+            for part in tf.nest.flatten(leaf, expand_composites=True):
+                specs.append(tf.TensorSpec([None, *part.shape[1:]] if is_dense else part.shape, part.dtype))
+        return specs
+
+    @property
+    def kind(self) -> str:
+        """What a function is made for that takes these batches: another kind needs another one."""
+        arrays = tf.nest.map_structure(lambda leaf: type(leaf).__name__, self._arrays)
+        return repr((self.packing.signature, arrays, self.resident_specs))
 
     def restored(self, kept: list[tf.Tensor], sent: Any) -> Any:
         """Returns the user's batch, in the graph that a worker runs."""
@@ -62,11 +72,15 @@ class Packing:
 
     Args:
         signature: structure of tensor specs, with an unknown batch dimension.
+
+    Attributes:
+        signature: that structure, with `None` for what is nothing.
+        specs: list of the specs of the flat list.
     """
 
     def __init__(self, signature: Any) -> None:
-        self._signature = tf.nest.map_structure(lambda leaf: None if _is_nothing(leaf) else leaf, signature)
-        self.specs = [leaf for leaf in tf.nest.flatten(self._signature, expand_composites=True) if leaf is not None]
+        self.signature = tf.nest.map_structure(lambda leaf: None if _is_nothing(leaf) else leaf, signature)
+        self.specs = [leaf for leaf in tf.nest.flatten(self.signature, expand_composites=True) if leaf is not None]
 
     def flat(self, data: Any) -> list[tf.Tensor]:
         """Returns the tensors of a batch."""
@@ -76,9 +90,9 @@ class Packing:
     def packed(self, flat: Iterable[tf.Tensor]) -> Any:
         """Returns the batch of which these are the tensors."""
         rest = iter(flat)
-        leaves = tf.nest.flatten(self._signature, expand_composites=True)
+        leaves = tf.nest.flatten(self.signature, expand_composites=True)
         filled = [None if leaf is None else next(rest) for leaf in leaves]
-        return tf.nest.pack_sequence_as(self._signature, filled, expand_composites=True)
+        return tf.nest.pack_sequence_as(self.signature, filled, expand_composites=True)
 
 
 def _is_nothing(leaf: Any) -> bool:
@@ -94,16 +108,18 @@ def make_feed(adapter: Any, *, seed: int, steps_per_epoch: int | None, one_proce
         steps_per_epoch: int or `None`, the user's own batches in an epoch.
         one_process: the engine of one process, for the chief alone has the data.
     """
-    source = make_source(
-        adapter, one_process, scale_batch=True, auto_shard=True, seed=seed, steps_per_epoch=steps_per_epoch
-    )
     arrays = internals.array_parts(adapter)
     if arrays is None or not _stay_well(arrays[0]):
-        return Feed(source)
+        return Feed(
+            make_source(
+                adapter, one_process, scale_batch=True, auto_shard=True, seed=seed, steps_per_epoch=steps_per_epoch
+            )
+        )
     inputs, num_samples, batch_size, shuffle = arrays
     plan = Plan(seed=seed, steps_per_epoch=steps_per_epoch)
+    whole = ArraySource(inputs, num_samples, batch_size, plan, shuffle=shuffle)
     rows = ArraySource(None, num_samples, batch_size, plan, shuffle=shuffle, gather=lambda indices: indices)
-    return Feed(rows, inputs, source)
+    return Feed(rows, inputs, whole)
 
 
 def _stay_well(inputs: Any) -> bool:

@@ -24,6 +24,7 @@ from kdist.strategies.options import ParameterServer
 from kdist.strategies.parameter_server import ParameterServerStrategy
 from kdist.training import _keras_internals as internals
 from kdist.training.arguments import like
+from kdist.training.optimizers import innermost, optimizers_of
 from kdist.training.saving import write_whole
 from kdist.training.scheduled_data import Batches, Feed, OneBatch, ScheduledEpochIterator, make_feed
 from kdist.training.scheduled_pass import Pass
@@ -107,6 +108,8 @@ class ScheduledModel:
         if self.model.jit_compile:
             self.model.jit_compile = False
             logger.warning("jit_compile=True is off for this model: XLA cannot compile variables of another process.")
+        if name == "fit" and self.dispatcher.num_workers > 1:
+            self._refuse_counted_updates()
         self._verbs.append(name)
         with self.dispatcher.watched(), internals.epoch_iterators(self._make_iterator, self.strategy):
             try:
@@ -115,6 +118,17 @@ class ScheduledModel:
                 raise self.dispatcher.explained(error) from error
             finally:
                 self._verbs.pop()
+
+    def _refuse_counted_updates(self) -> None:
+        """Refuses what Keras does in every n-th step: workers count at once, and miss it, or do it twice."""
+        for optimizer in map(innermost, optimizers_of(self.model)):
+            for name in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
+                if getattr(optimizer, name, None):
+                    raise ScopeError(
+                        f"Several workers cannot count steps together. Received: {type(optimizer).__name__} with "
+                        f"{name}={getattr(optimizer, name)}, and {self.dispatcher.num_workers} workers. Expected None. "
+                        "Fix: a larger batch, or one worker, or synchronous training (kdist.AllReduce)."
+                    )
 
     # Data.
 
@@ -195,7 +209,7 @@ class ScheduledModel:
     ) -> tuple[Callable[..., Any], Any]:
         """Returns the function that makes some steps of a kind on a worker, and what it returns."""
         packing = feed.packing
-        key = (kind, num_batches, repr(packing.specs), repr(feed.resident_specs), feed.resident is None)
+        key = (kind, num_batches, feed.kind)
         if key not in self._functions:
             step = ScheduledStep(self.model, f"{kind}_step", self.strategy, self.options, starts)
             num_kept, width = len(feed.resident_specs), len(packing.specs)
@@ -235,7 +249,7 @@ class ScheduledModel:
     def predict(self, feed: Feed, sent: list[tf.Tensor]) -> Ticket:
         """Schedules the prediction of one batch."""
         packing = feed.packing
-        key = ("predict", repr(packing.specs), repr(feed.resident_specs), feed.resident is None)
+        key = ("predict", feed.kind)
         if key not in self._functions:
             num_kept, outputs = len(feed.resident_specs), []
 

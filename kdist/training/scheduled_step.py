@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -165,11 +166,12 @@ class _Update:
 def _measured_update(optimizer: keras.optimizers.Optimizer, options: ParameterServer) -> Iterator[_Update]:
     """Counts updates without losing one, measures their staleness, and does with it what the options say."""
     inner = innermost(optimizer)
+    updating = [inner, *getattr(inner, "optimizers", ())]  # those of a `MultiOptimizer`
     # Keras reads, adds and writes: two workers at once would count one. The ps adds by itself.
-    counters = [each._iterations for each in {id(each): each for each in (inner, optimizer)}.values()]
+    counters = list({id(each._iterations): each._iterations for each in (*updating, optimizer)}.values())
     counted = inner._iterations.value
     update = _Update(tf.cast(tf.convert_to_tensor(counted), tf.int64))
-    apply, rate = optimizer.apply, inner._get_current_learning_rate
+    apply = optimizer.apply
 
     def measured(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         # The gradients come first: the time in which others update is that of computing them.
@@ -185,7 +187,7 @@ def _measured_update(optimizer: keras.optimizers.Optimizer, options: ParameterSe
 
         return tf.cond(fresh, applied, lambda: tf.constant(False))
 
-    def scaled() -> Any:
+    def scaled(rate: Callable[[], Any]) -> Any:
         value = tf.convert_to_tensor(rate())
         return value / tf.cast(tf.maximum(update.staleness, 1), value.dtype)
 
@@ -195,11 +197,13 @@ def _measured_update(optimizer: keras.optimizers.Optimizer, options: ParameterSe
         )
     optimizer.__dict__["apply"] = measured
     if options.staleness == "scale":
-        inner.__dict__["_get_current_learning_rate"] = scaled
+        for each in updating:
+            each.__dict__["_get_current_learning_rate"] = functools.partial(scaled, each._get_current_learning_rate)
     try:
         yield update
     finally:
         del optimizer.__dict__["apply"]
-        inner.__dict__.pop("_get_current_learning_rate", None)
+        for each in updating:
+            each.__dict__.pop("_get_current_learning_rate", None)
         for counter in counters:
             del counter.__dict__["assign_add"]

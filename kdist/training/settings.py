@@ -18,6 +18,7 @@ class Settings:
         powersgd_rank: int, the rank of `"powersgd"`.
         topk_ratio: float, the part of a gradient that `"topk"` sends.
         bucket_mb: float or `None`, megabytes of gradients from which on a message is sent.
+        sparse_as_dense: bool, whether gradients of an `Embedding` are summed, not gathered.
         sync_every: int, the steps that a rank makes by itself; 1 for gradients that are summed in each step.
         outer_learning_rate: float, the rate at which averages are applied.
         outer_momentum: float, the momentum with which they are.
@@ -31,6 +32,7 @@ class Settings:
     powersgd_rank: int = 4
     topk_ratio: float = 0.01
     bucket_mb: float | None = None
+    sparse_as_dense: bool = False
     sync_every: int = 1
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0

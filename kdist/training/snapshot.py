@@ -14,7 +14,7 @@ from kdist.engines.engine import Engine
 from kdist.errors import CheckpointError
 from kdist.training.checkpoint_files import Checkpoint
 from kdist.training.optimizers import innermost, optimizers_of
-from kdist.training.state import variables_of
+from kdist.training.state import broadcast_by_groups, variables_of
 
 
 def take_model(model: keras.Model) -> Checkpoint:
@@ -67,8 +67,8 @@ def same_everywhere(engine: Engine, mine: Checkpoint | None) -> Checkpoint | Non
         mine.arrays[name] if engine.rank == 0 and mine else np.zeros(shape, dtype)
         for name, (dtype, shape) in zip(names, kinds, strict=True)
     ]
-    arrays = engine.broadcast([tf.constant(array) for array in given]) if given else []
-    return Checkpoint(state, {name: flat.to_array(array) for name, array in zip(names, arrays, strict=True)})
+    arrays = dict(broadcast_by_groups(engine, given))
+    return Checkpoint(state, {name: flat.to_array(arrays[place]) for place, name in enumerate(names)})
 
 
 def without_prefix(arrays: Mapping[str, Any], prefix: str) -> list[Any]:

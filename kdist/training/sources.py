@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import tensorflow as tf
 from kdist.data.arrays import ArraySource
 from kdist.data.generator import GeneratorSource
 from kdist.data.own_stream import OwnStream
-from kdist.data.pipeline import files_to_write
 from kdist.data.py_dataset import PyDatasetSource, ShardedPyDataset
 from kdist.data.shard import Shard, slice_rows
 from kdist.data.shard import split_batch as split_rows_of_batch
@@ -59,29 +57,6 @@ def make_source(
     if auto_shard:
         return _source(adapter, job)
     return OwnStream(_source(adapter, job.alone()), job)
-
-
-def check_caches(adapter: Any, engine: Engine) -> None:
-    """Refuses a `tf.data` pipeline with a cache that several ranks of a host would write to one file.
-
-    Collective: every rank must call this, in the same order, whatever its input is.
-
-    Args:
-        adapter: Keras' `DataAdapter`.
-        engine: `Engine`, how the ranks talk to each other.
-
-    Raises:
-        DataError: if there is one.
-    """
-    dataset, host = internals.tf_dataset(adapter), os.uname().nodename
-    everyone = engine.gather_objects([host, [] if dataset is None else files_to_write(dataset)])
-    of_this_host = [path for where, paths in everyone if where == host for path in set(paths)]
-    if twice := sorted(path for path in set(of_this_host) if of_this_host.count(path) > 1):
-        raise DataError(
-            f"Ranks of one host would write one cache. Received: a tf.data pipeline with cache({twice[0]!r}), a file "
-            "that is not there yet, or not whole. Expected one writer a file. Fix: give each rank its own, as in "
-            f'cache(f"{twice[0]}-{{kdist.rank()}}"), or cache in memory, or read the dataset through once before.'
-        )
 
 
 def _source(adapter: Any, plan: Plan) -> Source:

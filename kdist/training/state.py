@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -132,13 +133,27 @@ def broadcast_state(engine: Engine, variables: Sequence[Any], root: int = 0) -> 
         variables: sequence of `keras.Variable` or `tf.Variable`, the same on all ranks.
         root: int, the rank whose values are taken.
     """
-    variables = [variable for variable in variables if variable.dtype != "string"]
-    # A few at a time: a message of all weights and slots at once would be the most memory that a training takes.
-    sizes = [(_raw(each).shape.num_elements() or 0) * tf.as_dtype(each.dtype).size for each in variables]
+    raw = [_raw(variable) for variable in variables if variable.dtype != "string"]
+    for index, value in broadcast_by_groups(engine, raw, root):
+        raw[index].assign(value)
+
+
+def broadcast_by_groups(engine: Engine, values: Sequence[Any], root: int = 0) -> Iterator[tuple[int, tf.Tensor]]:
+    """Yields the root's values and their places, in any order, while the next ones are sent.
+
+    A few at a time: a message of all weights and slots at once would be the most memory that a training takes.
+
+    Collective: every rank must call this, in the same order, and take all.
+
+    Args:
+        engine: `Engine`, how the ranks talk to each other.
+        values: sequence of arrays or variables, of the same shapes and dtypes on all ranks.
+        root: int, the rank whose values are taken.
+    """
+    sizes = [math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in values]
     for group in buckets(sizes, _BROADCAST_MB):
-        values = engine.broadcast([tf.convert_to_tensor(_raw(variables[index])) for index in group], root=root)
-        for index, value in zip(group, values, strict=True):
-            _raw(variables[index]).assign(value)
+        sent = engine.broadcast([tf.convert_to_tensor(values[index]) for index in group], root=root)
+        yield from zip(group, sent, strict=True)
 
 
 def _raw(variable: Any) -> tf.Variable:

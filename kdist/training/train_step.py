@@ -120,6 +120,10 @@ class TrainStep(Step):
             return
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             self._refuse_loss_scale()
+        # A step that adds gradients up by itself may hand over its variables.
+        grads = [
+            each if each is None or isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each) for each in grads
+        ]
         self.local_gradients = grads
         rate = self._rate_of(innermost(optimizer))
         given = [place for place, grad in enumerate(grads) if grad is not None]

@@ -16,6 +16,7 @@ from kdist.watch.verdict import IN_A_GRAPH
 
 _STACK_AFTER = 5.0  # seconds without a collective, after which a report says where the main thread is
 _MOST_THREADS = 8  # that are told
+_MOST_FRAMES = 12  # of the main thread's, the innermost
 _BUSY = 0.2  # of the time between two reports on the processor
 _LIBRARIES = tuple({*site.getsitepackages(), os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__)})
 _KERAS_VERBS = os.path.join("keras", "src", "backend", "tensorflow", "trainer.py")
@@ -77,7 +78,7 @@ class Activity:
             "since": since,
             "busy": self._uses_processor(),
             "own_code": _in_own_code(stack),
-            "stack": [_place(frame, line) for frame, line in _of_interest(stack)],
+            "stack": [_place(frame, line) for frame, line in _of_interest(stack)[-_MOST_FRAMES:]],
             "threads": [_place(frame, frame.f_lineno) for frame in threads[:_MOST_THREADS]],
         }
 

@@ -39,8 +39,10 @@ def limited(seconds: float, rank: int, size: int, end: Callable[[str], object]) 
             end(
                 f"not all ranks have started within {seconds:g} s. Received: rank {rank} of {size} waits for the "
                 "others, and the launcher says nothing of them. Expected kdist.scope() on every rank. Fix: look for a "
-                "rank that ended with code 0 before, that takes another branch of the script, or that is blocked; "
-                "where ranks need longer before the scope, kdist.scope(kdist.AllReduce(start_timeout=...))."
+                "rank that ended with code 0 before, that takes another branch of the script, or that is blocked; on "
+                "several hosts, tell MPI which network joins them (Open MPI: OMPI_MCA_btl_tcp_if_include=10.0.0.0/8; "
+                "UCX: UCX_NET_DEVICES); where ranks need longer before the scope, "
+                "kdist.scope(kdist.AllReduce(start_timeout=...))."
             )
 
     threading.Thread(target=wait, name="kdist-start", daemon=True).start()

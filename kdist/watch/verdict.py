@@ -216,7 +216,7 @@ def _stacks(signs: Sequence[Sign]) -> str:
     lines = []
     for sign in signs:
         if sign.stack:
-            lines += [f"rank {sign.rank}'s main thread (most recent call last):", *sign.stack[-12:]]
+            lines += [f"rank {sign.rank}'s main thread (most recent call last):", *sign.stack]
         if sign.threads:
             lines += [f"rank {sign.rank}'s other threads:", *sign.threads]
     return "".join(f"\n  {line}" for line in lines)

@@ -354,6 +354,55 @@ def kerass_own_in_a_scope_is_ours() -> None:
         assert train("arrays", folder, [], backup=on_one) == expected
 
 
+def a_backup_of_kerass_own_is_told_of() -> None:
+    """It is not read: who leaves one process for several must hear of it."""
+    folder, expected = shared_folder(), train("arrays", shared_folder(), [])
+    if kdist.is_chief():
+        model = network()
+        model.compile("sgd", "mse")
+        with pytest.raises(Interrupted):
+            model.fit(
+                **inputs("arrays"), verbose=0, epochs=3,
+                callbacks=[keras.callbacks.BackupAndRestore(folder), InterruptAt(1, None)],
+            )  # fmt: skip
+    kdist.barrier()
+    with Log() as log:
+        assert train("arrays", folder, []) == expected
+    assert ("load_weights('" in log.text) == kdist.is_chief()
+
+
+def with_callbacks_of_kdist() -> None:
+    def callbacks() -> list[Any]:
+        return [kdist.callbacks.LearningRateSchedule(lambda epoch: 0.5**epoch), kdist.callbacks.Throughput()]
+
+    def of_the_training(found: dict[str, Any]) -> list[Any]:
+        history = {name: found["history"][name] for name in ("loss", "mae", "effective_learning_rate")}
+        return [found["weights"], found["optimizer"], history]
+
+    expected, folder = train("arrays", shared_folder(), callbacks()), shared_folder()
+    for place in ((0, 3), (1, 4)):
+        with pytest.raises(Interrupted):
+            train("arrays", folder, [InterruptAt(*place), *callbacks()])
+    assert of_the_training(train("arrays", folder, callbacks())) == of_the_training(expected)
+
+
+def interrupted_while_it_goes_there() -> None:
+    """In one process the steps that were made are passed over: a `fit` that ends meanwhile leaves nothing of that."""
+    folder, expected = shared_folder(), train("arrays", shared_folder(), [])
+    with pytest.raises(Interrupted):
+        train("arrays", folder, [InterruptAt(0, 4)])
+    fresh()
+    with kdist.scope():
+        model = network()
+        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae", keras.metrics.R2Score()])
+        backup = kdist.callbacks.BackupAndRestore(folder, save_freq=2, delete_checkpoint=False)
+        with pytest.raises(Interrupted):
+            model.fit(**inputs("arrays"), epochs=EPOCHS, verbose=0, callbacks=[InterruptAt(0, 1), backup])
+        history = model.fit(**inputs("arrays"), epochs=EPOCHS, verbose=0, callbacks=[backup])
+    assert history.history == expected["history"]
+    assert [np.asarray(v).tolist() for v in model.weights] == expected["weights"]
+
+
 def stopped_early_stays_stopped() -> None:
     """Interrupted between the decision and the end, which restores the best weights."""
 
@@ -370,6 +419,7 @@ def stopped_early_stays_stopped() -> None:
     with pytest.raises(Interrupted):
         train("arrays", folder, [AtEnd(), *stopping()], epochs=9, save_freq="epoch")
     assert train("arrays", folder, stopping(), epochs=9) == expected
+    assert train("arrays", folder, [], epochs=11)["epochs"] == list(range(11)), "asked for more, it goes on"
 
 
 def deleted_at_the_end() -> None:
@@ -595,6 +645,8 @@ CASES = {
             scaled_rates_and_schedules,
             several_steps_an_execution,
             kerass_own_in_a_scope_is_ours,
+            a_backup_of_kerass_own_is_told_of,
+            with_callbacks_of_kdist,
             stopped_early_stays_stopped,
             deleted_at_the_end,
             told_to_go_in_an_epoch,
@@ -612,12 +664,14 @@ ALONE = {
         "in_an_epoch_py_dataset",
         "the_newest_is_damaged",
         "another_model",
+        "a_backup_of_kerass_own_is_told_of",
+        "with_callbacks_of_kdist",
         "stopped_early_stays_stopped",
         "deleted_at_the_end",
         "told_to_go_in_an_epoch",
         "told_to_go_with_a_model_checkpoint",
     )
-} | {"taken_up_by_others": taken_up_by_others}
+} | {function.__name__: function for function in (interrupted_while_it_goes_there, taken_up_by_others)}
 
 OTHERS = {"taken_up_by_others": taken_up_by_others}
 

@@ -6,7 +6,7 @@ import pytest
 
 from kdist import callbacks
 from kdist.callbacks.learning_rate_schedule import piecewise
-from kdist.errors import NotFiniteError, StrategyError
+from kdist.errors import CheckpointError, NotFiniteError, StrategyError
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,12 @@ from kdist.errors import NotFiniteError, StrategyError
 def test_wrong_arguments_are_refused(make):
     with pytest.raises(StrategyError, match=r"(?s)Received: .*Expected .*Fix: "):
         make()
+
+
+@pytest.mark.parametrize("arguments", [("",), ("backup", 0), ("backup", "batch"), ("gs://bucket/backup",)])
+def test_backups_that_cannot_be_are_refused(arguments):
+    with pytest.raises(CheckpointError, match=r"(?s)Received: .*Expected .*Fix: "):
+        callbacks.BackupAndRestore(*arguments)
 
 
 def test_piecewise_multipliers():

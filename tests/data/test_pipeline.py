@@ -2,6 +2,7 @@
 
 import time
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -272,8 +273,33 @@ def test_steps_beside_other_components():
     assert all(pipeline.carries_along(step) for step in steps)
     paired = Dataset.range(4).map(lambda x: (x, x * 100, True))
     for step in steps:
-        paired = pipeline.beside(step, paired)
+        paired = pipeline.beside(step, paired, 0)
     assert [[int(v) for v in tf.nest.flatten(e)] for e in paired] == [[x, x + 2, x * 100, 1] for x in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["seeded", "in a function", "keras"])
+def test_what_a_map_draws_beside_is_the_ranks_own(kind):
+    keras.utils.set_random_seed(5)
+    generator = keras.random.SeedGenerator(3)
+    draw = {
+        "seeded": lambda x: tf.random.uniform([3]),
+        "in a function": tf.function(lambda x: tf.random.normal([3]) + tf.ones([3])),
+        "keras": lambda x: keras.random.uniform([3], seed=generator),
+    }[kind]
+    dataset = Dataset.range(5).map(draw)
+
+    def drawn(rank):
+        own = Dataset.range(5).map(lambda x: (x, rank))
+        for step in Pipeline(dataset, seed=7).steps:
+            own = pipeline.beside(step, own, rank)
+        return [[element.numpy() for element, _ in own] for _ in range(2)]
+
+    draws = np.array([drawn(rank) for rank in range(3)])
+    # Each rank and element has its own; in a second pass TensorFlow's are drawn anew, and Keras' go on.
+    num_passes = 2 if kind == "keras" else 1
+    assert len(np.unique(draws.reshape(-1, 3), axis=0)) == 3 * 5 * num_passes
+    if kind != "keras":
+        np.testing.assert_array_equal(draws[1], drawn(1))
 
 
 def test_a_map_keeps_what_it_closed_over():
@@ -282,5 +308,5 @@ def test_a_map_keeps_what_it_closed_over():
         dataset = dataset.map(lambda x: x + offset)  # noqa: B023  the trap that is tested
     paired = Dataset.range(3).map(lambda x: (x, 0))
     for step in Pipeline(dataset, seed=7).steps:
-        paired = pipeline.beside(step, paired)
+        paired = pipeline.beside(step, paired, 0)
     assert [int(x) for x, _ in paired] == [30, 31, 32]

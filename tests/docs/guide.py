@@ -8,6 +8,7 @@ first and are not shown.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.helpers import spmd
 FOLDER = spmd.ROOT / "docs"
 PAGES = {path.stem: path for path in sorted(FOLDER.glob("*.md"))}
 
-_FENCE = re.compile(r"^(?:```(?P<kind>\w*)|<!-- before)\n(?P<body>.*?)^(?:```|-->)$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^(?: *```(?P<kind>\w*)|<!-- before)\n(?P<body>.*?)^(?: *```|-->)$", re.MULTILINE | re.DOTALL)
 
 
 def fences(text: str, *kinds: str) -> Iterator[tuple[int, str]]:
@@ -24,7 +25,7 @@ def fences(text: str, *kinds: str) -> Iterator[tuple[int, str]]:
     for found in _FENCE.finditer(text):
         kind = "before" if found["kind"] is None else found["kind"]
         if kind in kinds:
-            yield text.count("\n", 0, found.start("body")), found["body"]
+            yield text.count("\n", 0, found.start("body")), textwrap.dedent(found["body"])  # that of a list is indented
 
 
 def scripts() -> dict[str, Path]:

@@ -241,8 +241,12 @@ def case_custom_train_step():
 
 
 def case_optimizers():
+    def parts():
+        each = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.01)
+        return keras.optimizers.MultiOptimizer(lambda variable: each["bias" in variable.path])
+
     optimizers = {
-        "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
+        "several": parts,
         "ema": lambda: keras.optimizers.AdamW(0.01, use_ema=True),
         "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0),
     }
@@ -252,9 +256,34 @@ def case_optimizers():
             before = model.evaluate(X, Y, verbose=0, return_dict=True)["loss"]
             model.fit(X, Y, batch_size=16, epochs=5, verbose=0)
             # `iterations` counts full accumulations, `_iterations` all.
-            counted = getattr(model.optimizer, "inner_optimizer", model.optimizer)._iterations
-            assert int(counted) == 5 * BATCHES, name
+            inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+            for each in (inner, *getattr(inner, "optimizers", ())):
+                assert int(each._iterations) == 5 * BATCHES, name
             assert model.evaluate(X, Y, verbose=0, return_dict=True)["loss"] < before, name
+
+
+def case_steps_that_are_counted_together_need_one_worker():
+    with scope():
+        model = classifier(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
+        if model._kdist.dispatcher.num_workers > 1:
+            with pytest.raises(ScopeError, match=r"gradient_accumulation_steps=3, and \d workers"):
+                model.fit(X, Y, batch_size=16, verbose=0)
+        else:
+            model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
+            assert int(model.optimizer._iterations) == 2 * BATCHES
+
+
+def case_a_function_is_made_for_a_kind_of_input():
+    """Not for a number of rows; and what is named is not what comes in this order."""
+    with scope():
+        first, second = keras.Input((2,), name="b"), keras.Input((2,), name="a")
+        model = keras.Model([first, second], first - 10.0 * second)
+        x, y = np.ones((40, 2), "float32"), np.full((40, 2), 2.0, "float32")
+        for rows in (40, 30, 17):
+            np.testing.assert_array_equal(model.predict([x[:rows], y[:rows]], verbose=0), np.full((rows, 2), -19.0))
+        assert len(model._kdist._functions) == 1
+        named = model.predict({"b": x, "a": y}, verbose=0)
+        np.testing.assert_array_equal(named, np.full((40, 2), -19.0))
 
 
 class Descent(keras.Model):
@@ -344,7 +373,10 @@ def case_two_workers_make_updates_stale():
 def case_refusals():
     outside = classifier()
     rate = keras.optimizers.SGD(0.1)
+    backup = kdist.callbacks.BackupAndRestore("nowhere", save_freq=5)
     with scope():
+        with pytest.raises(ScopeError, match="save_freq=5"):
+            classifier().fit(X, Y, verbose=0, callbacks=[backup])
         for act, said in [
             (lambda: outside.fit(X, Y, verbose=0), "made outside of kdist.scope"),
             (lambda: classifier(rate).fit(X, Y, verbose=0), "made outside of kdist.scope"),
@@ -362,6 +394,11 @@ def case_settings_that_mean_nothing_here_are_named():
         assert about == [
             f"with parameter servers {names} mean(s) nothing: see kdist.ParameterServer" for names in named
         ]
+
+
+def case_another_number_of_ps_than_the_clusters_is_refused():
+    with pytest.raises(StrategyError, match="num_ps=7, and a cluster with 1 ps"):
+        kdist.scope(kdist.ParameterServer(num_ps=7)).__enter__()
 
 
 def case_theirs_are_refused():

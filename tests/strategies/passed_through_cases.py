@@ -45,7 +45,9 @@ def generator(batch: int) -> Iterator[Any]:
         yield from (Batches(batch)[index] for index in range(ROWS // batch))
 
 
-def trained(optimizer: keras.optimizers.Optimizer, batch: int, kind: str = "arrays") -> tuple[list[Any], Any]:
+def trained(
+    optimizer: keras.optimizers.Optimizer, batch: int, kind: str = "arrays", callbacks: Any = None
+) -> tuple[list[Any], Any]:
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(2)])
     values = np.random.default_rng(1)
     model.set_weights([values.normal(size=weight.shape) for weight in model.get_weights()])
@@ -56,7 +58,7 @@ def trained(optimizer: keras.optimizers.Optimizer, batch: int, kind: str = "arra
         "py_dataset": {"x": Batches(batch)},
         "generator": {"x": generator(batch), "steps_per_epoch": ROWS // batch},
     }
-    history = model.fit(**data[kind], epochs=2, shuffle=False, verbose=0)
+    history = model.fit(**data[kind], epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
     return model.get_weights(), history.history
 
 
@@ -83,6 +85,16 @@ def mirrored() -> None:
     same(ours, plain)
     np.testing.assert_allclose(ours[1]["effective_learning_rate"], 0.2, rtol=1e-6)
 
+    read: list[float] = []
+    as_it_is = keras.callbacks.LearningRateScheduler(lambda epoch, rate: read.append(rate) or rate)
+    with kdist.scope("mirrored", warmup_epochs=0):  # who reads the rate and sets it does not scale it once more
+        same(trained(sgd(0.1), BATCH, callbacks=[as_it_is]), plain)
+        assert read == pytest.approx([0.1, 0.1])
+    step = keras.optimizers.schedules.PiecewiseConstantDecay([4], [0.1, 0.01])  # read at each second of one process
+    plain = trained(sgd(keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.1, 0.01])), 2 * BATCH)
+    with kdist.scope("mirrored", scale_lr=1.0):
+        same(trained(sgd(step), BATCH), plain)
+
     with kdist.scope("mirrored", scale_batch=False):
         same(trained(sgd(0.1), BATCH), trained(sgd(0.1), BATCH))
 
@@ -94,12 +106,23 @@ def mirrored() -> None:
             with pytest.raises(ScopeError, match=f"one replica a process. Received: {type(looking).__name__} and"):
                 model.fit(*rows(), batch_size=BATCH, verbose=0, callbacks=[looking])
 
+    with kdist.scope("mirrored"):  # sequences of several lengths, padded: dense they were
+        model = keras.Sequential([keras.Input((None, 1)), keras.layers.LSTM(2), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        lengths = tf.data.Dataset.range(12).map(lambda n: (tf.ones([1 + n, 1]), tf.ones([1])))
+        given = keras.callbacks.CallbackList(model=model, epochs=1, add_history=True)
+        for _ in range(2):
+            history = model.fit(lengths.padded_batch(2, ([None, 1], [1])), callbacks=given, verbose=0)
+        assert np.isfinite(history.history["loss"]).all()
+
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("kdist").addHandler(handler)
     with kdist.scope("mirrored"):
         _, history = trained(sgd(0.1, clipnorm=1.0), BATCH, "generator")
+        model.fit(lengths.padded_batch(2, ([None, 1], [1])).repeat(), steps_per_epoch=3, verbose=0)
+    assert any("steps_per_epoch=3 of your batches" in line and "takes 4" in line for line in said), said
     assert len(history["loss"]) == 2
     assert any("first batch of a generator" in line for line in said), said
     assert any("clipnorm of SGD acts on each replica's own gradients" in line for line in said), said

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -344,6 +346,30 @@ def logs_are_equal_on_all_ranks() -> None:
     assert len(everyone(logged)[0]) >= 3
 
 
+class Holding(keras.callbacks.Callback):
+    """Looks at what `fit` trains on, and holds none of it."""
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.data = weakref.ref(self.model._kdist.data.training)
+
+
+def what_fit_has_held_is_let_go() -> None:
+    """The data with `fit`, and a model whose gradients were looked at with its last name."""
+    x, y = rows("even")
+    holding = Holding()
+    with kdist.scope():
+        model = mlp()
+        model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[holding, kdist.callbacks.NaNPolicy()])
+    gc.collect()
+    assert holding.data() is None
+    seen = weakref.ref(model)
+    holding.set_model(None)
+    del model
+    gc.collect()
+    assert seen() is None
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -362,5 +388,6 @@ CASES = {
         writers_given_on_the_chief_alone_or_on_all,
         a_callback_that_evaluates_and_predicts,
         logs_are_equal_on_all_ranks,
+        what_fit_has_held_is_let_go,
     )
 }

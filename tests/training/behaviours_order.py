@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import kdist
-from tests.training.behaviours import Recorder, SeenOfEachEpoch, everyone
+from tests.training.behaviours import Recorder, SeenOfEachEpoch, everyone, logged
 
 ROWS, BATCH, EPOCHS = 27, 4, 3  # 7 batches, the last of 3 rows: on 2 ranks and on 3, one is idle in the last step
 NUM_BATCHES = -(-ROWS // BATCH)
@@ -184,6 +184,22 @@ def streams(kind: str, mine: np.ndarray) -> dict[str, Any]:
             return rows, rows
 
     return {"x": Own(workers=2)}
+
+
+def orders_of_before_the_scope_are_told_of() -> None:
+    """Each rank made its batches with another shuffle: what it is given is not what the others are given."""
+    for seed, told in ((kdist.rank(), [True]), (0, [])):
+        order = np.random.default_rng(seed).permutation(ROWS)
+        dataset = InOrder()
+        dataset.order = order
+        batches = ((IDS[order[i : i + BATCH]],) * 2 for i in itertools.cycle(range(0, ROWS, BATCH)))
+        for arguments in ({"x": dataset}, {"x": batches, "steps_per_epoch": 2}):
+            with logged() as records, kdist.scope(scale_lr=None):
+                Recorder().fit(**arguments, shuffle=False, verbose=0)
+            said = [record.getMessage() for record in records if "other targets" in record.getMessage()]
+            assert [f"rank(s) {list(range(1, kdist.size()))}" in each for each in said] == (
+                told if kdist.is_chief() else []
+            ), said
 
 
 def own_streams_of_unequal_lengths() -> None:
@@ -398,6 +414,7 @@ OTHERS = {
         in_order_without_shuffle,
         one_seed_one_order,
         twice_in_a_row,
+        orders_of_before_the_scope_are_told_of,
         own_streams_of_unequal_lengths,
         an_own_stream_may_be_empty,
         predictions_of_own_streams_come_step_by_step,

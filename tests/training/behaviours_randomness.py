@@ -105,6 +105,37 @@ def augmentation_in_the_model_differs_too() -> None:
     assert len({tuple(each) for each in drawn}) == kdist.size()
 
 
+def augmentation_in_a_map_differs_too() -> None:
+    """Made before the scope, with seeds that are equal on all ranks; a map of samples and one of batches."""
+
+    def trained(make_augment: Any, of_batches: bool) -> list[list[bool]]:
+        keras.utils.set_random_seed(11)
+        augment = make_augment()
+        x = np.ones((ROWS * kdist.size(), 6), "float32")
+        dataset = tf.data.Dataset.from_tensor_slices((x, np.linspace(0, 1, len(x))[:, None]))
+        dataset = dataset.batch(ROWS // 2) if of_batches else dataset
+        dataset = dataset.map(lambda row, target: (augment(row), target))
+        with kdist.scope(scale_lr=None):
+            model = Masks(keras.layers.Activation("linear"))
+            model.compile("sgd", "mse")
+            model.fit(dataset if of_batches else dataset.batch(ROWS // 2), verbose=0)
+        return model.masks
+
+    def of_keras() -> Any:
+        layer = keras.layers.Dropout(0.5)
+        return lambda row: layer(row, training=True)
+
+    def of_tensorflow() -> Any:
+        return lambda row: row * tf.cast(tf.random.uniform(tf.shape(row)) > 0.5, row.dtype)
+
+    for make_augment in (of_keras, of_tensorflow):
+        for of_batches in (False, True):
+            masks = trained(make_augment, of_batches)
+            by_rank = everyone(masks)
+            assert [len({tuple(mask) for mask in masks}) for masks in zip(*by_rank, strict=True)] == [kdist.size()] * 2
+            assert trained(make_augment, of_batches) == masks
+
+
 def global_seeds_stay_the_users() -> None:
     """NumPy and Python draw the same on all ranks after the scope is entered, seeded or not."""
     import random
@@ -119,6 +150,7 @@ CASES = {
     for function in (
         masks_differ_between_ranks_and_runs_are_reproducible,
         augmentation_in_the_model_differs_too,
+        augmentation_in_a_map_differs_too,
         global_seeds_stay_the_users,
     )
 }

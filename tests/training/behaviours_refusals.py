@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.errors import DataError, MismatchError, NotSynchronizedError, ScopeError, StrategyError
-from tests.training.behaviours import assert_equal_everywhere, everyone
+from tests.training.behaviours import assert_equal_everywhere, everyone, logged
 from tests.training.fidelity import BATCH, mlp, rows
 
 
@@ -240,6 +240,26 @@ def one_cache_for_the_ranks_of_a_host() -> None:
         shutil.rmtree(directory)
 
 
+def shards_of_shards() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(rows("even"))
+    of_each = dataset.shard(kdist.size(), kdist.rank()).batch(BATCH)
+    with kdist.scope():
+        model = mlp()
+        model.compile("sgd", "mse")
+        with refused(DataError, "shard(2, 0) on rank 0", "shard(2, 1) on rank 1"):
+            model.fit(of_each, verbose=0)
+        model.fit(dataset.shard(2, 1).batch(BATCH), verbose=0)  # half of the data, for all
+        assert int(model.optimizer.iterations) > 0
+    with logged() as records, kdist.scope(auto_shard=False):
+        with refused(DataError, "make the model in a scope with auto_shard=False"):
+            model.fit(of_each, verbose=0)
+        told = [record.getMessage() for record in records if "auto_shard=True, not False" in record.getMessage()]
+        assert len(told) == kdist.is_chief()
+        model = mlp()
+        model.compile("sgd", "mse")
+        model.fit(of_each, verbose=0)
+
+
 def other_verbs() -> None:
     x, y = rows("even")
     with kdist.scope():
@@ -352,6 +372,7 @@ CASES = {
         other_arguments_of_fit,
         other_kinds_of_data,
         one_cache_for_the_ranks_of_a_host,
+        shards_of_shards,
         other_verbs,
         other_scopes,
         no_samples,

@@ -336,6 +336,25 @@ def gradients_in_several_messages() -> None:
 
 
 @feature
+def sparse_gradients_as_dense_ones() -> None:
+    x, y = sequences()
+    applied: set[tuple[bool, bool]] = set()  # in the scope or not, slices or not
+
+    class Noting(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+            applied.add((tf.distribute.has_strategy(), any(isinstance(each, tf.IndexedSlices) for each in grads)))
+            return super().apply(grads, trainable_variables)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = sequence_model()
+        model.compile(Noting(0.1, momentum=0.9), "mse")
+        return fit_alone(model, fed("arrays", (x, y), batch))
+
+    both(script, strategy=kdist.AllReduce(sparse_as_dense=True))
+    assert applied == {(True, False)} | ({(False, True)} if kdist.is_chief() else set())  # who trains plainly, too
+
+
+@feature
 def gradients_of_16_bits() -> None:
     """Near what they are in full, not equal, and to the bit the same on all ranks."""
     x, y = sequences()
@@ -1499,10 +1518,65 @@ def float8_layers() -> None:
         keras.config.set_floatx("float32")
         model = mlp()
         model.quantize("float8")
-        model.compile(keras.optimizers.SGD(0.05), "mse")
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
         return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
 
+    fresh()
+    with kdist.scope(scale_lr="linear", warmup_epochs=1):  # while the rate rises, momentum is corrected
+        assert np.isfinite(script(BATCH)["history"]["loss"]).all()
     both(script, rtol=1e-2)  # rounding to 8 bits turns the least difference into 1e-4; sums would be off by 2
+
+
+@feature
+def gradients_added_up_by_hand() -> None:
+    """As in many a script: variables for the sums, and an update in a branch; statistics are merged in each step."""
+    x, y = rows("ragged")
+
+    class Seen(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+        def call(self, inputs: Any) -> Any:
+            self.mean.assign(keras.ops.mean(inputs, axis=0))
+            return inputs
+
+    class AddsUp(keras.Model):
+        def __init__(self, period: int) -> None:
+            inputs = keras.Input((5,))
+            super().__init__(inputs, keras.layers.Dense(2)(Seen()(inputs)))
+            deterministic_weights(self)
+            self.period = period
+            made = {"initializer": "zeros", "trainable": False}
+            self.sums = [self.add_weight(shape=v.shape, dtype=v.dtype, **made) for v in self.trainable_variables]
+            self.count = self.add_weight(shape=(), dtype="int32", **made)
+
+        def train_step(self, data: Any) -> Any:
+            x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True), weight)
+            is_first = tf.equal(self.count % self.period, 0)
+            for total, gradient in zip(self.sums, tape.gradient(loss, self.trainable_variables), strict=True):
+                total.assign(tf.where(is_first, tf.zeros_like(gradient), total) + gradient / self.period)
+            self.count.assign_add(1)
+
+            def update() -> None:
+                self.optimizer.apply_gradients(zip(self.sums, self.trainable_variables, strict=True))
+
+            tf.cond(tf.equal(self.count % self.period, 0), update, lambda: None)
+            return {"loss": loss}
+
+    for period in (2, 3):
+
+        def script(batch: int, period: int = period) -> dict[str, Any]:
+            model = AddsUp(period)
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+            # A whole number of updates, and a step beyond.
+            steps = (2 * period + 1) * (size() if batch == BATCH else 1)
+            data = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(batch)
+            model.fit(data, steps_per_epoch=steps, verbose=0)
+            return {"weights": [np.asarray(v) for v in model.weights]}
+
+        both(script)
 
 
 @feature

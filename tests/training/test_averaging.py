@@ -34,6 +34,19 @@ def test_an_outer_momentum_is_kept_as_numpy_saves_it(tmp_path):
         np.testing.assert_array_equal(array, velocities[key])
 
 
+def test_a_layer_that_is_unfrozen_is_a_weight_from_then_on():
+    base = keras.layers.Dense(2)
+    model = keras.Sequential([keras.Input((3,)), base, keras.layers.Dense(1)])
+    base.trainable = False
+    averaging = averaged_once(model)
+    base.trainable = True
+    before = base.kernel.numpy()
+    averaging.begin()
+    base.kernel.assign(before + 1.0)
+    averaging.after_step(tf.zeros([3]), lambda requests: None)
+    np.testing.assert_allclose(base.kernel, before + 0.7 * 1.9, rtol=1e-6)  # Nesterov: the move, and 0.9 of it
+
+
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has none")
 def test_learning_rates_stay_what_they_are():
     """The ranks agree on them by themselves; a mean of equal numbers may round."""

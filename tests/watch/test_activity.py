@@ -1,6 +1,9 @@
 """What a rank tells of itself."""
 
+import json
+
 from kdist.watch.activity import Activity
+from kdist.watch.link import _LONGEST
 
 
 def test_a_call_is_told_with_what_is_sent():
@@ -36,3 +39,15 @@ def test_what_waits_at_the_exit_is_no_call():
     activity.begin("barrier", [], 0)
     told = activity.report()
     assert (told["calls"], told["waiting"]) == (1, "barrier")
+
+
+def test_a_deep_recursion_is_told_in_a_message():
+    activity = Activity()
+    activity._since -= 60.0
+
+    def deeper(depth):
+        return deeper(depth - 1) if depth else activity.report()
+
+    told = deeper(900)
+    assert len(told["stack"]) == 12
+    assert 0 < len(json.dumps(told)) < _LONGEST
