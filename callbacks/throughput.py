@@ -85,7 +85,6 @@ class Throughput(EngineCallback):
         self._num_epochs = 0
         self._was_traced = False
         self._timed: Callable[[Any], Any] | None = None
-        self._untimed: Callable[[Any], Any] | None = None
         self._began = self._ended = 0.0
         self._waited_before: float | None = None
         self._waited_after: float | None = None
@@ -105,7 +104,6 @@ class Throughput(EngineCallback):
         """Sets the clock."""
         train_function = self.model.train_function
         if train_function is not self._timed:  # now that all callbacks have had it made anew
-            self._untimed = train_function
             self._timed = self.model.train_function = self._starting_the_clock(train_function)
         self._restart()
 
@@ -135,8 +133,7 @@ class Throughput(EngineCallback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Takes the clock out, and prints the table on the chief, unless `fit` is silent."""
         step_wrappers(self.model).take_off(self._around_step)
-        if self.model.train_function is self._timed:
-            self.model.train_function = self._untimed
+        self._timed = None  # it holds the model
         self.slowest = diagnose(self._totals)
         if self.engine.rank == 0 and self.params.get("verbose"):
             print_msg(table(self._totals, self._num_epochs, self.slowest))

@@ -112,6 +112,10 @@ def chief_first(per_host: bool = True) -> Iterator[None]:
         engine.barrier()
     try:
         yield
+    except BaseException as error:
+        if last > turn:  # said now: the others come first, who may take long
+            _log.error("kdist.chief_first: rank %d raises %s: %s", info.rank, type(error).__name__, error)
+        raise
     finally:
         for _ in range(last - turn):
             engine.barrier()

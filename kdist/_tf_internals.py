@@ -10,7 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute.distribute_lib import ReplicaContext, Strategy, StrategyExtendedV1
+from tensorflow.python.distribute.distribute_lib import (
+    ReplicaContext,
+    Strategy,
+    StrategyExtendedV1,
+    get_update_replica_id,
+)
 from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterServerStrategyV2Extended
 from tensorflow.python.eager import context
 
@@ -23,6 +28,7 @@ __all__ = [
     "add_function",
     "call_on_iterator",
     "is_initialized",
+    "is_updating",
     "start_collective_server",
 ]
 
@@ -30,6 +36,11 @@ __all__ = [
 def is_initialized() -> bool:
     """Returns whether TensorFlow has initialised its devices in this process."""
     return bool(context.context()._initialized)
+
+
+def is_updating() -> bool:
+    """Returns whether a strategy of TensorFlow's is updating a variable, by its `extended.update`."""
+    return get_update_replica_id() is not None
 
 
 def start_collective_server(server: Any, leader: str) -> None:

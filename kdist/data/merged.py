@@ -33,14 +33,15 @@ def merged_dataset(dataset: tf.data.Dataset, count: int) -> tf.data.Dataset:
         dataset: `tf.data.Dataset` of batches. Dense ones of several widths are padded with zeros, or empty texts.
         count: int, how many become one.
     """
-    spec = dataset.element_spec if isinstance(dataset.element_spec, tuple) else (dataset.element_spec,)
+    # As tf.data does, which hands a named tuple over as one argument.
+    spec = dataset.element_spec if type(dataset.element_spec) is tuple else (dataset.element_spec,)
 
     def rows(spec: tf.TypeSpec, part: tf.Tensor | tf.RaggedTensor) -> tf.Tensor | tf.RaggedTensor:
         if not isinstance(part, tf.RaggedTensor):
             return tf.reshape(part, tf.concat([[-1], tf.shape(part)[2:]], 0))
         merged = part.merge_dims(0, 1)
         was_dense = isinstance(spec, tf.TensorSpec) and isinstance(merged, tf.RaggedTensor)
-        return merged.to_tensor(shape=spec.shape) if was_dense else merged
+        return merged.to_tensor(shape=[None, *spec.shape[1:]]) if was_dense else merged
 
     def flatten(*batches: Any) -> Any:
         merged = tf.nest.map_structure(rows, spec, batches)

@@ -19,6 +19,13 @@ from kdist.engines.single import SingleEngine
 from kdist.errors import NotSynchronizedError
 
 
+def shared_out_already() -> tf.data.Options:
+    """Returns the options of a dataset that is a rank's own, should it be given to `fit`."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return options
+
+
 class ReplicaStep(Protocol):
     """What the strategy asks of a training step that weights its ranks by their rows.
 
@@ -253,13 +260,14 @@ class AllReduceExtended(StrategyExtendedV1):
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any
     ) -> tf.data.Dataset:
         del options
-        return dataset_fn(
+        own = dataset_fn(
             tf.distribute.InputContext(
                 num_input_pipelines=self.engine.size,
                 input_pipeline_id=self.engine.rank,
                 num_replicas_in_sync=self.engine.size,
             )
         )
+        return own.with_options(shared_out_already())
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         return value_fn(

@@ -69,9 +69,11 @@ class Agreement(keras.callbacks.Callback):
         for backup in self.backups:
             backup.begin()
         owner.enter(self._verb)
-        for rate in owner.rates():
-            if not rate.warmup_is_known and self.params.get("steps") is not None:
-                rate.set_warmup(self._warmup_steps(self.params["steps"]))
+        steps = self.params.get("steps")
+        if steps is not None or not owner.settings.warmup_epochs:  # none is none, whatever the steps are
+            for rate in owner.rates():
+                if not rate.warmup_is_known:
+                    rate.set_warmup(self._warmup_steps(steps or 0))
         self._report()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:

@@ -75,6 +75,8 @@ class Backup(JobWide):
             self._last_batch = self._resumed_step - 1
             self._random_of_epoch = self._resumed.state["random of epoch"]
             state.set_random_state(self._random_of_epoch)
+            if self.owner is None:  # not before: other callbacks have the step traced anew as training begins
+                replay.pass_over(self.model, self._resumed)
         else:
             self._random_of_epoch = state.random_state()
 
@@ -137,7 +139,7 @@ class Backup(JobWide):
             everything = {
                 **model.state,
                 "epoch": self._epoch,
-                "stopped": self.params["epochs"] if self.model.stop_training and not epoch_step else 0,
+                "stopped": self._num_epochs if self.model.stop_training and not epoch_step else 0,
                 "ranks": 1 if self.owner is None else self.owner.engine.size,
                 "engine": None if self.owner is None else self.owner.engine.name,
                 "position": None if self.owner is None else self.owner.data.training.position(epoch_step).asdict(),
@@ -209,8 +211,8 @@ class Backup(JobWide):
         """Sets where to begin, and says so."""
         epoch, ranks = saved.state["epoch"], saved.state["ranks"]
         now = 1 if self.owner is None else self.owner.engine.size
-        if saved.state["stopped"] >= self.params["epochs"]:  # more epochs than it was stopped in are another wish
-            epoch = max(epoch, self.params["epochs"])
+        if saved.state["stopped"] >= self._num_epochs:  # more epochs than it was stopped in are another wish
+            epoch = max(epoch, self._num_epochs)
         self.model._initial_epoch = epoch
         self._random_of_fit = saved.state["random of fit"] or self._random_of_fit
         place = replay.begin(self.model, self.owner, saved)
@@ -233,6 +235,10 @@ class Backup(JobWide):
                     level, "it was saved over %s, and goes on over %s: sums may differ in their last bits",
                     before, engine,
                 )  # fmt: skip
+
+    @property
+    def _num_epochs(self) -> int:
+        return (self.params or {}).get("epochs", 1)  # a `CallbackList` of the user's may have told nothing
 
     def _put_random_state(self, saved: Checkpoint) -> None:
         if replay.draws_in_background(self.owner):

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kdist.errors import StrategyError
 from kdist.scaling import LearningRateRule, learning_rate_rule
 from kdist.training.optimizers import innermost, optimizers_of
 from kdist.training.step_wrappers import replaced
@@ -61,7 +62,7 @@ class EffectiveRate:
     def warmup(self) -> str:
         """The warm-up in words."""
         if not self.warmup_is_known:
-            return "after a warm-up of a tenth of the epochs' steps"
+            return "after a warm-up that begins when the first epoch has told how many steps one has"
         steps = math.ceil(float(self._warmup_steps))
         return f"after a warm-up of {steps} step{'s' * (steps != 1)}" if steps else "at once"
 
@@ -239,6 +240,12 @@ class EffectiveRates:
         """Returns the effective rate of an innermost optimizer."""
         rate = self._rates.get(id(optimizer))
         if rate is None or rate.optimizer is not optimizer:
+            if hasattr(optimizer, "optimizers") and self._scale_lr not in ("auto", None, 1.0):
+                raise StrategyError(
+                    f"One factor is no rule for several rates. Received: scale_lr={self._scale_lr!r}, and a "
+                    "MultiOptimizer, whose parts have rates of their own. Expected 'auto' or None, which leave them "
+                    "alone. Fix: give the parts the rates that they are to have, and scale_lr=None."
+                )
             rule = learning_rate_rule(
                 self._scale_lr, type(optimizer).__name__, self._size, scale_batch=self._scale_batch
             )

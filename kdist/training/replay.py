@@ -44,10 +44,9 @@ def begin(model: keras.Model, owner: ReplicatedModel | None, checkpoint: Checkpo
         checkpoint: `Checkpoint`.
     """
     saved = checkpoint.state
-    shares = snapshot.without_prefix(checkpoint.arrays, "metric/")
     resume_rates(model, owner, saved)
     if owner is None:
-        return _in_keras_own_data(model, saved, shares)
+        return _in_keras_own_data(saved)
     if saved["position"] is None:
         if not saved["epoch step"]:
             return Place(0, "its beginning")
@@ -68,6 +67,7 @@ def begin(model: keras.Model, owner: ReplicatedModel | None, checkpoint: Checkpo
     if not now.epoch_step:
         again = "its beginning" if not before.epoch_step else "its beginning, for less than a step of it was made"
         return Place(0, again, change)
+    shares = snapshot.without_prefix(checkpoint.arrays, "metric/")
     if len(shares) == len(model.metrics_variables):
         owner.metrics.resume(shares)
     source = data.data_adapter.source
@@ -129,14 +129,14 @@ class _PassingOver:
         self._model = model
         self._num_steps = num_steps
         self._metrics = metrics
-        self.train: Callable[..., Any] = model.train_function
-        if isinstance(self.train, _PassingOver):  # of a `fit` that was interrupted meanwhile
-            self.train = self.train.train
-        model.__dict__[_PASSING_OVER] = self
+        self._train: Callable[..., Any] = model.train_function
+        self.fit = (
+            model.history
+        )  # Keras makes a new one for each: the flag of a `fit` that was interrupted says nothing
 
     def __call__(self, iterator: Any) -> Any:
-        if self._model.__dict__.get(_PASSING_OVER) is not self:  # called by what another callback has put around it
-            return self.train(iterator)
+        if not is_passing_over(self._model):  # called by what another callback has put around it
+            return self._train(iterator)
         try:
             return self._pass_over(iterator)
         except BaseException:
@@ -160,21 +160,28 @@ class _PassingOver:
     def _end(self) -> None:
         self._model.__dict__.pop(_PASSING_OVER, None)
         if self._model.train_function is self:
-            self._model.train_function = self.train
+            self._model.train_function = self._train
+
+
+def pass_over(model: keras.Model, saved: Checkpoint) -> None:
+    """Makes the steps that a training in one process has made be drawn without training, as the epoch begins."""
+    shares = snapshot.without_prefix(saved.arrays, "metric/")
+    passing = _PassingOver(model, saved.state["epoch step"], [share[0] for share in shares])
+    model.train_function = model.__dict__[_PASSING_OVER] = passing
 
 
 def is_passing_over(model: keras.Model) -> bool:
     """Returns whether the next step is one that was made before."""
-    return _PASSING_OVER in model.__dict__
+    passing = model.__dict__.get(_PASSING_OVER)
+    return passing is not None and passing.fit is model.history
 
 
-def _in_keras_own_data(model: keras.Model, saved: dict[str, Any], shares: Sequence[Any]) -> Place:
+def _in_keras_own_data(saved: dict[str, Any]) -> Place:
     step = saved["epoch step"]
     if not step:
         return Place(0, "its beginning")
     if saved["position"] is not None:
         return Place(0, "which begins again: the order of its data on several ranks is not known in one process")
-    model.train_function = _PassingOver(model, step, [share[0] for share in shares])
     return Place(
         step,
         f"after {step} step(s) of it, which are drawn again and passed over: the data is the same where the input "

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kdist._tf_internals import is_updating
 from kdist.data.merged import MergedPyDataset, merged_batches, merged_dataset
 from kdist.scaling import num_warmup_steps
 from kdist.training import _keras_internals as internals
@@ -122,8 +123,9 @@ class ScaledModel:
 
 
 def _rate_in_a_step(rate: EffectiveRate) -> Any:
-    """Returns the scaled rate to an update, which a replica makes, and the user's to whoever else asks."""
-    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+    """Returns the scaled rate to an update, and the user's to whoever else asks."""
+    in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    if in_replica or is_updating():  # gradients are applied in the one, and weights decay in the other
         return rate.current()
     return type(rate.optimizer)._get_current_learning_rate(rate.optimizer)
 
@@ -174,9 +176,9 @@ class ScaledRate(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Sets the warm-up where the steps are known, and reports."""
-        if self.params.get("steps") is not None:
-            self._set_warmup(self.params["steps"])
-        scaling = self._owner.scaling
+        scaling, steps = self._owner.scaling, self.params.get("steps")
+        if steps is not None or not scaling.warmup_epochs:  # none is none, whatever the steps are
+            self._set_warmup(steps or 0)
         for rate in self._owner.rates.all():
             if not rate.is_reported:
                 rate.is_reported = True

@@ -121,7 +121,9 @@ class ScheduledModel:
 
     def _refuse_counted_updates(self) -> None:
         """Refuses what Keras does in every n-th step: workers count at once, and miss it, or do it twice."""
-        for optimizer in map(innermost, optimizers_of(self.model)):
+        optimizers = [innermost(optimizer) for optimizer in optimizers_of(self.model)]
+        optimizers += [part for optimizer in optimizers for part in getattr(optimizer, "optimizers", ())]
+        for optimizer in optimizers:
             for name in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
                 if getattr(optimizer, name, None):
                     raise ScopeError(

@@ -19,6 +19,7 @@ from kdist.data.source import Source
 from kdist.data.tf_data import tf_data_source
 from kdist.engines.engine import Engine
 from kdist.errors import DataError
+from kdist.strategies.all_reduce import shared_out_already
 from kdist.training import _keras_internals as internals
 
 
@@ -92,10 +93,7 @@ def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset
     def split(dataset: tf.data.Dataset) -> tf.data.Dataset:
         plan = Plan(num_shards=engine.size, shard_id=engine.rank, scale_batch=False)
         own = tf_data_source(dataset, plan).dataset().map(rows_that_count)
-        # Shared out already, should it be given to `fit`.
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-        return own.with_options(options)
+        return own.with_options(shared_out_already())
 
     return split
 

@@ -146,6 +146,7 @@ def train(
     scope: dict[str, Any] | None = None,
     backup: Any = kdist.callbacks.BackupAndRestore,
     width: int = 8,
+    backup_first: bool = False,
     **compile_: Any,
 ) -> dict[str, Any]:
     """Trains as a script does from its first line, and returns all that must be equal."""
@@ -153,12 +154,9 @@ def train(
     with kdist.scope(**(scope or {})):
         model = network(width)
         model.compile(optimizer(), "mse", metrics=["mae", keras.metrics.R2Score()], **compile_)
-        history = model.fit(
-            **inputs(kind),
-            epochs=epochs,
-            verbose=0,
-            callbacks=[*callbacks, backup(folder, save_freq=save_freq, delete_checkpoint=False)],
-        )
+        saving = [backup(folder, save_freq=save_freq, delete_checkpoint=False)]
+        in_order = [*saving, *callbacks] if backup_first else [*callbacks, *saving]
+        history = model.fit(**inputs(kind), epochs=epochs, verbose=0, callbacks=in_order)
     return {
         "weights": [np.asarray(v).tolist() for v in model.weights],
         "optimizer": [np.asarray(v).tolist() for v in model.optimizer.variables],
@@ -379,11 +377,14 @@ def with_callbacks_of_kdist() -> None:
         history = {name: found["history"][name] for name in ("loss", "mae", "effective_learning_rate")}
         return [found["weights"], found["optimizer"], history]
 
-    expected, folder = train("arrays", shared_folder(), callbacks()), shared_folder()
-    for place in ((0, 3), (1, 4)):
-        with pytest.raises(Interrupted):
-            train("arrays", folder, [InterruptAt(*place), *callbacks()])
-    assert of_the_training(train("arrays", folder, callbacks())) == of_the_training(expected)
+    expected = train("arrays", shared_folder(), callbacks())
+    for backup_first in (False, True)[: 2 if kdist.size() == 1 else 1]:  # of several ranks it is always the last
+        folder = shared_folder()
+        for place in ((0, 3), (1, 4)):
+            with pytest.raises(Interrupted):
+                train("arrays", folder, [InterruptAt(*place), *callbacks()], backup_first=backup_first)
+        found = train("arrays", folder, callbacks(), backup_first=backup_first)
+        assert of_the_training(found) == of_the_training(expected)
 
 
 def interrupted_while_it_goes_there() -> None:

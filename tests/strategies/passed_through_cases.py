@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -90,6 +91,10 @@ def mirrored() -> None:
     with kdist.scope("mirrored", warmup_epochs=0):  # who reads the rate and sets it does not scale it once more
         same(trained(sgd(0.1), BATCH, callbacks=[as_it_is]), plain)
         assert read == pytest.approx([0.1, 0.1])
+    decaying = functools.partial(keras.optimizers.AdamW, weight_decay=0.1)
+    plain = trained(decaying(0.02), 2 * BATCH)
+    with kdist.scope("mirrored", scale_lr=2.0, warmup_epochs=0):  # weights decay at the scaled rate, too
+        same(trained(decaying(0.01), BATCH), plain)
     step = keras.optimizers.schedules.PiecewiseConstantDecay([4], [0.1, 0.01])  # read at each second of one process
     plain = trained(sgd(keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.1, 0.01])), 2 * BATCH)
     with kdist.scope("mirrored", scale_lr=1.0):
@@ -114,6 +119,7 @@ def mirrored() -> None:
         for _ in range(2):
             history = model.fit(lengths.padded_batch(2, ([None, 1], [1])), callbacks=given, verbose=0)
         assert np.isfinite(history.history["loss"]).all()
+        assert len(given.callbacks) == 2
 
     said: list[str] = []
     handler = logging.Handler()

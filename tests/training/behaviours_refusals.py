@@ -250,6 +250,13 @@ def shards_of_shards() -> None:
             model.fit(of_each, verbose=0)
         model.fit(dataset.shard(2, 1).batch(BATCH), verbose=0)  # half of the data, for all
         assert int(model.optimizer.iterations) > 0
+        strategy = tf.distribute.get_strategy()
+        model.fit(
+            strategy.distribute_datasets_from_function(
+                lambda context: dataset.shard(context.num_input_pipelines, context.input_pipeline_id).batch(BATCH)
+            ),
+            verbose=0,
+        )
     with logged() as records, kdist.scope(auto_shard=False):
         with refused(DataError, "make the model in a scope with auto_shard=False"):
             model.fit(of_each, verbose=0)

@@ -8,8 +8,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import kdist
+from kdist.errors import StrategyError
 from kdist.scaling import LearningRateRule, num_warmup_steps, warmup_multiplier
 from kdist.training.learning_rate import EffectiveRate
 from kdist.training.optimizers import innermost
@@ -216,6 +218,21 @@ def warmup_of_data_whose_steps_are_unknown() -> None:
         history = model.fit(dataset, epochs=4, verbose=0)
     effective = assert_equal_everywhere(history.history["effective_learning_rate"])
     np.testing.assert_allclose(effective, [RATE, RATE * (1 + size()) / 2, *[RATE * size()] * 2], rtol=1e-6)
+    fresh()
+    with kdist.scope(warmup_epochs=0):  # none is none
+        model = mlp()
+        model.compile(keras.optimizers.SGD(RATE), "mse")
+        history = model.fit(dataset, epochs=2, verbose=0)
+    np.testing.assert_allclose(history.history["effective_learning_rate"], [RATE * size()] * 2, rtol=1e-6)
+
+
+def one_factor_for_several_rates_is_refused() -> None:
+    parts = keras.optimizers.SGD(RATE), keras.optimizers.SGD(RATE)
+    with kdist.scope(scale_lr="linear"):
+        model = mlp()
+        model.compile(keras.optimizers.MultiOptimizer(lambda variable: parts["bias" in variable.path]), "mse")
+        with pytest.raises(StrategyError, match="a MultiOptimizer"):
+            model.fit(*data(), verbose=0)
 
 
 def schedules_are_stretched() -> None:
@@ -280,6 +297,7 @@ CASES = {
         the_report_says_old_new_rule_and_why,
         a_second_fit_does_not_warm_up_again,
         warmup_of_data_whose_steps_are_unknown,
+        one_factor_for_several_rates_is_refused,
         schedules_are_stretched,
         the_users_rate_is_read_and_set_unscaled,
     )
