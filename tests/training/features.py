@@ -350,7 +350,8 @@ def sparse_gradients_as_dense_ones() -> None:
         model.compile(Noting(0.1, momentum=0.9), "mse")
         return fit_alone(model, fed("arrays", (x, y), batch))
 
-    both(script, strategy=kdist.AllReduce(sparse_as_dense=True))
+    rtol = 1e-9 if keras.__version__ >= "3.13" else 1e-6  # Keras before adds an epsilon to the count of unmasked steps
+    both(script, rtol=rtol, strategy=kdist.AllReduce(sparse_as_dense=True))
     assert applied == {(True, False)} | ({(False, True)} if kdist.is_chief() else set())  # who trains plainly, too
 
 
