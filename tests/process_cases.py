@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import tempfile
@@ -13,6 +14,7 @@ import pytest
 import kdist
 from kdist import _process
 from kdist._process import open_engine
+from tests.helpers.logs import logged
 
 
 def _engine():
@@ -67,6 +69,15 @@ def case_chief_goes_first_of_hosts_too() -> None:
     everyone = engine.gather_objects([came, left])
     for before, after in itertools.pairwise(everyone):
         assert before[1] <= after[0], everyone
+
+
+def case_a_chief_that_raises_says_so_and_lets_the_others_go() -> None:
+    raises = pytest.raises(OSError, match="no network") if kdist.is_chief() else contextlib.nullcontext()
+    with logged() as said, raises, kdist.chief_first():
+        if kdist.is_chief():
+            raise OSError("no network")
+    told = ["kdist.chief_first: rank 0 raises OSError: no network"]
+    assert _engine().gather_objects(said) == [told, *[[]] * (kdist.size() - 1)]
 
 
 def case_the_engine_is_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 from collections.abc import Sequence
@@ -44,14 +45,15 @@ def check_inputs(adapter: Any, source: Source, engine: Engine, *, auto_shard: bo
     shards = [] if dataset is None or not auto_shard else shards_by_hand(dataset)
     mine = _Told(os.uname().nodename, files, shards, source.seen_targets())
     everyone = [_Told(*each) for each in engine.gather_objects(tuple(mine))]
-    _refuse_shared_caches(everyone, mine.host)
+    _refuse_shared_caches(everyone)
     _refuse_shards_of_shards(everyone)
     _warn_of_other_targets(everyone, engine.rank)
 
 
-def _refuse_shared_caches(everyone: Sequence[_Told], host: str) -> None:
-    of_this_host = [path for told in everyone if told.host == host for path in set(told.files)]
-    if twice := sorted(path for path in set(of_this_host) if of_this_host.count(path) > 1):
+def _refuse_shared_caches(everyone: Sequence[_Told]) -> None:
+    # Of any host: the ranks of the others would wait for those that raise.
+    writers = collections.Counter((told.host, path) for told in everyone for path in set(told.files))
+    if twice := sorted(path for (_, path), count in writers.items() if count > 1):
         raise DataError(
             f"Ranks of one host would write one cache. Received: a tf.data pipeline with cache({twice[0]!r}), a file "
             "that is not there yet, or not whole. Expected one writer a file. Fix: give each rank its own, as in "

@@ -237,7 +237,11 @@ class EffectiveRates:
         self._rates: dict[int, EffectiveRate] = {}
 
     def of(self, optimizer: keras.optimizers.Optimizer) -> EffectiveRate:
-        """Returns the effective rate of an innermost optimizer."""
+        """Returns the effective rate of an innermost optimizer.
+
+        Raises:
+            StrategyError: if one factor was asked for, and the optimizer is a `MultiOptimizer`.
+        """
         rate = self._rates.get(id(optimizer))
         if rate is None or rate.optimizer is not optimizer:
             if hasattr(optimizer, "optimizers") and self._scale_lr not in ("auto", None, 1.0):

@@ -130,9 +130,7 @@ class _PassingOver:
         self._num_steps = num_steps
         self._metrics = metrics
         self._train: Callable[..., Any] = model.train_function
-        self.fit = (
-            model.history
-        )  # Keras makes a new one for each: the flag of a `fit` that was interrupted says nothing
+        self.fit = model.history  # Keras makes a new one for each `fit`: what one has left behind says nothing
 
     def __call__(self, iterator: Any) -> Any:
         if not is_passing_over(self._model):  # called by what another callback has put around it

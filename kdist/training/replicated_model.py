@@ -7,7 +7,6 @@ Keras' own and call them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import logging
@@ -167,10 +166,9 @@ class ReplicatedModel:
         if now in (None, self.settings) or now in self._warned_of or not self.writes:
             return
         self._warned_of.append(now)
-        kept, asked = dataclasses.asdict(self.settings), dataclasses.asdict(now)
         logger.warning(
             "this model keeps the settings of the scope it was made in: %s. Fix: make it, or load it, in this scope",
-            ", ".join(f"{name}={kept[name]!r}, not {asked[name]!r}" for name in kept if kept[name] != asked[name]),
+            self.settings.unlike(now),
         )
 
     def _verb_on_batch(self, name: str, *args: Any, **kwargs: Any) -> Any:

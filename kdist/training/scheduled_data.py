@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -44,7 +45,7 @@ class Feed:
         """Returns what a model is built on: a batch of the user's, its signature, or nothing."""
         return batch_to_build_on(self._build_on, model)
 
-    @property
+    @functools.cached_property
     def resident_specs(self) -> list[tf.TensorSpec]:
         """The specs of the tensors that stay on the workers: dense ones of any number of rows."""
         specs = []
@@ -54,7 +55,7 @@ class Feed:
                 specs.append(tf.TensorSpec([None, *part.shape[1:]] if is_dense else part.shape, part.dtype))
         return specs
 
-    @property
+    @functools.cached_property
     def kind(self) -> str:
         """What a function is made for that takes these batches: another kind needs another one."""
         arrays = tf.nest.map_structure(lambda leaf: type(leaf).__name__, self._arrays)

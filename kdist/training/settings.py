@@ -36,3 +36,15 @@ class Settings:
     sync_every: int = 1
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
+
+    def unlike(self, other: Settings) -> str:
+        """Returns in words what differs between these settings and others.
+
+        Example:
+        >>> Settings(auto_shard=True).unlike(Settings(auto_shard=False))
+        'auto_shard=True, not False'
+        """
+        pairs = (
+            (field.name, getattr(self, field.name), getattr(other, field.name)) for field in dataclasses.fields(self)
+        )
+        return ", ".join(f"{name}={mine!r}, not {theirs!r}" for name, mine, theirs in pairs if mine != theirs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import signal
 import tempfile
@@ -22,6 +21,7 @@ from kdist._process import open_engine
 from kdist.errors import CheckpointError, ScopeError
 from kdist.gradients.kept_state import by_place
 from kdist.training.checkpoint_files import Checkpoint, CheckpointFolder
+from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere
 from tests.training.fidelity import BATCH, deterministic_weights, fresh
 
@@ -173,28 +173,6 @@ def checkpoints(folder: str) -> list[Path]:
     return sorted(Path(folder).glob("checkpoint-*"))
 
 
-class Log(logging.Handler):
-    """Notes what kdist says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> Log:
-        logging.getLogger("kdist").addHandler(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        logging.getLogger("kdist").removeHandler(self)
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
-
-
 @functools.cache  # several cases interrupt the same training
 def uninterrupted(kind: str, **compile_: Any) -> dict[str, Any]:
     """Returns what `train` does with the `others`: who saves, and how often, changes nothing."""
@@ -207,13 +185,13 @@ def resumed(
     """Trains without an interruption, and with some, and compares."""
     expected, settings = uninterrupted(kind, **compile_), {**(saving or {}), **compile_}
     folder = shared_folder()
-    with Log() as log:
+    with logged() as lines:
         for place in places:
             with pytest.raises(Interrupted):
                 train(kind, folder, [InterruptAt(*place), *others()], **settings)
         found = train(kind, folder, others(), **settings)
     if kdist.is_chief():
-        assert log.text.count("training goes on from checkpoint-") == len(places), log.text
+        assert "\n".join(lines).count("training goes on from checkpoint-") == len(places), "\n".join(lines)
     for part in expected:
         assert expected[part] == found[part], part
     assert_equal_everywhere(found)
@@ -259,11 +237,11 @@ def the_newest_is_damaged() -> None:
         newest = checkpoints(folder)[-1] if kdist.is_chief() else None
         if newest is not None:
             damage(newest)
-        with Log() as log:
+        with logged() as lines:
             found = train("arrays", folder, others())
         assert expected == found
         if newest is not None:
-            assert f"{newest} cannot be read" in log.text, log.text
+            assert f"{newest} cannot be read" in "\n".join(lines), "\n".join(lines)
             assert newest.is_dir()
             assert len([each for each in checkpoints(folder) if each != newest]) == 2
 
@@ -313,9 +291,9 @@ def another_engine() -> None:
         found = saved.read()[1]
         told = f"it was saved over pigeons, and goes on over {found.state['engine']}:"
         saved.write(Checkpoint({**found.state, "engine": "pigeons"}, found.arrays))
-    with Log() as log:
+    with logged() as lines:
         train("arrays", folder, [], epochs=1)
-    assert told in log.text
+    assert told in "\n".join(lines)
 
 
 def scaled_rates_and_schedules() -> None:
@@ -364,9 +342,9 @@ def a_backup_of_kerass_own_is_told_of() -> None:
                 callbacks=[keras.callbacks.BackupAndRestore(folder), InterruptAt(1, None)],
             )  # fmt: skip
     kdist.barrier()
-    with Log() as log:
+    with logged() as lines:
         assert train("arrays", folder, []) == expected
-    assert ("load_weights('" in log.text) == kdist.is_chief()
+    assert ("load_weights('" in "\n".join(lines)) == kdist.is_chief()
 
 
 def with_callbacks_of_kdist() -> None:
@@ -454,7 +432,7 @@ def told_to_go(kind: str, rank: int, place: tuple[int, int | None]) -> None:
 
     before = signal.getsignal(signal.SIGUSR1)
     fresh()
-    with Log() as log:
+    with logged() as lines:
         with kdist.scope():
             model = network()
             model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae", keras.metrics.R2Score()])
@@ -474,7 +452,7 @@ def told_to_go(kind: str, rank: int, place: tuple[int, int | None]) -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
     assert_equal_everywhere(int(model.optimizer.iterations))
     if kdist.is_chief():
-        assert f"SIGUSR1 on rank {rank}: saved" in log.text, log.text
+        assert f"SIGUSR1 on rank {rank}: saved" in "\n".join(lines), "\n".join(lines)
     if place[1] is not None and place[1] + 2 < STEPS:
         assert int(model.optimizer.iterations) == place[0] * STEPS + place[1] + (2 if kdist.size() > 1 else 1)
     assert train(kind, folder, others(), save_freq="epoch") == expected
@@ -551,7 +529,7 @@ def taken_up_by_others() -> None:
         folder = str(Path(os.environ[FOLDER], kind))
         seen: list[int] = []
         fresh()
-        with kdist.scope(), Log() as log:
+        with kdist.scope(), logged() as lines:
             model = network()
             model.compile(_scheduled(), "mse", metrics=["mae", keras.metrics.R2Score()])
             data = _sized(kind, n)
@@ -578,7 +556,7 @@ def taken_up_by_others() -> None:
             assert seen == [*range(steps), *range(steps)]
         assert history.epoch == [0, 1, 2]
         if kdist.is_chief():
-            assert "2 rank(s)" in log.text, log.text
+            assert "2 rank(s)" in "\n".join(lines), "\n".join(lines)
         kdist.barrier()
     if ranks > 1:
         _compressed_taken_up_by_others()

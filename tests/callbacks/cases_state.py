@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ from kdist.callbacks import BroadcastVariables, ChiefOnly, MetricAverage, Replic
 from kdist.errors import EngineError, MismatchError, NotSynchronizedError, ScopeError
 from kdist.training.state import variables_of
 from tests.callbacks.alone import engine, own_loop
+from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere, everyone
 from tests.training.fidelity import BATCH, fed, fresh, mlp, rows, size
 
@@ -31,19 +32,6 @@ def data(num_steps: int = 6, in_scope: bool = True) -> dict[str, Any]:
     n = num_steps * BATCH * (size() if in_scope else 1)
     generator = np.random.default_rng(5)
     return {"x": generator.normal(size=(n, 5)), "y": generator.normal(size=(n, 2)), "batch_size": BATCH, "verbose": 0}
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collects what kdist warns of on this rank."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("kdist").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("kdist").removeHandler(handler)
 
 
 class At(keras.callbacks.Callback):
@@ -148,7 +136,7 @@ def checked(action: str, rank: int, place: int, *, alone: bool = False, every: i
     make = own_loop if alone else lambda optimizer: mlp_compiled(optimizer)
     given = {"engine": engine()} if alone else {}
     callbacks = [At("on_train_batch_end", 3, rank, spoil(place)), ReplicaCheck(every, action, **given)]
-    with contextlib.nullcontext() if alone else kdist.scope(scale_lr=None), logged() as lines:
+    with contextlib.nullcontext() if alone else kdist.scope(scale_lr=None), logged(logging.WARNING) as lines:
         model = make(keras.optimizers.SGD(0.01, momentum=0.9))
         try:
             model.fit(**data(in_scope=not alone), callbacks=callbacks)
@@ -196,7 +184,7 @@ def ranks_that_differ_are_repaired() -> None:
 def equal_ranks_are_left_alone() -> None:
     """Statistics, seeds, slots, averaged weights, a rate that one rank has just set: nothing of it is a difference."""
     fresh()
-    with kdist.scope(), logged() as lines:
+    with kdist.scope(), logged(logging.WARNING) as lines:
         model = keras.Sequential(
             [
                 keras.Input((5,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,8 @@ import kdist
 from kdist.callbacks import NaNPolicy, Throughput
 from kdist.errors import NotFiniteError
 from tests.callbacks.alone import engine, own_loop
-from tests.callbacks.cases_state import logged, state_of
+from tests.callbacks.cases_state import state_of
+from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere, everyone
 from tests.training.fidelity import BATCH, Batches, compare, deterministic_weights, fresh, mlp, outcome, size
 
@@ -111,7 +113,7 @@ def skipped(make: Callable[[], keras.Model], bad: tuple[int, ...], *, value: flo
     fresh()
     plain = train(make(), *without(bad, x, y), size() * BATCH)
     fresh()
-    with kdist.scope(scale_lr=None), logged() as lines:
+    with kdist.scope(scale_lr=None), logged(logging.WARNING) as lines:
         model = make()
         ours = train(model, x, y, BATCH, NaNPolicy("skip"))
     compare(plain, ours, rtol=1e-8)

@@ -1,9 +1,13 @@
 """Which gradients share a message: a pure function of their sizes. What becomes of them: tests/training/features.py."""
 
+import numpy as np
+import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.gradients.wire import buckets
+from kdist.engines.single import SingleEngine
+from kdist.gradients.wire import Wire, buckets, compression_named
 
 sizes = st.lists(st.integers(0, 10_000_000), max_size=30)
 
@@ -26,3 +30,12 @@ def test_each_gradient_has_one_message_and_each_message_is_full(sizes, bucket_mb
     # None has more than it needs: without its last one it would not be full.
     for bucket, size in zip(plan, filled, strict=True):
         assert not bucket or size - sizes[bucket[-1]] < bucket_mb * 1e6
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "powersgd", "topk"])
+def test_complex_gradients_are_sent_as_they_are(name):
+    gradient = tf.complex(tf.random.normal([64, 64]), tf.random.normal([64, 64]))
+    compression = compression_named(name, powersgd_rank=1, topk_ratio=0.01)
+    wire = Wire(SingleEngine(), compression=compression)
+    [total], _ = wire.sum([gradient], [], variables=[tf.Variable(gradient)])
+    np.testing.assert_array_equal(total, gradient)

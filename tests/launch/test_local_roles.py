@@ -9,25 +9,40 @@ from kdist.errors import LaunchError
 from kdist.launch import local_cluster
 from tests.helpers import spmd
 
-# Every task notes that it started. What `act` says is done by the first worker when it starts for the first time.
-PROGRAM = """
-import json, os, signal, sys
+HEAD = """
+import json, os, pathlib, signal, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 name = f"{task['type']} {task['index']}"
-path = os.path.join(sys.argv[1], name)
-is_first = not os.path.exists(path)
-with open(path, "a") as file:
+folder = pathlib.Path(sys.argv[1])
+def wait_for(condition):
+    limit = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+def words(path):
+    return path.read_text().split() if path.exists() else []
+"""
+
+# Every task notes that it started. What `act` says is done by the first worker when it starts for the first time. The
+# chief is there as long as somebody may have to be started again.
+PROGRAM = """
+with open(folder / name, "a") as file:
     file.write("started ")
-if name == sys.argv[2] and is_first:
+if name == sys.argv[2] and len(words(folder / name)) == 1:
     sys.exit(3) if sys.argv[3] == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+if name == "chief 0" and sys.argv[3] == "kill":
+    wait_for(lambda: len(words(folder / sys.argv[2])) == 2)
 """
 
 
+def run(tmp_path, program, *arguments):
+    (tmp_path / "program.py").write_text(HEAD + program)
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), *arguments]
+    return spmd.execute(local_cluster.build(sys.executable, command, np=4, ps=1, env={}).argv, timeout=90)
+
+
 def launched(tmp_path, who, how):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), who, how]
-    command = local_cluster.build(sys.executable, program, np=4, ps=1, env={})
-    done = spmd.execute(command.argv, timeout=60)
+    done = run(tmp_path, PROGRAM, who, how)
     return done, {name: (tmp_path / name).read_text().split() for name in TASKS if (tmp_path / name).exists()}
 
 
@@ -43,21 +58,12 @@ def test_a_killed_worker_is_started_again(tmp_path):
 
 # The chief stops the launcher, and lets it go on when both workers are dead.
 TOGETHER = """
-import json, os, pathlib, signal, sys, time
-task = json.loads(os.environ["TF_CONFIG"])["task"]
-name = f"{task['type']} {task['index']}"
-folder = pathlib.Path(sys.argv[1])
-def wait_for(condition):
-    limit = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 def pids(number):
-    return [path.read_text().split() for path in folder.glob("worker*") if len(path.read_text().split()) == number]
+    return [words(path) for path in folder.glob("worker*") if len(words(path)) == number]
 if task["type"] == "worker":
     with open(folder / name, "a") as file:
         file.write(f"{os.getpid()} ")
-    if len((folder / name).read_text().split()) == 1:
+    if len(words(folder / name)) == 1:
         time.sleep(60)
 if task["type"] == "chief":
     wait_for(lambda: len(pids(1)) == 2)
@@ -73,12 +79,27 @@ if task["type"] == "chief":
 
 
 def test_workers_that_are_killed_together_are_both_started_again(tmp_path):
-    (tmp_path / "program.py").write_text(TOGETHER)
-    program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
-    done = spmd.execute(local_cluster.build(sys.executable, program, np=4, ps=1, env={}).argv, timeout=90)
+    done = run(tmp_path, TOGETHER)
     assert done.returncode == 0, done.output
     for rank in (1, 2):
         assert f"rank {rank} is started again" in done.output
+
+
+# A worker dies when the launcher has seen the end of the chief, which waits for nobody.
+LATE = """
+if task["type"] == "chief":
+    (folder / "being written").write_text(str(os.getpid()))
+    (folder / "being written").rename(folder / "chief")
+if name == "worker 1":
+    wait_for(lambda: words(folder / "chief") and not pathlib.Path("/proc", *words(folder / "chief")).exists())
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_that_is_killed_after_the_chiefs_end_is_not_started_again(tmp_path):
+    done = run(tmp_path, LATE)
+    assert done.returncode == 0, done.output
+    assert "is started again" not in done.output
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 The chief runs the cases named on its command line and writes a report of each; the other tasks serve.
 """
 
-import contextlib
 import json
-import logging
 import re
 import sys
 import tempfile
@@ -20,6 +18,7 @@ import tensorflow as tf
 import kdist
 from kdist.errors import ScopeError, StrategyError
 from kdist.training.scheduled_pass import staleness_logs
+from tests.helpers.logs import logged
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(130, 6)).astype("float32")
@@ -310,19 +309,6 @@ class Descent(keras.Model):
         return {"loss": loss}
 
 
-@contextlib.contextmanager
-def messages():
-    """Gives the list of what kdist logs while the context is open."""
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("kdist").addHandler(handler)
-    try:
-        yield told
-    finally:
-        logging.getLogger("kdist").removeHandler(handler)
-
-
 def histogram(messages):
     """Returns the numbers of updates by their staleness, as the log tells them."""
     [told] = [message for message in messages if "updates by their staleness" in message]
@@ -338,7 +324,7 @@ def case_staleness_is_what_the_options_say():
         ({"staleness": "scale"}, lambda stale: 1.0 / max(stale, 1)),
         ({"staleness": "drop", "bound": 2}, lambda stale: float(stale <= 2)),
     ]:
-        with messages() as told, scope(**options):
+        with logged() as told, scope(**options):
             model = Descent()
             history = model.fit(rows, batch_size=1, shuffle=False, verbose=0).history
         counts = histogram(told)
@@ -388,7 +374,7 @@ def case_refusals():
 
 def case_settings_that_mean_nothing_here_are_named():
     for settings, named in [({}, []), ({"auto_shard": False, "stall_timeout": 30.0}, ["auto_shard, stall_timeout"])]:
-        with messages() as told, kdist.scope(kdist.ParameterServer(timeout=120), **settings):
+        with logged() as told, kdist.scope(kdist.ParameterServer(timeout=120), **settings):
             pass
         about = [message for message in told if "nothing" in message]
         assert about == [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import tensorflow as tf
 import kdist
 from kdist.callbacks import LearningRateWarmup
 from kdist.errors import ScopeError, StrategyError
+from tests.helpers.logs import logged
 
 ROWS, BATCH = 40, 4
 
@@ -121,11 +121,7 @@ def mirrored() -> None:
         assert np.isfinite(history.history["loss"]).all()
         assert len(given.callbacks) == 2
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("kdist").addHandler(handler)
-    with kdist.scope("mirrored"):
+    with logged() as said, kdist.scope("mirrored"):
         _, history = trained(sgd(0.1, clipnorm=1.0), BATCH, "generator")
         model.fit(lengths.padded_batch(2, ([None, 1], [1])).repeat(), steps_per_epoch=3, verbose=0)
     assert any("steps_per_epoch=3 of your batches" in line and "takes 4" in line for line in said), said

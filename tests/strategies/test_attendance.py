@@ -182,3 +182,17 @@ def test_a_port_in_use_is_named():
     host, port = cluster["chief"][0].split(":")
     with socket.create_server((host, int(port))), pytest.raises(ClusterError, match="chief 0 at .*Fix: "):
         Attendance(cluster, SOON)
+
+
+def test_a_ps_that_was_lost_is_not_there_again(attendance):
+    """What it held of the model is gone; and who waits for it in TensorFlow is to hear that it says nothing."""
+    cluster = cluster_of()
+    chief = attendance(cluster)
+    lines = {job: Line(cluster, job, 0, SOON) for job in ("worker", "ps")}
+    chief.wait_for_all()
+    lines["ps"]._socket.close()
+    assert "ps 0" in until_raised(chief.check)
+    assert set(chief.heard()) == {"worker 0", "ps 0"}
+    lines["ps"] = Line(cluster, "ps", 0, SOON)
+    until(lambda: "ps 0" in chief._lines)
+    assert "ps 0" in until_raised(chief.check)

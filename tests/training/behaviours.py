@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -25,22 +22,6 @@ def assert_equal_everywhere(value: Any) -> Any:
     said = everyone(value)
     assert all(each == said[0] for each in said), said
     return said[0]
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[logging.LogRecord]]:
-    """Collects what kdist logs."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("kdist")
-    logger.addHandler(handler)
-    level, _ = logger.level, logger.setLevel(logging.INFO)
-    try:
-        yield records
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def weights_of(model: keras.Model) -> list[Any]:

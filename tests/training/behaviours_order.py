@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 import kdist
-from tests.training.behaviours import Recorder, SeenOfEachEpoch, everyone, logged
+from tests.helpers.logs import logged
+from tests.training.behaviours import Recorder, SeenOfEachEpoch, everyone
 
 ROWS, BATCH, EPOCHS = 27, 4, 3  # 7 batches, the last of 3 rows: on 2 ranks and on 3, one is idle in the last step
 NUM_BATCHES = -(-ROWS // BATCH)
@@ -194,9 +195,9 @@ def orders_of_before_the_scope_are_told_of() -> None:
         dataset.order = order
         batches = ((IDS[order[i : i + BATCH]],) * 2 for i in itertools.cycle(range(0, ROWS, BATCH)))
         for arguments in ({"x": dataset}, {"x": batches, "steps_per_epoch": 2}):
-            with logged() as records, kdist.scope(scale_lr=None):
+            with logged() as lines, kdist.scope(scale_lr=None):
                 Recorder().fit(**arguments, shuffle=False, verbose=0)
-            said = [record.getMessage() for record in records if "other targets" in record.getMessage()]
+            said = [line for line in lines if "other targets" in line]
             assert [f"rank(s) {list(range(1, kdist.size()))}" in each for each in said] == (
                 told if kdist.is_chief() else []
             ), said

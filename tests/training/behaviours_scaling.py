@@ -15,7 +15,8 @@ from kdist.errors import StrategyError
 from kdist.scaling import LearningRateRule, num_warmup_steps, warmup_multiplier
 from kdist.training.learning_rate import EffectiveRate
 from kdist.training.optimizers import innermost
-from tests.training.behaviours import assert_equal_everywhere, logged
+from tests.helpers.logs import logged
+from tests.training.behaviours import assert_equal_everywhere
 from tests.training.fidelity import BATCH, compare, fresh, mlp, rows, size
 
 RATE = 0.01
@@ -161,26 +162,25 @@ class MyOptimizer(keras.optimizers.SGD):
 def unknown_optimizers_are_left_alone_with_one_warning() -> None:
     x, y = data()
     fresh()
-    with logged() as records, kdist.scope():
+    with logged(logging.WARNING) as warnings, kdist.scope():
         model = mlp()
         model.compile(MyOptimizer(RATE), "mse")
         model.fit(x, y, batch_size=BATCH, verbose=0)
         history = model.fit(x, y, batch_size=BATCH, verbose=0)
-    warnings = [r for r in records if r.levelno >= logging.WARNING]
-    assert len(warnings) == (1 if kdist.is_chief() else 0), [r.getMessage() for r in warnings]
+    assert len(warnings) == (1 if kdist.is_chief() else 0), warnings
     if warnings:
-        assert "MyOptimizer" in warnings[0].getMessage()
+        assert "MyOptimizer" in warnings[0]
     assert "effective_learning_rate" not in history.history
 
 
 def the_report_says_old_new_rule_and_why() -> None:
     x, y = data()
     fresh()
-    with logged() as records, kdist.scope():
+    with logged() as lines, kdist.scope():
         model = mlp()
         model.compile(keras.optimizers.SGD(RATE), "mse")
         model.fit(x, y, batch_size=BATCH, verbose=0)
-    said = "\n".join(record.getMessage() for record in records)
+    said = "\n".join(lines)
     if kdist.is_chief():
         for words in ("linear", "0.01", f"{RATE * size():g}", f"{size()} ranks", "larger global batch", "warm-up"):
             assert words in said, (words, said)

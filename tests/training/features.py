@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -21,6 +19,7 @@ from kdist.engines.single import SingleEngine
 from kdist.errors import MismatchError, NotSynchronizedError, ScopeError, StrategyError
 from kdist.gradients import top_k as top_k_module
 from kdist.gradients.power_sgd import PowerSGD
+from tests.helpers.logs import logged
 from tests.training.fidelity import (
     BATCH,
     Batches,
@@ -279,23 +278,6 @@ def jit_compile_is_off_where_messages_are_sent_before() -> None:
         both(watched)
     told = [sum(reason in each for each in said) for reason in reasons]
     assert told == ([2, 1, 1] if kdist.is_chief() else [0, 0, 0]), said
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """Gives what kdist logs."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    kdists = logging.getLogger("kdist")
-    level = kdists.level
-    kdists.addHandler(handler)
-    kdists.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        kdists.setLevel(level)
-        kdists.removeHandler(handler)
 
 
 @feature

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from kdist.engines.single import SingleEngine
@@ -47,7 +46,6 @@ def test_a_layer_that_is_unfrozen_is_a_weight_from_then_on():
     np.testing.assert_allclose(base.kernel, before + 0.7 * 1.9, rtol=1e-6)  # Nesterov: the move, and 0.9 of it
 
 
-@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has none")
 def test_learning_rates_stay_what_they_are():
     """The ranks agree on them by themselves; a mean of equal numbers may round."""
 

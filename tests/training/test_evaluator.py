@@ -144,6 +144,7 @@ def test_what_cannot_be_evaluated_is_refused_and_no_checkpoint_is_said(chief, tm
         fit(model, tmp_path)
     assert ended.value.code == 0
     assert f"no checkpoint at {tmp_path}" in caplog.text
+    assert "BackupAndRestore, which deletes its file" in caplog.text
 
 
 def test_the_newest_file_of_a_name_is_found(tmp_path):
