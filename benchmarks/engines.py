@@ -190,7 +190,7 @@ def ways_of(engine: Any, message: Message) -> dict[str, _Call]:
     """Returns the ways to sum a message that can live in this process, each a call of all its links."""
     ways: dict[str, _Call] = {}
     if engine.name == "mpi":
-        from kdist.engines.fusion import PIECE_BYTES
+        from kdist.engines.arrays.fusion import PIECE_BYTES
 
         ways[ONE_CALL] = bare(message, engine.size, message.bytes)
         if message.bytes > PIECE_BYTES:
@@ -207,7 +207,7 @@ def bare(message: Message, size: int, piece_bytes: int) -> _Call:
     """Returns what mpi4py does, in place on one buffer of the message's size."""
     from mpi4py import MPI
 
-    from kdist.engines import fusion
+    from kdist.engines.arrays import fusion
 
     buffer = fusion.empty(message.bytes // 4, "float32")
     parts, comm = list(fusion.pieces(buffer, piece_bytes)), bare_world()
@@ -229,7 +229,7 @@ def bare_after(message: Message, size: int, piece_bytes: int) -> _Call:
     import numpy as np
     from mpi4py import MPI
 
-    from kdist.engines import fusion
+    from kdist.engines.arrays import fusion
 
     [shape], comm = message.shapes, bare_world()
 

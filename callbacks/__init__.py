@@ -1,7 +1,6 @@
 """Keras callbacks for training on several ranks; `kdist.callbacks`."""
 
 from kdist.callbacks.backup_and_restore import BackupAndRestore
-from kdist.callbacks.broadcast_variables import BroadcastVariables
 from kdist.callbacks.chief_only import ChiefOnly
 from kdist.callbacks.learning_rate_schedule import LearningRateSchedule
 from kdist.callbacks.learning_rate_warmup import LearningRateWarmup
@@ -13,7 +12,6 @@ from kdist.callbacks.throughput import Throughput
 
 __all__ = [
     "BackupAndRestore",
-    "BroadcastVariables",
     "ChiefOnly",
     "LearningRateSchedule",
     "LearningRateWarmup",

@@ -1,40 +1,40 @@
-"""A training that was interrupted goes on where it was."""
+"""Backup of a training, and resume after an interruption."""
 
 from __future__ import annotations
 
 import os
 
+from kdist.checkpoint.backup import Backup
 from kdist.errors import CheckpointError
-from kdist.training.backup import Backup
 
 
 class BackupAndRestore(Backup):
-    """Keeps what an interrupted training needs to go on where it was, in the middle of an epoch too.
+    """Saves the state of a training, and resumes an interrupted training there, within an epoch too.
 
-    The script is started again as it was. Kept are weights, optimizers, the place in the data, random states (seed
-    generators, Python, NumPy), metrics in the middle of an epoch, `History`, and what Keras' callbacks remember
-    (`EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint`, `SwapEMAWeights`, `TensorBoard`). A checkpoint is a
-    directory that is renamed when it is whole; the one before it is kept, and taken if the newest cannot be read.
+    The same script is started again. A checkpoint contains weights, optimizers, the position in the data, random states
+    (seed generators, Python, NumPy), metrics within an epoch, `History`, and the state of Keras' callbacks
+    (`EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint`, `SwapEMAWeights`, `TensorBoard`). It is a directory that
+    is renamed when it is complete; the previous one is kept, and used if the newest cannot be read.
 
-    In `kdist.scope()` of several ranks the chief writes and reads, and the others need not see its disk. Arrays,
-    `PyDataset` and seeded `tf.data` go on exactly where they were: with `tf.config.experimental.enable_op_determinism`
-    the weights at the end are, bit for bit, those of a training that was never interrupted. Another number of ranks may
-    go on: batch, learning rate and place follow it. In one process, where the data is Keras' own, the batches that were
-    taken are drawn again and passed over. A generator is read again from its beginning. The log says which.
+    In `kdist.scope()` of several ranks the chief writes and reads; the others need no access to its disk. Arrays,
+    `PyDataset` and seeded `tf.data` resume exactly: with `tf.config.experimental.enable_op_determinism` the final
+    weights are equal bit for bit to those of an uninterrupted training. Another number of ranks may resume: batch,
+    learning rate and position are converted. In one process, where Keras iterates the data, the batches of earlier
+    steps are drawn again and skipped. A generator is read from its beginning. The log describes what is done.
 
     Keras' own `BackupAndRestore`, given to `fit` in a scope of several ranks, does the same.
 
     Args:
-        backup_dir: str or path, a directory of this training's own. While another process uses it, this one waits,
-            for half a minute.
-        save_freq: `"epoch"`, or an int: after how many steps of the job to save.
-        double_checkpoint: bool, as in Keras; the one before the newest is always kept.
-        delete_checkpoint: bool, whether the checkpoints are deleted when `fit` has ended.
+        backup_dir: str or path, a directory for this training only. While another process uses it, this one waits up
+            to 30 seconds.
+        save_freq: `"epoch"`, or an int: the steps between two saves.
+        double_checkpoint: bool, as in Keras; the previous checkpoint is always kept.
+        delete_checkpoint: bool, whether the checkpoints are deleted at the end of `fit`.
 
     Raises:
-        ScopeError: when training begins, if it is to save between two steps of parameter servers' workers.
-        CheckpointError: if the arguments are no good; when training begins, if there are checkpoints and none can be
-            read, or they are another model's; when one cannot be written.
+        ScopeError: when training begins, if workers of parameter servers would save between two steps.
+        CheckpointError: if an argument is invalid; when training begins, if no checkpoint can be read, or it is another
+            model's; when one cannot be written.
 
     Example:
     ```python
@@ -51,8 +51,8 @@ class BackupAndRestore(Backup):
     ) -> None:
         if not os.fspath(backup_dir) or not (save_freq == "epoch" or (isinstance(save_freq, int) and save_freq > 0)):
             raise CheckpointError(
-                f"BackupAndRestore cannot work like this. Received: backup_dir={backup_dir!r}, "
-                f"save_freq={save_freq!r}. Expected a directory, and 'epoch' or a number of steps of at least 1. Fix: "
-                "give these."
+                f"An argument of BackupAndRestore is invalid. Received: backup_dir={backup_dir!r}, "
+                f"save_freq={save_freq!r}. Expected a directory, and 'epoch' or a number of steps above 0. Fix: change "
+                "it."
             )
         super().__init__(os.fspath(backup_dir), save_freq, delete_checkpoint)

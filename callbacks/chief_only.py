@@ -1,29 +1,46 @@
-"""Any callback, run on one rank without danger."""
+"""A callback that runs another one on the chief only."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from kdist.callbacks.engine_callback import engine_of
 from kdist.engines.engine import Engine
-from kdist.training.deferred_sums import look_between_steps
+from kdist.step.gradient_accumulation import read_state_between_steps
+
+
+def _with_index(method: str) -> Callable[..., None]:
+    def forward(self: ChiefOnly, index: int, logs: dict[str, Any] | None = None) -> None:
+        """Runs the callback's method on the chief."""
+        self._forward(method, index, logs)
+
+    return forward
+
+
+def _without_index(method: str) -> Callable[..., None]:
+    def forward(self: ChiefOnly, logs: dict[str, Any] | None = None) -> None:
+        """Runs the callback's method on the chief."""
+        self._forward(method, logs)
+
+    return forward
 
 
 class ChiefOnly(keras.callbacks.Callback):
-    """Runs a callback on the chief alone.
+    """Runs a callback on the chief only.
 
-    While it runs, what would wait for the other ranks for ever is refused with an explanation: `fit`, `evaluate` and
-    `predict` of a model that several ranks train, and calls of the engine. Reading weights, metrics and the
-    optimizer, saving and exporting are allowed. What the callback writes into `logs` stays its own, so that logs are
-    the same on all ranks. It may ask to stop: `kdist.scope()` lets all ranks agree.
+    While it runs, collectives raise an error, as they would wait for the other ranks forever: `fit`, `evaluate` and
+    `predict` of a model that several ranks train, and calls of the engine. It may read weights, metrics and the
+    optimizer, save and export. It gets a copy of `logs`, so that logs are equal on all ranks. If it sets
+    `stop_training`, all ranks stop in `kdist.scope()`.
 
-    It may be given on all ranks or on the chief alone.
+    It may be given on all ranks or on the chief only.
 
     Args:
         callback: `keras.callbacks.Callback`.
-        engine: `Engine` or `None`, how the ranks talk to each other: by default as those of the model's scope do.
+        engine: `Engine` or `None`, how the ranks communicate: by default the engine of the model's scope.
 
     Raises:
         EngineError: from the callback, on the chief, if it starts a collective.
@@ -41,82 +58,41 @@ class ChiefOnly(keras.callbacks.Callback):
         self._given_engine = engine
 
     def set_model(self, model: keras.Model) -> None:
-        """Finds the engine by the model, and hands the model on."""
+        """Sets the model and the engine, here and in the callback."""
         super().set_model(model)
         self.engine = self._given_engine or engine_of(model, type(self).__name__)
         if self.engine.rank == 0:
             self.callback.set_model(model)
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Hands the parameters on; they come before the model as well as after it."""
+        """Sets the parameters, here and in the callback."""
         super().set_params(params)
         self.callback.set_params(params)
 
     @property
     def reads_state_between_steps(self) -> bool:
-        """Whether the callback may look at the model between two steps of an epoch."""
-        return look_between_steps([self.callback])
+        """Whether the callback may read the model's state between two steps of an epoch."""
+        return read_state_between_steps([self.callback])
 
     def _forward(self, method: str, *arguments: Any) -> None:
         if self.engine.rank != 0:
             return
-        *place, logs = arguments
-        who = f"ChiefOnly runs {type(self.callback).__name__}.{method} on the chief alone"
+        *index, logs = arguments
+        who = f"ChiefOnly runs {type(self.callback).__name__}.{method} on the chief only"
         with self.engine.refusing(who):
-            getattr(self.callback, method)(*place, None if logs is None else dict(logs))
+            getattr(self.callback, method)(*index, None if logs is None else dict(logs))
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_epoch_begin", epoch, logs)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_epoch_end", epoch, logs)
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_train_begin", logs)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_train_end", logs)
-
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_train_batch_begin", batch, logs)
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_train_batch_end", batch, logs)
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_test_begin", logs)
-
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_test_end", logs)
-
-    def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_test_batch_begin", batch, logs)
-
-    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_test_batch_end", batch, logs)
-
-    def on_predict_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_predict_begin", logs)
-
-    def on_predict_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_predict_end", logs)
-
-    def on_predict_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_predict_batch_begin", batch, logs)
-
-    def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Runs the callback's own on the chief."""
-        self._forward("on_predict_batch_end", batch, logs)
+    on_epoch_begin = _with_index("on_epoch_begin")
+    on_epoch_end = _with_index("on_epoch_end")
+    on_train_begin = _without_index("on_train_begin")
+    on_train_end = _without_index("on_train_end")
+    on_train_batch_begin = _with_index("on_train_batch_begin")
+    on_train_batch_end = _with_index("on_train_batch_end")
+    on_test_begin = _without_index("on_test_begin")
+    on_test_end = _without_index("on_test_end")
+    on_test_batch_begin = _with_index("on_test_batch_begin")
+    on_test_batch_end = _with_index("on_test_batch_end")
+    on_predict_begin = _without_index("on_predict_begin")
+    on_predict_end = _without_index("on_predict_end")
+    on_predict_batch_begin = _with_index("on_predict_batch_begin")
+    on_predict_batch_end = _with_index("on_predict_batch_end")

@@ -1,4 +1,4 @@
-"""A gradual beginning for large learning rates."""
+"""A gradual warm-up of the learning rate."""
 
 from __future__ import annotations
 
@@ -6,35 +6,33 @@ from typing import Any
 
 import keras
 
-from kdist.callbacks.engine_callback import engine_of, refuse_other_strategies
+from kdist.callbacks.engine_callback import engine_of
 from kdist.callbacks.learning_rate_schedule import LearningRateSchedule
 from kdist.engines.engine import Engine
 from kdist.errors import StrategyError
 from kdist.scaling import warmup_multiplier
+from kdist.state.session import session_of
 
 
 class LearningRateWarmup(LearningRateSchedule):
-    r"""Lets the learning rate rise from a part of it to all of it over the first epochs.
+    r"""Increases the learning rate from a fraction of it to the whole over the first epochs.
 
-    The multiplier at epoch $e$, fractional, is $s + (1 - s) \min(1, e / w)$, where $s$ is `start` and $w$ is
-    `warmup_epochs`. In `kdist.scope()`, which warms up by itself when it scales the rate, this takes the place of the
-    scope's own warm-up.
+    The multiplier at the fractional epoch $e$ is $s + (1 - s) \min(1, e / w)$, where $s$ is `start` and $w$ is
+    `warmup_epochs`. In `kdist.scope()` it replaces the scope's own warm-up.
 
-    It exchanges nothing, but all ranks must have it, or their weights part.
+    It sends no messages, but all ranks must have it, or their weights differ.
 
     Args:
         warmup_epochs: float, the epochs after which the whole rate is reached.
-        start: float or `None`, the part of the rate that the first step takes. By default 1 over what the scope
-            multiplies the rate by; where it does not scale, or without a scope, 1 over the number of ranks.
+        start: float or `None`, the fraction of the rate in the first step. By default 1 divided by the scope's factor;
+            without a scope, or if it does not scale, 1 divided by the number of ranks.
         momentum_correction: bool, whether SGD's velocities are rescaled when the rate changes.
-        steps_per_epoch: int or `None`, the steps of an epoch as the progress bar counts them, where Keras does not know
-            them.
-        engine: `Engine` or `None`, what knows the number of ranks, where `start` is not given: by default that of the
-            model's scope.
+        steps_per_epoch: int or `None`, the steps of an epoch in the progress bar, for data of unknown length.
+        engine: `Engine` or `None`, whose size is the number of ranks: by default the engine of the model's scope.
 
     Raises:
         DataError: when training begins, if the number of steps is not known.
-        ScopeError: when it gets its model, if there are several ranks, `start` is not given, and nothing says how many.
+        ScopeError: when the model is set, if there are several ranks, no `start` and no engine.
         StrategyError: if `warmup_epochs` or `start` is out of range.
 
     Example:
@@ -58,9 +56,9 @@ class LearningRateWarmup(LearningRateSchedule):
     ) -> None:
         if not warmup_epochs >= 0 or not (start is None or 0 < start <= 1):
             raise StrategyError(
-                f"LearningRateWarmup cannot rise like that. Received: warmup_epochs={warmup_epochs}, start={start}. "
-                "Expected a number of epochs that is not negative, and a part of the rate above 0, at most 1. "
-                "Fix: give these."
+                f"An argument of LearningRateWarmup is out of range. Received: warmup_epochs={warmup_epochs}, "
+                f"start={start}. Expected warmup_epochs of at least 0, and start above 0 and at most 1. Fix: change "
+                "it."
             )
         super().__init__(self._rise, momentum_correction=momentum_correction, steps_per_epoch=steps_per_epoch)
         self._given_engine = engine
@@ -69,7 +67,7 @@ class LearningRateWarmup(LearningRateSchedule):
         self._factor = 1.0
 
     def set_model(self, model: keras.Model) -> None:
-        """Finds out from how low the rate rises."""
+        """Sets the model and the factor."""
         super().set_model(model)
         if self.start is not None:
             self._factor = 1.0 / self.start
@@ -77,17 +75,14 @@ class LearningRateWarmup(LearningRateSchedule):
             self._factor = float((self._given_engine or engine_of(model, type(self).__name__)).size)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Takes over from the scope's own warm-up."""
-        refuse_other_strategies(self.model, type(self).__name__)
-        for rate in self._scaled_rates():
+        """Replaces the scope's own warm-up."""
+        for rate in session_of(self.model).rates():
+            if not rate.is_scaled:
+                continue
             rate.set_warmup(0.0)
             if self.start is None:
                 self._factor = rate.rule.factor
         super().on_train_begin(logs)
-
-    def _scaled_rates(self) -> list[Any]:
-        replicated = self.model.__dict__.get("_kdist")
-        return [] if replicated is None else [rate for rate in replicated.rates() if rate.rule.factor != 1.0]
 
     def _rise(self, epoch: float) -> float:
         return warmup_multiplier(epoch, self._factor, self.warmup_epochs) / self._factor

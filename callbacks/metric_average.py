@@ -1,4 +1,4 @@
-"""Logs that each rank has made from its own samples, averaged."""
+"""The average over the ranks of logs that each rank has computed from its own samples."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from typing import Any
 import numpy as np
 
 from kdist.callbacks.engine_callback import EngineCallback
-from kdist.callbacks.row_count import rows_of_pass
 from kdist.engines.engine import Engine
 from kdist.errors import MismatchError
+from kdist.keras_hooks.trainer import loss_tracker
 
 
 class MetricAverage(EngineCallback):
-    r"""Averages the epoch's logs over the ranks, each by the samples that it is made from.
+    r"""Averages the epoch's logs over the ranks, weighted by their numbers of samples.
 
     $\bar v = \sum_r n_r v_r / \sum_r n_r$, over the ranks $r$ that have the key. All ranks have all keys afterwards,
-    with the same values. It is meant for metrics that live outside of the model: a callback that adds to `logs` what
-    it has computed from its rank's samples belongs before this one in the list, and callbacks that read `logs` after
-    it. Keras' own metrics are exact in `kdist.scope()` without it, and are left as they are.
+    with the same values. It is for metrics outside of the model: callbacks that add such values to `logs` must come
+    before this one in the list, and callbacks that read `logs` after it. Keras' metrics are exact in `kdist.scope()`
+    without it, and are not changed.
 
     Collective: every rank must call this, in the same order.
 
     Args:
-        num_samples: number, or callable without arguments that returns one: the samples behind this rank's logs. By
-            default they are counted by the model's loss metric, those of the validation for keys that begin with
-            `val_`.
-        engine: `Engine` or `None`, how the ranks talk to each other: by default as those of the model's scope do.
+        num_samples: number, or callable without arguments that returns one: the samples of this rank's logs. By default
+            the model's loss metric counts them, those of the validation for keys that begin with `val_`.
+        engine: `Engine` or `None`, how the ranks communicate: by default the engine of the model's scope.
 
     Raises:
         MismatchError: on all ranks, at the end of an epoch, if a key has different values and no samples.
@@ -46,11 +45,11 @@ class MetricAverage(EngineCallback):
         self._counted = {"train": 0.0, "val": 0.0}
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begins to count."""
+        """Resets the counts."""
         self._counted = {"train": 0.0, "val": 0.0}
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the epoch's samples: afterwards the model's metrics may be everyone's."""
+        """Counts the epoch's samples, before metrics are summed over the ranks."""
         self._count("train")
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -59,15 +58,15 @@ class MetricAverage(EngineCallback):
 
     def _count(self, part: str) -> None:
         if self._num_samples is None:
-            self._counted[part] = rows_of_pass(self.model)
+            tracker = loss_tracker(self.model)  # custom steps may not update it
+            self._counted[part] = 0.0 if tracker is None else float(tracker.count)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Puts the averages into the logs."""
+        """Writes the averages into the logs."""
         if logs is None:
             return
-        mine = {key: [float(value), self._weight(key)] for key, value in logs.items() if _is_number(value)}
-        everyone = self.engine.gather_objects(sorted(mine.items()))
-        by_rank = [dict(items) for items in everyone]
+        local = {key: [float(value), self._weight(key)] for key, value in logs.items() if _is_number(value)}
+        by_rank = [dict(items) for items in self.engine.gather_objects(sorted(local.items()))]
         for key in sorted({key for items in by_rank for key in items}):
             logs[key] = _mean(key, [items[key] for items in by_rank if key in items])
 
@@ -81,16 +80,16 @@ def _is_number(value: Any) -> bool:
     return np.ndim(value) == 0 and isinstance(np.asarray(value).item(), numbers.Real)
 
 
-def _mean(key: str, said: Sequence[Sequence[float]]) -> float:
-    """Returns the mean of the values, by their weights; what all say, where all say the same."""
-    values = [value for value, _ in said]
+def _mean(key: str, pairs: Sequence[Sequence[float]]) -> float:
+    """Returns the weighted mean of `(value, weight)` pairs; equal values need no weights."""
+    values = [value for value, _ in pairs]
     if all(value == values[0] for value in values):
         return values[0]
-    total = math.fsum(weight for _, weight in said)
+    total = math.fsum(weight for _, weight in pairs)
     if total <= 0:
         raise MismatchError(
             f"MetricAverage cannot weight the values of {key!r}. Received: {values}, with 0 samples on every rank that "
-            "has it. Expected to know of how many samples each is made: the model's own training step does not update "
-            "its loss metric, or there was no validation. Fix: MetricAverage(num_samples=...)."
+            "has it. Expected the number of samples of each value: a custom training step does not update the loss "
+            "metric, or there was no validation. Fix: use MetricAverage(num_samples=...)."
         )
-    return math.fsum(value * weight for value, weight in said if weight > 0) / total
+    return math.fsum(value * weight for value, weight in pairs if weight > 0) / total

@@ -1,31 +1,30 @@
-"""A job that is told to go saves first."""
+"""Save and exit after a signal of the scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kdist.training.preempt import Preempt
+from kdist.checkpoint.preempt import Preempt
 
 
 class Preemption(Preempt):
-    """Saves and leaves when a scheduler wants the machine back.
+    """Saves and exits when a scheduler preempts the job.
 
-    When a signal reaches any rank, all ranks finish the step that they agree on (the request rides in a step's own
-    message), save through `kdist.callbacks.BackupAndRestore`, or else through `keras.callbacks.ModelCheckpoint`, and
-    raise `SystemExit`. In the last step of an epoch, and between epochs, what belongs to the epoch comes first. A
-    second signal acts as if this callback were not there.
+    After a signal to any rank, all ranks finish the same step (the vote is sent in a step's own message), save by
+    `kdist.callbacks.BackupAndRestore`, or else by `keras.callbacks.ModelCheckpoint`, and raise `SystemExit`. After the
+    last step of an epoch, the epoch and its validation end first. A second signal has its usual effect.
 
-    The exit code is for the scheduler, which starts the job again by it: 75 is `EX_TEMPFAIL` of BSD's `sysexits.h`
-    (Slurm: `RequeueExit=75` in slurm.conf, or `scontrol requeue $SLURM_JOB_ID` in the batch script; LSF:
-    `REQUEUE_EXIT_VALUES`). Open MPI's mpirun passes SIGUSR1 on to the ranks; at a SIGTERM of its own it ends them
-    within seconds, so have the scheduler send SIGUSR1 (Slurm: `--signal=USR1@120`), or the signal to the ranks.
+    The exit code makes the scheduler restart the job: 75 is `EX_TEMPFAIL` of BSD's `sysexits.h` (Slurm:
+    `RequeueExit=75` in slurm.conf, or `scontrol requeue $SLURM_JOB_ID` in the batch script; LSF:
+    `REQUEUE_EXIT_VALUES`). Open MPI's mpirun forwards SIGUSR1 to the ranks; after a SIGTERM to itself it ends them
+    within seconds. So have the scheduler send SIGUSR1 (Slurm: `--signal=USR1@120`), or the signal to the ranks.
 
     Args:
-        exit_code: int, what the process ends with.
-        signals: sequence of str, the names of the signals that are heeded.
+        exit_code: int, the exit code of the process.
+        signals: sequence of str, the names of the handled signals.
 
     Raises:
-        ScopeError: when training begins, if there is no callback that could save.
+        ScopeError: when training begins, if there is no callback that saves.
 
     Example:
     ```python

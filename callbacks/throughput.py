@@ -1,4 +1,4 @@
-"""Samples a second, and where the time of each rank goes."""
+"""Samples per second, and each rank's time in input, compute and waiting."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.callbacks.engine_callback import EngineCallback, refuse_other_strategies
-from kdist.data.shard import Shard, count_rows
+from kdist.callbacks.engine_callback import EngineCallback
+from kdist.data.batch import Rows, Shard, int64
 from kdist.engines.engine import Engine
-from kdist.training._keras_internals import print_msg
-from kdist.training.step_wrappers import replaced, step_wrappers
+from kdist.keras_hooks.callbacks import print_msg
+from kdist.keras_hooks.patching import patched
+from kdist.state.session import session_of
+from kdist.step.extensions import step_extensions
 
-NOTABLE = 0.1  # of the time: what a rank loses by less is not called slow
+THRESHOLD = 0.1  # the fraction of the time from which on a rank is called slow
 
 
 class Times(NamedTuple):
-    """Where one rank's time went.
+    """The times of one rank.
 
     Attributes:
-        rows: number of samples that it has trained on.
-        seconds: float, all of its time.
-        input: float, seconds in which its step waited for data.
-        waiting: float, seconds in collectives: it waited for other ranks, or for the network.
+        rows: int, the samples that it has trained on.
+        seconds: float, the total time.
+        input: float, seconds in which steps waited for data.
+        waiting: float, seconds in collectives, for other ranks or for the network.
     """
 
     rows: float
@@ -38,36 +40,36 @@ class Times(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """Seconds of all else: computing, callbacks."""
+        """The other seconds: computation and callbacks."""
         return max(0.0, self.seconds - self.input - self.waiting)
 
     def shares(self) -> dict[str, float]:
-        """Returns the parts of the time, from 0 to 1, by name."""
+        """Returns the fractions of the time by name."""
         parts = {"input": self.input, "compute": self.compute, "waiting": self.waiting}
         return {name: part / self.seconds if self.seconds > 0 else 0.0 for name, part in parts.items()}
 
 
 class Throughput(EngineCallback):
-    """Measures samples a second over all ranks, and each rank's time in input, compute and waiting for others.
+    """Measures samples per second over all ranks, and each rank's time in input, compute and waiting for others.
 
-    At the end of an epoch it adds to the logs, and so to the progress bar, `CSVLogger` and `TensorBoard`, which
-    belong after it in the list: `samples_per_second`, the sum over the ranks; and of each rank `r` the shares
-    `input_rank_r`, `compute_rank_r` and `waiting_rank_r`, which sum to 1. After training, the chief prints a table,
-    and which rank is slow and why: `input-bound` or `slow compute`, if the others wait for it for more than a tenth
-    of the time; `slow link`, if nobody is late and still all spend a third of the time in messages. Steps in which
-    TensorFlow traces are left out, and so is validation.
+    At the end of an epoch it adds to the logs, and so to the progress bar, `CSVLogger` and `TensorBoard`, which must
+    come after it in the list: `samples_per_second`, the sum over the ranks; and for each rank `r` the fractions
+    `input_rank_r`, `compute_rank_r` and `waiting_rank_r`, which sum to 1. After training, the chief prints a table with
+    the slow rank and the reason: `input-bound` or `slow compute`, if the others wait for it for more than a tenth of
+    the time; `slow link`, if no rank is late and all spend a third of the time in messages. Steps in which TensorFlow
+    traces, and validation, are not measured.
 
-    On GPUs, with an engine that does not count its own time (Horovod, TensorFlow's collective ops), what the device
-    still computes when a message is due counts as waiting.
+    On GPUs, with an engine that does not measure its time (Horovod, TensorFlow's collective ops), pending computation
+    of the device at a message is measured as waiting.
 
     Collective: every rank must call this, in the same order.
 
     Args:
-        per_rank: bool, whether each rank's shares are in the logs. With many ranks that is a long line.
-        engine: `Engine` or `None`, how the ranks talk to each other: by default as those of the model's scope do.
+        per_rank: bool, whether each rank's fractions are in the logs.
+        engine: `Engine` or `None`, how the ranks communicate: by default the engine of the model's scope.
 
     Attributes:
-        slowest: `(rank, why)` of the whole training, once it is over; `None` if no rank is slow.
+        slowest: `(rank, reason)` after training; `None` if no rank is slow.
 
     Example:
     ```python
@@ -75,7 +77,7 @@ class Throughput(EngineCallback):
     ```
     """
 
-    reads_state_between_steps = False  # only clocks
+    reads_state_between_steps = False
 
     def __init__(self, *, per_rank: bool = True, engine: Engine | None = None) -> None:
         super().__init__(engine)
@@ -95,44 +97,44 @@ class Throughput(EngineCallback):
             self._rows = tf.Variable(0, dtype=tf.int64, trainable=False, name="kdist_rows")
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Puts the clock into the model's step."""
-        refuse_other_strategies(self.model, type(self).__name__)
+        """Adds the measurement to the model's step."""
+        session_of(self.model).check_step_extension(type(self).__name__)
         self._totals, self._num_epochs, self.slowest = [Times(0, 0.0, 0.0, 0.0)] * self.engine.size, 0, None
-        step_wrappers(self.model).put(self._around_step)
+        step_extensions(self.model).add(self, around=self._around_step)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the clock."""
+        """Starts the measurement of an epoch."""
         train_function = self.model.train_function
-        if train_function is not self._timed:  # now that all callbacks have had it made anew
-            self._timed = self.model.train_function = self._starting_the_clock(train_function)
+        if train_function is not self._timed:  # after other callbacks have replaced it
+            self._timed = self.model.train_function = self._with_start_time(train_function)
         self._restart()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reads the clock."""
+        """Measures the time of a step."""
         if self._was_traced:
             self._restart()
         self._ended, self._waited_after = time.perf_counter(), self.engine.seconds
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds what all ranks have measured to the logs."""
+        """Adds the measurements of all ranks to the logs."""
         if self._waited_before is None or self._waited_after is None:
             waiting = float(self._waiting)
         else:
             waiting = self._waited_after - self._waited_before
-        mine = Times(int(self._rows), self._ended - self._began, float(self._input), waiting)
-        everyone = [Times(*each) for each in self.engine.gather_objects(mine)]
-        seconds = max(each.seconds for each in everyone)
-        rate = sum(each.rows for each in everyone) / seconds if seconds > 0 else float("nan")
+        local = Times(int(self._rows), self._ended - self._began, float(self._input), waiting)
+        by_rank = [Times(*each) for each in self.engine.gather_objects(local)]
+        seconds = max(each.seconds for each in by_rank)
+        rate = sum(each.rows for each in by_rank) / seconds if seconds > 0 else float("nan")
         if logs is not None:
             logs["samples_per_second"] = rate
-            for rank, each in enumerate(everyone if self.per_rank else []):
+            for rank, each in enumerate(by_rank if self.per_rank else []):
                 logs.update({f"{name}_rank_{rank}": share for name, share in each.shares().items()})
-        self._totals = [Times(*np.add(a, b).tolist()) for a, b in zip(self._totals, everyone, strict=True)]
+        self._totals = [Times(*np.add(a, b).tolist()) for a, b in zip(self._totals, by_rank, strict=True)]
         self._num_epochs += 1
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Takes the clock out, and prints the table on the chief, unless `fit` is silent."""
-        step_wrappers(self.model).take_off(self._around_step)
+        """Removes the measurement, and prints the table on the chief, unless `verbose=0`."""
+        step_extensions(self.model).remove(self)
         self._timed = None  # it holds the model
         self.slowest = diagnose(self._totals)
         if self.engine.rank == 0 and self.params.get("verbose"):
@@ -146,34 +148,34 @@ class Throughput(EngineCallback):
         self._waiting.assign(0.0)
         self._waited_before = self._waited_after = self.engine.seconds
 
-    def _starting_the_clock(self, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _with_start_time(self, train_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def timed(iterator: Any) -> Any:
-            self._last.assign(tf.timestamp())  # from here on the step waits for data
+            self._last.assign(tf.timestamp())  # the wait for data begins
             return train_function(iterator)
 
         return timed
 
     def _around_step(self, step: Callable[[Any], Any], data: Any) -> Any:
-        self._was_traced = not tf.executing_eagerly()  # this runs when a graph is traced, or at every eager step
-        rows = data.rows if isinstance(data, Shard) else count_rows(data)
+        self._was_traced = not tf.executing_eagerly()  # this is called in a trace, or in each eager step
+        rows = data.rows if isinstance(data, Shard) else int64(Rows(data).count(data))
         arrived = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(leaf)]
         with tf.control_dependencies(arrived):
             self._input.assign_add(tf.timestamp() - self._last)
             self._rows.assign_add(tf.reshape(rows, ()))
-        clocked = {} if self.engine.seconds is not None else {"allreduce": self._clocked_allreduce()}
-        with contextlib.ExitStack() as stack:
-            for name, method in clocked.items():
-                stack.enter_context(replaced(self.engine, name, method))
+        measured: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.engine.seconds is None:
+            measured = patched(self.engine, "allreduce", self._timed_allreduce())
+        with measured:
             logs = step(data)
         with tf.control_dependencies([leaf for leaf in keras.tree.flatten(logs) if tf.is_tensor(leaf)]):
-            self._last.assign(tf.timestamp())  # for the next one, if an execution has several
+            self._last.assign(tf.timestamp())  # for the next step of an execution
         return logs
 
-    def _clocked_allreduce(self) -> Callable[[Sequence[Any]], list[Any]]:
-        """Returns the engine's own, with a clock around it, for an engine that does not count its time."""
+    def _timed_allreduce(self) -> Callable[[Sequence[Any]], list[Any]]:
+        """Returns the engine's allreduce with a measurement of its time."""
         allreduce = self.engine.allreduce
 
-        def clocked(tensors: Sequence[Any]) -> list[Any]:
+        def timed(tensors: Sequence[Any]) -> list[Any]:
             with tf.control_dependencies(tf.nest.flatten(list(tensors), expand_composites=True)):
                 began = tf.timestamp()
             with tf.control_dependencies([began]):
@@ -182,14 +184,14 @@ class Throughput(EngineCallback):
                 self._waiting.assign_add(tf.timestamp() - began)
             return received
 
-        return clocked
+        return timed
 
 
 def diagnose(times: Sequence[Times]) -> tuple[int, str] | None:
-    """Returns the slowest rank and why it is slow, `None` if no rank loses much time.
+    """Returns the slowest rank and the reason, `None` if no rank is slow.
 
     Args:
-        times: sequence of `Times`, one a rank.
+        times: sequence of `Times`, one per rank.
 
     Example:
     >>> diagnose([Times(64, 10.0, 0.1, 4.0), Times(64, 10.0, 4.2, 0.1)])
@@ -200,7 +202,7 @@ def diagnose(times: Sequence[Times]) -> tuple[int, str] | None:
         return None
     slowest = min(range(len(times)), key=lambda rank: times[rank].waiting)
     others = [each for rank, each in enumerate(times) if rank != slowest]
-    if statistics.median(each.waiting for each in others) - times[slowest].waiting > NOTABLE * seconds:
+    if statistics.median(each.waiting for each in others) - times[slowest].waiting > THRESHOLD * seconds:
         more_input = times[slowest].input - statistics.median(each.input for each in others)
         more_compute = times[slowest].compute - statistics.median(each.compute for each in others)
         return slowest, "input-bound" if more_input > more_compute else "slow compute"
@@ -210,13 +212,7 @@ def diagnose(times: Sequence[Times]) -> tuple[int, str] | None:
 
 
 def table(times: Sequence[Times], num_epochs: int, slowest: tuple[int, str] | None) -> str:
-    """Returns what is printed at the end.
-
-    Args:
-        times: sequence of `Times`, one a rank, summed over the epochs.
-        num_epochs: int, how many epochs.
-        slowest: what `diagnose` says.
-    """
+    """Returns the table of times, summed over the epochs; `slowest` is the result of `diagnose`."""
     seconds = max(each.seconds for each in times)
     rate = sum(each.rows for each in times) / seconds if seconds > 0 else float("nan")
     lines = [

@@ -9,17 +9,27 @@ with kdist.scope():
     model.fit(x, y)
 ```
 
-The words, and how they join:
+Glossary. Engines use the words of MPI, strategies those of `tf.distribute`, data those of Keras:
 
-- **rank**, **size**: a process's number, and how many there are, as in MPI. **local_rank**, **local_size**: the same
-  among the processes of one host. **root**: the rank whose value is taken.
-- **replica**: one copy of the model, as in `tf.distribute`. Here each rank holds one: `num_replicas_in_sync` is `size`,
-  and a replica's id is its rank.
-- **chief**: rank 0, the process that speaks and writes files. **worker**: a process that trains. **ps**: one that holds
-  variables.
-- **batch_size**: the rows of the user's batch. **global_batch_size**: the rows of one step over all replicas.
-  **per_replica_batch_size**: the rows that one replica sees of them. **num_data_shards** is `size`, **data_shard_id**
-  the rank.
+- **rank**, **size**: a process's number, and the number of processes, as in MPI. **local_rank**, **local_size**: the
+  same on one host. **root**: the rank whose value a broadcast sends.
+- **replica**: one copy of the model, as in `tf.distribute`. Under all-reduce each rank has one: a replica's id is its
+  rank, and `num_replicas_in_sync` is `size`.
+- **chief**: rank 0, which logs and writes files. **worker**: a process that trains. **ps**: a parameter server, which
+  holds variables. **coordinator**: the chief in asynchronous training, which dispatches steps to workers.
+- **batch_size**: the rows of the user's batch. **global_batch_size**: the rows of one step on all replicas.
+  **per_replica_batch_size**: those on one replica. **num_data_shards**: `size`. **data_shard_id**: the rank.
+- **engine**: an implementation of the collectives (allreduce, broadcast, barrier, ...) on MPI, Horovod or TensorFlow.
+- **gradient reducer**: sums gradients over the ranks, in **buckets** (messages) and with **compression** (half
+  precision, PowerSGD, top-k). **Error feedback** adds what a compression left out to the next gradient.
+- **gradient accumulation**: several batches per update. **Local SGD**: steps without a reduction (`no_sync`), after
+  which the ranks average their weights.
+- **buffer synchronisation**: merges what a step writes beside weights (batch norm's statistics, counters), as gradients
+  are summed.
+- **heartbeat**: the report that each rank sends every second. The **failure detector** reads it; **membership** is the
+  set of tasks that are connected in asynchronous training.
+- **state_dict**, **load_state_dict**: what a checkpoint has of an object. **Resume**: to continue a training from it.
+  **Fingerprint**: a summary of the data, which ranks compare.
 """
 
 import importlib
@@ -39,6 +49,7 @@ if TYPE_CHECKING:
     )
     from kdist._scope import scope
     from kdist.cluster.info import ClusterInfo
+    from kdist.strategies.collectives import all_gather, all_reduce
     from kdist.strategies.options import TPU, AllReduce, ParameterServer
 
 __version__ = "0.1.0"
@@ -48,6 +59,8 @@ __all__ = [
     "ClusterInfo",
     "ParameterServer",
     "TPU",
+    "all_gather",
+    "all_reduce",
     "barrier",
     "callbacks",
     "chief_first",
@@ -68,6 +81,8 @@ _HOMES = {
     "ClusterInfo": "kdist.cluster.info",
     "ParameterServer": "kdist.strategies.options",
     "TPU": "kdist.strategies.options",
+    "all_gather": "kdist.strategies.collectives",
+    "all_reduce": "kdist.strategies.collectives",
     "barrier": "kdist._process",
     "chief_first": "kdist._process",
     "cluster_info": "kdist._process",
@@ -80,14 +95,16 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("callbacks", "errors", "testing"):
-        return importlib.import_module(f"kdist.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kdist' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        if name in ("callbacks", "errors", "testing"):
+            return importlib.import_module(f"kdist.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'kdist' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""This process among the others: who it is, and the engine that it talks through, opened when first needed."""
+"""This process in the cluster: its rank, and its engine, which is opened when first needed."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.engines.engine import Engine
 from kdist.errors import ClusterError, ScopeError
-from kdist.strategies.choice import ENGINES, MPI_LAUNCHERS, PARAMETER_SERVER, Choice, choose
 from kdist.strategies.options import START_TIMEOUT
-from kdist.watch.link import Watch
-from kdist.watch.start import limited
+from kdist.strategies.selection import ENGINES, MPI_LAUNCHERS, PARAMETER_SERVER, Selection, choose
+from kdist.watch.heartbeat import Heartbeat
+from kdist.watch.startup_timeout import startup_timeout
 
 if TYPE_CHECKING:
     from kdist.engines.mpi import MPIEngine
 
 _log = logging.getLogger("kdist")
 
-_ANY_TIME = 30 * 86400.0  # seconds
+_NO_TIMEOUT = 30 * 86400.0  # seconds
 
 
 def cluster_info() -> ClusterInfo:
-    """Returns who this process is in the cluster, and why kdist thinks so.
+    """Returns rank, size and launcher of this process, and the variables they were read from.
 
-    Nothing is imported or started for it: the launcher's environment variables are read.
+    It only reads the launcher's environment variables: nothing is imported or started.
 
     Returns:
         A frozen `ClusterInfo`.
@@ -64,34 +64,34 @@ def local_size() -> int:
 
 
 def is_chief() -> bool:
-    """Returns whether this process is the chief: rank 0, which speaks and writes files."""
+    """Returns whether this process is the chief: rank 0, which logs and writes files."""
     return cluster_info().is_chief
 
 
 def barrier() -> None:
-    """Returns when every rank has called it, however long that takes; a warning says who waits.
+    """Blocks until every rank has called it, without a timeout; a rank that waits long logs a warning.
 
     Collective: every rank must call this, in the same order.
     """
-    # Outside of a scope ranks may do very different things before, as in a sweep.
-    open_engine(cluster_info(), start_timeout=_ANY_TIME).barrier()
+    # Outside of a scope ranks may take very different times, as in a sweep.
+    open_engine(cluster_info(), start_timeout=_NO_TIMEOUT).barrier()
 
 
 @contextlib.contextmanager
 def chief_first(per_host: bool = True) -> Iterator[None]:
-    """Lets the chief through first, and the other ranks when it is done.
+    """Runs the body on the chief first, then on the other ranks.
 
-    For what must not be done by several processes at once and leaves a file behind: downloads, preprocessing. All ranks
-    run what is inside, the others when the file is there.
+    For work that several processes must not do at once and that leaves a file: downloads, preprocessing. All ranks run
+    the body, the others after the file exists.
 
     Collective: every rank must call this, in the same order.
 
-    An engine is opened for it, the one that a scope without arguments would take (`KDIST_STRATEGY` chooses another),
-    and waits for all ranks as long as that scope would.
+    It opens the engine of a scope without arguments (`KDIST_STRATEGY` chooses another one), with the same
+    `start_timeout`.
 
     Args:
-        per_host: bool, whether one rank of each other host comes next, before the rest: for hosts that share no disk.
-            If `False`, all the others come at once.
+        per_host: bool, whether one rank of each other host runs next, before the rest: for hosts without a shared
+            disk. If `False`, all others run at once.
 
     Example:
     ```python
@@ -104,8 +104,8 @@ def chief_first(per_host: bool = True) -> Iterator[None]:
     if info.size == 1:
         yield
         return
-    engine = open_engine(info)  # by all, before the chief makes anything or lets the others wait
-    # The chief alone, even of hosts: they may share a disk.
+    engine = open_engine(info)  # on all ranks, before the chief does anything or the others wait
+    # The chief has a turn of its own: hosts may share a disk.
     last = 2 if per_host else 1
     turn = 0 if info.rank == 0 else 1 if info.local_rank == 0 else last
     for _ in range(turn):
@@ -113,27 +113,27 @@ def chief_first(per_host: bool = True) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if last > turn:  # said now: the others come first, who may take long
-            _log.error("kdist.chief_first: rank %d raises %s: %s", info.rank, type(error).__name__, error)
+        if last > turn:  # logged now: the others, which may take long, run before this rank can exit
+            _log.error("kdist.chief_first: rank %d raised %s: %s", info.rank, type(error).__name__, error)
         raise
     finally:
         for _ in range(last - turn):
             engine.barrier()
 
 
-def choice_for(word: str, info: ClusterInfo, *, is_synchronous: bool = False) -> Choice:
-    """Chooses what this process gets, having looked at its GPUs and its Horovod if these matter.
+def select_strategy(word: str, info: ClusterInfo, *, is_synchronous: bool = False) -> Selection:
+    """Selects the strategy of this process by its launcher, and by its GPUs and its Horovod if these matter.
 
     Args:
-        word: str, one of `kdist.strategies.choice.WORDS`.
-        info: `ClusterInfo`, who this process is.
-        is_synchronous: bool, whether the user has asked for an all-reduce, by whatever engine.
+        word: str, one of `kdist.strategies.selection.WORDS`.
+        info: `ClusterInfo`.
+        is_synchronous: bool, whether the user asked for an all-reduce with any engine.
 
     Returns:
-        The choice.
+        The `Selection`.
 
     Raises:
-        StrategyError: if the word is unknown, or this version does not serve the job.
+        StrategyError: if the word is unknown, or the job is not supported.
     """
     if word != "auto" or not (info.launcher in MPI_LAUNCHERS or (info.size == 1 and info.launcher == "none")):
         return choose(word, info, is_synchronous=is_synchronous)
@@ -153,10 +153,10 @@ def _has_horovod_with_nccl() -> bool:
 
 @dataclasses.dataclass
 class _Opened:
-    """The engine of this process. There can be one only: an MPI world or a Horovod cannot be left and joined again."""
+    """The engine of this process. There is one only: MPI and Horovod cannot be initialised twice."""
 
     engine: Engine | None = None
-    watch: Watch | None = None
+    heartbeat: Heartbeat | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
@@ -167,15 +167,15 @@ def open_engine(info: ClusterInfo, name: str = "auto", start_timeout: float = ST
     """Returns this process's engine, opened by the first call.
 
     Args:
-        info: `ClusterInfo`, what the launcher says.
+        info: `ClusterInfo`.
         name: `"auto"` or an engine's name.
-        start_timeout: float, seconds in which all ranks must appear.
+        start_timeout: float, seconds in which all ranks must start.
 
     Returns:
-        The engine, of the size that the launcher says.
+        The engine, which has as many ranks as the launcher started.
 
     Raises:
-        ClusterError: if the engine finds another number of processes than the launcher started.
+        ClusterError: if the engine has another number of ranks than the launcher started.
         ScopeError: if another engine is open.
     """
     with _opened.lock:
@@ -184,8 +184,8 @@ def open_engine(info: ClusterInfo, name: str = "auto", start_timeout: float = ST
         engine = _opened.engine
     if engine.size > 1 and name not in ("auto", engine.name):
         raise ScopeError(
-            f"This process already talks through {engine.name!r}. Received: {name!r} later in the same process. "
-            "Expected one engine a process. Fix: start another process for another engine."
+            f"This process already uses the engine {engine.name!r}. Received: {name!r} later in the same process. "
+            "Expected one engine per process. Fix: start another process for another engine."
         )
     return engine
 
@@ -194,67 +194,67 @@ def set_stall_timeout(seconds: float | None, *, is_strict: bool) -> None:
     """Sets how long a rank may keep the others waiting.
 
     Args:
-        seconds: float, or `None` for ever.
-        is_strict: bool, whether that holds for ranks that compute or are in the user's own code, too.
+        seconds: float, or `None` for no limit.
+        is_strict: bool, whether that holds for ranks that are busy or in the user's code, too.
     """
-    if _opened.watch is not None:
-        _opened.watch.stall_timeout, _opened.watch.is_strict = seconds, is_strict
+    if _opened.heartbeat is not None:
+        _opened.heartbeat.stall_timeout, _opened.heartbeat.is_strict = seconds, is_strict
 
 
 def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:
     if name == "auto":
-        # Asked before any scope, or without one: by what the launch wants of its scopes.
-        wanted = os.environ.get("KDIST_STRATEGY", "auto")
-        name = "single" if info.size == 1 else choice_for(wanted if wanted in ENGINES else "auto", info).strategy
+        # Before any scope, or without one, the environment chooses the engine.
+        word = os.environ.get("KDIST_STRATEGY", "auto")
+        name = "single" if info.size == 1 else select_strategy(word if word in ENGINES else "auto", info).strategy
     if name == PARAMETER_SERVER:
         raise ScopeError(
-            "With parameter servers there are no collectives. Received: kdist.barrier() or kdist.chief_first() in a "
-            f"job of {info.launcher} ({info.reason}). Expected tasks that do not wait for each other. Fix: leave it "
-            "out; what is inside the scope and after it runs on the chief alone."
+            "Parameter-server training has no collectives. Received: kdist.barrier() or kdist.chief_first() in a "
+            f"job of {info.launcher} ({info.reason}). Expected tasks that do not wait for each other. Fix: remove "
+            "it; the code in the scope and after it runs on the chief only."
         )
     engine = _MAKERS[name](info, start_timeout)
     if engine.size != info.size:
         raise ClusterError(
-            f"The launcher and the engine {name!r} disagree about the size of the job. Received: {info.size} "
-            f"process(es) from {info.launcher} ({info.reason}), but {name} sees {engine.size}. Expected the same "
-            "number. Fix: use the launcher of the MPI that mpi4py or Horovod was built with; `kdist env` shows them. "
-            "With `kdist run` they are the same."
+            f"The launcher and the engine {name!r} have different numbers of ranks. Received: {info.size} "
+            f"process(es) from {info.launcher} ({info.reason}), but {engine.size} in {name}. Expected the same "
+            "number. Fix: use the launcher of the MPI that mpi4py or Horovod was built with; `kdist env` shows them, "
+            "and `kdist run` uses the right one."
         )
     if engine.size > 1:
         from kdist.launch import failure
 
         hook = failure.install(engine.abort, engine.rank, engine.size, engine.explain)
-        _opened.watch = _watched(engine, hook.stop)
+        _opened.heartbeat = _start_heartbeat(engine, hook.fail)
     return engine
 
 
-def _watched(engine: Engine, stop: Callable[[str], Any]) -> Watch | None:
-    """Begins to watch over the ranks; without a connection between their hosts the job goes on unwatched."""
-    watch = Watch(engine.activity, engine.rank, engine.size, end=stop, warn=_log.warning)
-    address = watch.listen(everywhere=engine.local_size < engine.size) if engine.rank == 0 else None
+def _start_heartbeat(engine: Engine, fail: Callable[[str], Any]) -> Heartbeat | None:
+    """Starts the heartbeat; without a connection between the hosts the job runs without failure detection."""
+    heartbeat = Heartbeat(engine.activity, engine.rank, engine.size, fail=fail, warn=_log.warning)
+    address = heartbeat.listen(everywhere=engine.local_size < engine.size) if engine.rank == 0 else None
     address = engine.broadcast_object(address)
-    missing = ""
+    error_text = ""
     if engine.rank:
         try:
-            watch.connect(address)
+            heartbeat.connect(address)
         except OSError as error:
-            missing = str(error)
-    if any(everyone := engine.gather_objects(missing)):
+            error_text = str(error)
+    if any(errors := engine.gather_objects(error_text)):
         if engine.rank == 0:
-            rank = next(rank for rank, why in enumerate(everyone) if why)
-            _log.warning("nobody watches for ranks that hang: rank %d cannot reach rank 0: %s", rank, everyone[rank])
+            rank = next(rank for rank, text in enumerate(errors) if text)
+            _log.warning("ranks that hang are not detected: rank %d cannot connect to rank 0: %s", rank, errors[rank])
         return None
-    watch.start()
-    atexit.register(watch.finish)  # after the engine's own, so that it comes before
-    return watch
+    heartbeat.start()
+    atexit.register(heartbeat.finish)  # registered after the engine's handler, so that it runs first
+    return heartbeat
 
 
-def _within(info: ClusterInfo, seconds: float) -> contextlib.AbstractContextManager[None]:
-    """Ends the job if not all ranks have begun after some seconds; the launcher alone can end it by then."""
+def _startup_timeout(info: ClusterInfo, seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Ends the job through its launcher if not all ranks have started in time: there is no engine yet."""
     from kdist.launch.failure import FailureHook
     from kdist.launch.worker import end_job
 
-    return limited(seconds, info.rank, info.size, FailureHook(end_job, info.rank, info.size).stop)
+    return startup_timeout(seconds, info.rank, info.size, FailureHook(end_job, info.rank, info.size).fail)
 
 
 def _single(info: ClusterInfo, start_timeout: float) -> Engine:
@@ -264,47 +264,47 @@ def _single(info: ClusterInfo, start_timeout: float) -> Engine:
 
 
 def _mpi(info: ClusterInfo, start_timeout: float) -> Engine:
-    with _within(info, start_timeout):
+    with _startup_timeout(info, start_timeout):
         return _mpi_with_devices()
 
 
 def _mpi_with_devices() -> MPIEngine:
-    """Opens MPI and takes this process's devices: by its first message TensorFlow would take all."""
+    """Opens MPI and configures this process's devices before a message, with which TensorFlow takes them all."""
     from kdist.engines.mpi import MPIEngine
-    from kdist.strategies.devices import cpus_of_process, take_devices
+    from kdist.strategies.devices import configure_devices, cpus_of_process
 
     engine = MPIEngine()
-    everyone = engine.exchange(cpus_of_process())
-    num_sharing = min(everyone.count(everyone[engine.rank]), engine.local_size)  # two hosts may have one name
-    take_devices(engine.local_rank, engine.local_size, os.environ, num_sharing)
+    cpus = engine.exchange(cpus_of_process())
+    num_sharing = min(cpus.count(cpus[engine.rank]), engine.local_size)  # two hosts may have the same name
+    configure_devices(engine.local_rank, engine.local_size, os.environ, num_sharing)
     return engine
 
 
 def _horovod(info: ClusterInfo, start_timeout: float) -> Engine:
     from kdist.engines.horovod import HorovodEngine
-    from kdist.strategies.devices import take_devices
+    from kdist.strategies.devices import configure_devices
 
-    take_devices(info.local_rank, info.local_size, os.environ)  # its first message starts TensorFlow
-    with _within(info, start_timeout):
+    configure_devices(info.local_rank, info.local_size, os.environ)  # its first message starts TensorFlow
+    with _startup_timeout(info, start_timeout):
         return HorovodEngine("mpi" if info.launcher in MPI_LAUNCHERS else None)
 
 
 def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
     from kdist.engines.collective import CollectiveEngine
     from kdist.engines.rendezvous import own_address
-    from kdist.strategies.devices import take_devices
+    from kdist.strategies.devices import configure_devices
 
     if info.launcher == "tf_config":
-        take_devices(info.local_rank, info.local_size, os.environ)  # its server takes the devices as they are then
+        configure_devices(info.local_rank, info.local_size, os.environ)  # its server takes the visible devices
         addresses = [*info.cluster_spec.get("chief", ()), *info.cluster_spec.get("worker", ())]
         return CollectiveEngine(addresses, info.rank, start_timeout=start_timeout)
-    with _within(info, start_timeout):
+    with _startup_timeout(info, start_timeout):
         mpi = _mpi_with_devices()
     addresses = mpi.exchange(own_address())
     return CollectiveEngine(addresses, mpi.rank, start_timeout=start_timeout, abort=mpi.abort)
 
 
-# Imported when made: each needs a library that the others do without.
+# Each imports its engine when called, because each engine needs another library.
 _MAKERS: Mapping[str, Callable[[ClusterInfo, float], Engine]] = {
     "single": _single,
     "mpi": _mpi,

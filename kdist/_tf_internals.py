@@ -1,12 +1,14 @@
-"""The one file that imports `tensorflow.python`: what strategies are made of, and TensorFlow's own cluster.
+"""The one file that imports `tensorflow.python`: base classes of strategies, TensorFlow's own cluster, SavedModels.
 
-TensorFlow has no public base classes for strategies. These are the ones that its own strategies use; they have
-kept their names since TensorFlow 2.4. Nor has it a public way to let a process's collective ops reach other
-processes, or to make a function known by its definition: its own code asks the eager context, as it is done here.
+TensorFlow has no public base classes for strategies. These are those of its own strategies, with the same names since
+TensorFlow 2.4. Nor has it a public way to start a server for collective ops, or to register a function definition: its
+own code calls the eager context, as it is done here. And `tf.saved_model` is another module object after each
+`import tensorflow.saved_model`: what all of them call is in `saved_model_module`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -18,19 +20,44 @@ from tensorflow.python.distribute.distribute_lib import (
 )
 from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterServerStrategyV2Extended
 from tensorflow.python.eager import context
+from tensorflow.python.framework import ops, random_seed
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+from tensorflow.python.ops import random_ops
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
+from tensorflow.python.saved_model import save as saved_model_module
 
 __all__ = [
+    "BaseResourceVariable",
+    "DefaultGraphs",
     "ParameterServerStrategyV2Extended",
     "ReplicaContext",
+    "ResourceVariable",
     "Strategy",
     "StrategyExtendedV1",
     "abort_collectives",
     "add_function",
     "call_on_iterator",
+    "default_graphs",
     "is_initialized",
     "is_updating",
+    "keep_open_scopes",
+    "random_ops",
+    "saved_model_module",
+    "schedule_on_any_worker",
+    "seeds_of_op",
     "start_collective_server",
+    "written_resources",
 ]
+
+ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
+"""The methods that write a `tf.Variable`; `ResourceVariable`, its class, has them beside its parent's."""
+
+SCATTERS = (
+    *("batch_scatter_update", "scatter_add", "scatter_div", "scatter_max", "scatter_min", "scatter_mul"),
+    *("scatter_nd_add", "scatter_nd_max", "scatter_nd_min", "scatter_nd_sub", "scatter_nd_update", "scatter_sub"),
+    *("scatter_update", "_strided_slice_assign"),
+)
+"""The methods that write a part of it."""
 
 
 def is_initialized() -> bool:
@@ -43,18 +70,44 @@ def is_updating() -> bool:
     return get_update_replica_id() is not None
 
 
-def start_collective_server(server: Any, leader: str) -> None:
-    """Makes this process a task of a cluster, whose collective ops reach the other tasks from now on.
+default_graphs = ops._default_graph_stack
+"""The default graphs of this process's threads; on a thread's graph TensorFlow keeps the scopes that are open."""
 
-    The names of this process's devices become those of its task: resources that were made before (variables,
-    iterators, tables) cannot be used any more.
+DefaultGraphs = type(default_graphs)
+
+
+def keep_open_scopes(reset: Callable[[], None]) -> None:
+    """Calls a function that replaces this thread's default graph; the new one has the scopes that are open."""
+    scopes = ops.get_default_graph()._thread_local
+    reset()
+    ops.get_default_graph()._thread_local = scopes
+
+
+def seeds_of_op(op_seed: int | None, next_seed: Callable[[], int] | None = None) -> tuple[int | None, int | None]:
+    """Returns the two seeds of a random op, as TensorFlow's `get_seed` does.
+
+    Args:
+        op_seed: int or `None`, as given by the user.
+        next_seed: optional callable that returns the seed of an eager op without any. Without it, such an op draws
+            other numbers in each process.
+    """
+    if next_seed and op_seed is None and context.executing_eagerly() and context.global_seed() is None:
+        return random_seed.DEFAULT_GRAPH_SEED, next_seed()
+    return random_seed.get_seed(op_seed)
+
+
+def start_collective_server(server: Any, leader: str) -> None:
+    """Makes this process a task of a cluster, so that its collective ops reach the other tasks.
+
+    Its devices are renamed to those of the task: resources that were made before (variables, iterators, tables) become
+    invalid.
 
     Args:
         server: `tf.train.ServerDef`, the cluster and this process's task in it.
-        leader: str, the name of the task that orders the others, as `"/job:worker/replica:0/task:0"`.
+        leader: str, the name of the task that leads collective groups, as `"/job:worker/replica:0/task:0"`.
 
     Raises:
-        tf.errors.OpError: if the server cannot be started, as where its port is taken.
+        tf.errors.OpError: if the server cannot be started, as when its port is in use.
     """
     session = server.default_session_config
     session.CopyFrom(context.context().config)
@@ -64,7 +117,7 @@ def start_collective_server(server: Any, leader: str) -> None:
 
 
 def call_on_iterator(function: Any, iterator: Any) -> Any:
-    """Calls a function that was traced with an iterator like this one, without comparing the two.
+    """Calls a function that was traced with an iterator of the same spec, without checking the spec.
 
     Args:
         function: `tf.types.experimental.ConcreteFunction`, whose only argument is an iterator.
@@ -77,18 +130,34 @@ def call_on_iterator(function: Any, iterator: Any) -> Any:
 
 
 def abort_collectives(message: str) -> None:
-    """Makes all collective ops of this process fail, those under way and those to come.
+    """Makes all collective ops of this process fail, current and future ones.
 
     Args:
-        message: str, why.
+        message: str, the reason.
     """
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
 def add_function(definition: Any) -> None:
-    """Makes a function known, so that other functions may call it.
+    """Registers a function definition, so that other functions can call it.
 
     Args:
-        definition: `FunctionDef`. One that is known may be added again; another one under its name is an error.
+        definition: `FunctionDef`. The same one may be added again; another one of the same name is an error.
     """
     context.context().add_function_def(definition)
+
+
+def schedule_on_any_worker(coordinator: tf.distribute.coordinator.ClusterCoordinator, call: Callable[[], None]) -> None:
+    """Schedules Python that calls functions on a worker, which the coordinator's public `schedule` does not take.
+
+    Args:
+        coordinator: `tf.distribute.coordinator.ClusterCoordinator`.
+        call: callable, run on the device of a free worker, in that worker's thread of this process; again on another
+            worker if it raises because the first was lost.
+    """
+    coordinator._cluster.schedule(call, (), {})
+
+
+def written_resources(operation: tf.Operation) -> list[tf.Tensor]:
+    """Returns the resources among an operation's inputs that it may write; a call of a function says what it writes."""
+    return list(get_read_write_resource_inputs(operation)[1])

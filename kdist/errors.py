@@ -1,19 +1,19 @@
-"""Every error that kdist raises on purpose.
+"""The errors of kdist.
 
 The tree::
 
     KDistError
-    ├── ClusterError             (ValueError)    who am I: the launcher's variables are malformed or contradictory
-    ├── LaunchError              (ValueError)    how are processes made: bad hosts, sizes, launcher not found
-    ├── InstallError             (RuntimeError)  Horovod cannot be built, installed, or does not work
-    ├── ScopeError               (RuntimeError)  a scope that cannot be entered: nested, contradicting, too late
+    ├── ClusterError             (ValueError)    malformed or contradictory variables of a launcher
+    ├── LaunchError              (ValueError)    a job that cannot be launched: hosts, sizes, no launcher
+    ├── InstallError             (RuntimeError)  a Horovod that cannot be built or installed, or fails
+    ├── ScopeError               (RuntimeError)  a scope that cannot be opened: nested, contradictory, late
     ├── StrategyError            (ValueError)    an unknown or impossible strategy
-    ├── EngineError              (RuntimeError)  a collective that cannot be made or was called wrongly
+    ├── EngineError              (RuntimeError)  a collective that failed or was called wrongly
     │   └── EngineNotFoundError  (ImportError)   the library behind an engine is missing
     ├── DataError                (ValueError)    input that cannot be sharded
     ├── MismatchError            (ValueError)    ranks disagree: models, optimizers, data signatures, arguments
     ├── CheckpointError          (RuntimeError)  a checkpoint that cannot be written, read, or used by this model
-    ├── ClusterLostError         (RuntimeError)  a task that training needs is gone
+    ├── ClusterLostError         (RuntimeError)  a task that training needs is lost
     ├── NotSynchronizedError     (RuntimeError)  an update that was not preceded by its reduction
     └── NotFiniteError           (ArithmeticError)  a loss or a gradient that is NaN or infinite
 
@@ -22,11 +22,10 @@ Each message says what was received, what was expected and how to fix it.
 
 
 class KDistError(Exception):
-    """The base of every error that kdist raises on purpose.
+    """The base class of kdist's errors.
 
     Attributes:
-        on_all_ranks: bool, whether every rank is known to raise the same error. The chief alone
-            prints such an error.
+        on_all_ranks: bool, whether every rank is known to raise the same error, which only the chief then prints.
     """
 
     on_all_ranks = False
@@ -45,52 +44,52 @@ class InstallError(KDistError, RuntimeError):
 
 
 class ScopeError(KDistError, RuntimeError):
-    """A scope cannot be entered here: nested, contradicting, or too late."""
+    """A scope cannot be opened here: it is nested, contradictory, or too late."""
 
 
 class StrategyError(KDistError, ValueError):
-    """The strategy is unknown or impossible in this job."""
+    """The strategy is unknown, or cannot be used in this job."""
 
 
 class EngineError(KDistError, RuntimeError):
-    """A collective cannot be made, or was called wrongly.
+    """A collective failed, or was called wrongly.
 
     Attributes:
-        is_echo: bool, whether another rank's end is the reason. That rank has more to say.
+        is_consequence: bool, whether the error follows from another rank's end. That rank reports the cause.
     """
 
-    is_echo = False
+    is_consequence = False
 
 
 class EngineNotFoundError(EngineError, ImportError):
-    """The library behind an engine is not installed or does not load."""
+    """The library of an engine is not installed, or its import fails."""
 
 
 class DataError(KDistError, ValueError):
-    """The input cannot be shared out among the ranks so that each sample is seen once."""
+    """The input cannot be sharded so that each sample is seen once."""
 
 
 class MismatchError(KDistError, ValueError):
-    """Ranks disagree about what must be equal on all of them."""
+    """Ranks differ in something that must be equal on all of them."""
 
     on_all_ranks = True
 
 
 class CheckpointError(KDistError, RuntimeError):
-    """A checkpoint cannot be written, cannot be read, or is another model's."""
+    """A checkpoint cannot be written or read, or belongs to another model."""
 
 
 class ClusterLostError(KDistError, RuntimeError):
-    """A task of the cluster that training needs is gone."""
+    """A task of the cluster that training needs is lost."""
 
 
 class NotSynchronizedError(KDistError, RuntimeError):
-    """Weights were updated without a reduction over the ranks before it."""
+    """Weights were updated from gradients that were not reduced over the ranks."""
 
     on_all_ranks = True
 
 
 class NotFiniteError(KDistError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite, and `NaNPolicy` was asked to raise."""
+    """A loss or a gradient is NaN or infinite, and `NaNPolicy` is set to raise."""
 
     on_all_ranks = True

@@ -1,4 +1,4 @@
-"""Pure numbers: how batch size and learning rate follow the number of replicas."""
+"""Scaling rules: how batch size and learning rate depend on the number of replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numbers
 from typing import TypeGuard
 
 LINEAR_RULE_OPTIMIZERS = frozenset({"SGD"})
-"""Optimizers whose step is proportional to the gradient: the linear rule is theirs (Goyal et al., 2017)."""
+"""Optimizers whose step is proportional to the gradient: they use the linear rule (Goyal et al., 2017)."""
 
 SQRT_RULE_OPTIMIZERS = frozenset(
     {
@@ -27,18 +27,18 @@ SQRT_RULE_OPTIMIZERS = frozenset(
         "ScheduleFreeAdamW",
     }
 )
-"""Optimizers that divide by the gradient's own scale: the square-root rule is theirs (Malladi et al., 2022)."""
+"""Optimizers that normalise the gradient: they use the square-root rule (Malladi et al., 2022)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LearningRateRule:
-    """What the learning rate is multiplied by once warm-up is over, and why.
+    """The multiplier of the learning rate after warm-up, and its reason.
 
     Attributes:
-        factor: float, the multiplier; 1 leaves the learning rate alone.
+        factor: float, the multiplier; 1 leaves the learning rate unchanged.
         name: str, `"linear"`, `"sqrt"`, `"given"` or `"none"`.
-        why: str, one clause for the report.
-        is_known: bool, `False` if the optimizer is not known to either rule.
+        why: str, the reason, for the log.
+        is_known: bool, `False` if no rule is known for the optimizer.
     """
 
     factor: float
@@ -48,19 +48,19 @@ class LearningRateRule:
 
 
 def is_learning_rate_scale(value: object) -> bool:
-    """Returns whether a value is one that `learning_rate_rule` takes as `scale_lr`."""
+    """Returns whether a value is a valid `scale_lr` of `learning_rate_rule`."""
     if isinstance(value, str):
         return value in ("auto", "linear", "sqrt")
     return value is None or (_is_finite(value) and value > 0)
 
 
 def is_warmup(value: object) -> bool:
-    """Returns whether a value is one that `num_warmup_steps` takes as `warmup_epochs`."""
+    """Returns whether a value is a valid `warmup_epochs` of `num_warmup_steps`."""
     return value == "auto" if isinstance(value, str) else _is_finite(value) and value >= 0
 
 
 def _is_finite(value: object) -> TypeGuard[float]:
-    # NumPy's numbers are `Real` too.
+    # NumPy's numbers are `Real`, too.
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -75,7 +75,7 @@ def learning_rate_rule(
     Args:
         scale_lr: `"auto"` (by optimizer), `"linear"`, `"sqrt"`, a positive number, or `None`.
         optimizer: str, the optimizer's class name.
-        num_replicas: int, how many times the batch is larger when it grows with the replicas.
+        num_replicas: int, the factor by which the global batch grows if `scale_batch`.
         scale_batch: bool, whether the global batch grows with the replicas.
 
     Returns:
@@ -90,7 +90,7 @@ def learning_rate_rule(
       https://arxiv.org/abs/2205.10287), 2022
     """
     if scale_lr is None:
-        return LearningRateRule(1.0, "none", "scale_lr=None leaves it alone")
+        return LearningRateRule(1.0, "none", "scale_lr=None leaves it unchanged")
     if not is_learning_rate_scale(scale_lr):
         raise ValueError(
             f'`scale_lr` must be "auto", "linear", "sqrt", a positive number or None. Received: scale_lr={scale_lr!r}.'
@@ -100,9 +100,9 @@ def learning_rate_rule(
     if not scale_batch or num_replicas == 1:
         return LearningRateRule(1.0, "none", "the global batch did not grow")
     if scale_lr == "linear":
-        return LearningRateRule(float(num_replicas), "linear", "asked for")
+        return LearningRateRule(float(num_replicas), "linear", "set by scale_lr")
     if scale_lr == "sqrt":
-        return LearningRateRule(math.sqrt(num_replicas), "sqrt", "asked for")
+        return LearningRateRule(math.sqrt(num_replicas), "sqrt", "set by scale_lr")
     if optimizer in LINEAR_RULE_OPTIMIZERS:
         return LearningRateRule(
             float(num_replicas), "linear", f"{optimizer} with a {num_replicas} times larger global batch"
@@ -115,7 +115,7 @@ def learning_rate_rule(
 
 
 def num_warmup_steps(warmup_epochs: str | float, num_epochs: int, steps_per_epoch: int) -> float:
-    """Returns how many steps the learning rate takes to reach its multiple.
+    """Returns the number of warm-up steps.
 
     Args:
         warmup_epochs: `"auto"` (5 epochs or a tenth of the run, whichever is shorter), or a number of epochs.
@@ -123,10 +123,10 @@ def num_warmup_steps(warmup_epochs: str | float, num_epochs: int, steps_per_epoc
         steps_per_epoch: int, the steps of an epoch.
 
     Returns:
-        A number of steps, not negative.
+        A float, not negative.
 
     Raises:
-        ValueError: if `warmup_epochs` is negative or no number.
+        ValueError: if `warmup_epochs` is negative or not a number.
     """
     if not is_warmup(warmup_epochs):
         raise ValueError(
@@ -144,7 +144,7 @@ def warmup_multiplier(step: float, factor: float, warmup_steps: float) -> float:
     $m(t) = 1 + (k - 1) \min(1, t / w)$, where $k$ is `factor`, $t$ is `step` and $w$ is `warmup_steps`.
 
     Args:
-        step: float, steps made since the origin.
+        step: float, steps since the origin.
         factor: float, the multiplier after warm-up.
         warmup_steps: float, the length of the warm-up, in steps.
 

@@ -1,4 +1,4 @@
-"""Faults on purpose: a training that breaks where you say, so that you can test how your job recovers."""
+"""Fault injection: a rank fails at a given step, so that you can test how your job recovers."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ import tensorflow as tf
 
 from kdist.callbacks.engine_callback import engine_of
 from kdist.errors import StrategyError
-from kdist.training.step_wrappers import replaced, step_wrappers
+from kdist.keras_hooks.patching import patched
+from kdist.step.extensions import step_extensions
 
 KINDS = ("raise", "exit", "kill", "stop", "slow", "corrupt")
 
 
 class FaultError(Exception):
-    """What `Fault("raise")` raises. Not one of `kdist.errors`: it stands for a bug of yours."""
+    """The exception of `Fault("raise")`. It is not in `kdist.errors`, because it stands for a bug of yours."""
 
 
 class Fault(keras.callbacks.Callback):
     """Makes one rank fail in a step of `fit`; the other ranks do nothing.
 
-    - `"raise"`: `FaultError` is raised in the callback, as from a bug of yours.
-    - `"exit"`: `sys.exit(code)`, as from a script that gives up on one rank.
-    - `"kill"`: SIGKILL, as from the system when memory runs out or a machine is taken away.
-    - `"stop"`: SIGSTOP, as from a machine that hangs: the process is there and does nothing.
-    - `"slow"`: this step and all that follow take `seconds` longer.
+    - `"raise"`: `FaultError` in the callback, as a bug of yours.
+    - `"exit"`: `sys.exit(code)`, as a script that exits on one rank.
+    - `"kill"`: SIGKILL, as the kernel when memory runs out, or a machine that is lost.
+    - `"stop"`: SIGSTOP, as a machine that hangs: the process exists and does not run.
+    - `"slow"`: this step and all later ones take `seconds` longer.
     - `"corrupt"`: the rank's part of the gradient is multiplied by `factor` in this step, through `compute_loss`.
 
-    Works in `kdist.scope()` over all-reduce, and in one process, which is rank 0. With parameter servers it is refused:
-    the steps are other processes', who run no callbacks.
+    Works in `kdist.scope()` over all-reduce, and in one process, which is rank 0. Parameter-server training refuses it:
+    other processes run the steps, and these run no callbacks.
 
     Args:
         kind: str, one of the above.
         rank: int, the rank that fails.
-        step: int, the step of this `fit` in which it does, over all epochs, from 0.
+        step: int, the step of this `fit` in which it fails, over all epochs, from 0.
         code: int, the exit code of `"exit"`.
         seconds: float, for `"slow"`.
         factor: float, for `"corrupt"`; NaN makes the gradient NaN.
 
     Raises:
         FaultError: on the rank that fails, if `kind="raise"`.
-        StrategyError: if there is no such kind, rank or step, or if a gradient is to be corrupted and the model's
-            `train_step` does not call `compute_loss`.
+        StrategyError: if the kind, rank or step is invalid, or for `kind="corrupt"` if the model's `train_step` does
+            not call `compute_loss`.
 
     Example:
     ```python
@@ -68,12 +69,12 @@ class Fault(keras.callbacks.Callback):
     ) -> None:
         if kind not in KINDS:
             raise StrategyError(
-                f"No such fault. Received: kind={kind!r}. Expected one of {', '.join(map(repr, KINDS))}. Fix: choose "
-                "one of these."
+                f"Unknown kind of fault. Received: kind={kind!r}. Expected one of {', '.join(map(repr, KINDS))}. Fix: "
+                "choose one of these."
             )
         if step < 0:
             raise StrategyError(
-                f"A fault at no step. Received: step={step}. Expected at least 0. Fix: count steps from 0."
+                f"The step of a fault is negative. Received: step={step}. Expected at least 0. Fix: count steps from 0."
             )
         super().__init__()
         self._kind = kind
@@ -87,25 +88,25 @@ class Fault(keras.callbacks.Callback):
         self._now: tf.Variable | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Counts from the beginning, and finds out whether this rank is to fail."""
+        """Resets the step count, and determines whether this rank fails."""
         engine = engine_of(self.model, type(self).__name__)
         if not 0 <= self._rank < engine.size:
             raise StrategyError(
-                f"A fault on no rank. Received: rank={self._rank} in a job of {engine.size}. Expected 0 to "
-                f"{engine.size - 1}. Fix: choose one of these ranks."
+                f"The rank of a fault does not exist. Received: rank={self._rank} in a job of {engine.size}. Expected "
+                f"0 to {engine.size - 1}. Fix: choose one of these ranks."
             )
         self._next, self._is_mine = 0, engine.rank == self._rank
         if self._kind == "corrupt":
             self._now = tf.Variable(False, trainable=False, name="kdist_fault_now")
-            step_wrappers(self.model).put(self._around_step)
+            step_extensions(self.model).add(self, around=self._around_step)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Leaves the model's step as it was."""
+        """Restores the model's step."""
         if self._kind == "corrupt":
-            step_wrappers(self.model).take_off(self._around_step)
+            step_extensions(self.model).remove(self)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Fails, if this is the rank and the step."""
+        """Fails if this is the rank and the step."""
         step, self._next = self._next, self._next + 1
         if not self._is_mine:
             return
@@ -114,7 +115,7 @@ class Fault(keras.callbacks.Callback):
         elif self._kind == "slow" and step >= self._step:
             time.sleep(self._seconds)
         elif step == self._step:
-            _break(self._kind, self._rank, step, self._code)
+            _fail(self._kind, self._rank, step, self._code)
 
     def _around_step(self, step: Callable[[Any], Any], data: Any) -> Any:
         compute_loss, called = self.model.compute_loss, []
@@ -124,7 +125,7 @@ class Fault(keras.callbacks.Callback):
             loss = compute_loss(*args, **kwargs)
             return loss * tf.where(self._now, tf.cast(self._factor, loss.dtype), tf.ones((), loss.dtype))
 
-        with replaced(self.model, "compute_loss", compute_and_corrupt):
+        with patched(self.model, "compute_loss", compute_and_corrupt):
             logs = step(data)
         if not called:
             raise StrategyError(
@@ -134,9 +135,9 @@ class Fault(keras.callbacks.Callback):
         return logs
 
 
-def _break(kind: str, rank: int, step: int, code: int) -> None:
+def _fail(kind: str, rank: int, step: int, code: int) -> None:
     if kind == "raise":
-        raise FaultError(f"rank {rank} was told to fail in step {step}")
+        raise FaultError(f"injected fault on rank {rank} in step {step}")
     if kind == "exit":
         sys.exit(code)
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[kind])

@@ -6,12 +6,45 @@ import time
 
 import pytest
 
+from tests.helpers import processes
+
 # What pytest sets, and what TensorFlow and Keras set when they are first imported.
 MAY_CHANGE = {
     *("PYTEST_CURRENT_TEST", "TF2_BEHAVIOR", "TPU_ML_PLATFORM", "TPU_ML_PLATFORM_VERSION", "HDF5_PLUGIN_PATH"),
     *("KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "ENABLE_RUNTIME_UPTIME_TELEMETRY"),
     *("TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY"),
 }
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="only the tests that start no processes; see tests/run")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", f"{processes.MARK}: set on each test whose code starts processes")
+    if config.getoption("--quick"):
+        processes.install_guard()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Marks the tests that start processes, and leaves them out of the quick tier."""
+    for item in items:
+        if processes.starts_processes(item):
+            item.add_marker(processes.MARK)
+    if config.getoption("--quick"):
+        left_out = [item for item in items if item.get_closest_marker(processes.MARK)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker(processes.MARK)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Lets a test of the quick tier, or a fixture of it, fail that starts a process."""
+    processes.forbid_while(item.nodeid if item.config.getoption("--quick") else None)
+    try:
+        return (yield)
+    finally:
+        processes.forbid_while(None)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What `kdist`'s functions say and do on every rank; run by `test_process.py`."""
+"""The functions of `kdist` on every rank; run by `test_process.py`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def case_chief_goes_first() -> None:
 
 
 def case_chief_goes_first_of_hosts_too() -> None:
-    """They may share a disk: here rank 1 is the first of another host, and rank 2 beside it."""
+    """Hosts may share a disk. Here ranks 1 and 2 are on another host."""
     engine, info = _engine(), kdist.cluster_info()
     on_two_hosts = dataclasses.replace(info, local_rank=max(0, info.rank - 1))
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +76,7 @@ def case_a_chief_that_raises_says_so_and_lets_the_others_go() -> None:
     with logged() as said, raises, kdist.chief_first():
         if kdist.is_chief():
             raise OSError("no network")
-    told = ["kdist.chief_first: rank 0 raises OSError: no network"]
+    told = ["kdist.chief_first: rank 0 raised OSError: no network"]
     assert _engine().gather_objects(said) == [told, *[[]] * (kdist.size() - 1)]
 
 

@@ -11,7 +11,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
 import kdist
-from kdist.errors import MismatchError, ScopeError
+from kdist._tf_internals import default_graphs
+from kdist.errors import MismatchError, NotSynchronizedError, ScopeError
 
 VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -28,11 +29,12 @@ def trained(model: keras.Model) -> keras.Model:
 
 
 def everything() -> dict[str, Any]:
-    """Returns all of Keras' that a scope wraps while it is open."""
+    """Returns everything of Keras that a scope wraps while it is open."""
     wrapped = {name: getattr(keras.Model, name) for name in ("__init__", "train_step", "test_step", *VERBS)}
     wrapped["TFEpochIterator"] = tensorflow_trainer.TFEpochIterator
     wrapped["Mean"], wrapped["Sum"] = keras.metrics.Mean.update_state, keras.metrics.Sum.update_state
     wrapped["apply"] = keras.optimizers.Optimizer.apply
+    wrapped["reset"] = default_graphs.reset
     return wrapped
 
 
@@ -110,3 +112,50 @@ def case_the_engine_object_is_the_word():
     with kdist.scope(kdist.AllReduce(engine="mpi")) as strategy:
         assert strategy.engine.name == "mpi"
         assert strategy.engine.size == kdist.size()
+
+
+def case_clear_session_leaves_the_scope_open():
+    """Each sweep over hyperparameters calls it, under one of its names, between two models and within one `fit`."""
+    before = everything()
+    with kdist.scope(scale_lr=None) as strategy:
+        import tensorflow.compat.v1 as another_module  # as TensorBoard does
+
+        assert another_module.reset_default_graph
+        for clear in (keras.utils.clear_session, tf.keras.backend.clear_session, tf.compat.v1.reset_default_graph):
+            model = trained(made())
+            clear()
+            assert tf.distribute.get_strategy() is strategy
+            assert tf.distribute.has_strategy()
+            assert keras.config.is_interactive_logging_enabled() == kdist.is_chief()
+            trained(model)
+            assert trained(made()).distribute_strategy is strategy
+        with strategy.scope():
+            keras.utils.clear_session()
+            made()
+        clearing = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: keras.utils.clear_session())
+        made().fit(np.ones((4, 2)), np.ones((4, 1)), epochs=2, verbose=0, callbacks=[clearing])
+        model = made()
+        with pytest.raises(NotSynchronizedError, match="`apply`"):  # the guard is still there
+            keras.optimizers.Optimizer.apply(
+                model.optimizer, [tf.ones(v.shape) for v in model.trainable_variables], model.trainable_variables
+            )
+    assert everything() == before
+    assert not tf.distribute.has_strategy()
+
+    def script():
+        with kdist.scope():
+            keras.utils.clear_session()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        script()
+    keras.utils.clear_session()
+    assert not tf.distribute.has_strategy()
+    assert trained(made()).distribute_strategy is not strategy
+
+
+def case_clear_session_leaves_the_scope_of_a_tensorflow_strategy_open():
+    with kdist.scope(tf.distribute.OneDeviceStrategy("/cpu:0")) as strategy:
+        keras.utils.clear_session()
+        assert trained(made()).distribute_strategy is strategy
+    assert not tf.distribute.has_strategy()

@@ -1,4 +1,4 @@
-"""Whatever a scope is given: it is taken, or refused by an error of kdist's with what came, what fits and the fix."""
+"""Any argument of a scope is accepted, or refused by an error with received, expected and fix."""
 
 import contextlib
 import dataclasses
@@ -87,7 +87,7 @@ def test_of_a_tpu(timeout):
 @given(
     env=st.dictionaries(st.sampled_from([f"KDIST_{name.upper()}" for name in DEFAULTS]), st.text(max_size=8)),
 )
-def test_of_the_launch(env):
+def test_of_the_environment(env):
     with refused_by_kdist_if_at_all():
         _arguments.check(_arguments.with_environment(DEFAULTS, env), env)
 
@@ -125,7 +125,7 @@ def test_of_the_launch(env):
         ("strategy", kdist.ParameterServer(num_ps=1.5)),
     ],
 )
-def test_what_would_be_misunderstood_is_refused(name, value):
+def test_ambiguous_values_are_refused(name, value):
     with pytest.raises(KDistError, match="Received:"):
         _arguments.check({**DEFAULTS, name: value}, {})
 
@@ -135,7 +135,7 @@ def test_what_would_be_misunderstood_is_refused(name, value):
     [("scale_lr", np.float32(0.5)), ("scale_lr", 2), ("scale_lr", None), ("warmup_epochs", np.int64(2))]
     + [("warmup_epochs", 0), ("stall_timeout", None), ("stall_timeout", math.inf), ("stall_timeout", np.float64(3))],
 )
-def test_numbers_of_any_kind_are_taken(name, value):
+def test_numbers_of_any_type_are_accepted(name, value):
     _arguments.check({**DEFAULTS, name: value}, {})
 
 
@@ -143,11 +143,11 @@ def test_numbers_of_any_kind_are_taken(name, value):
     ("name", "text"),
     [("KDIST_STRATEGY", "horovood"), ("KDIST_SCALE_LR", "lineer"), ("KDIST_STALL_TIMEOUT", "5s")],
 )
-def test_a_launch_that_is_not_understood_is_named_as_the_launch_says_it(name, text):
+def test_an_invalid_variable_is_quoted(name, text):
     with pytest.raises(KDistError, match=f"Received: {name}='{text}'"):
         _arguments.check(_arguments.with_environment(DEFAULTS, {name: text}), {name: text})
 
 
-def test_a_variable_that_is_nearly_one_of_kdists_is_named():
+def test_a_misspelled_variable_is_named():
     env = {"KDIST_SCALE_LEARNING": "1", "KDIST_STRATGY": "mpi", "KDIST_STRATEGY": "mpi", "KDIST_TEST_CACHE": "x"}
-    assert _arguments.misspelt(env) == {"KDIST_SCALE_LEARNING": "KDIST_SCALE_LR", "KDIST_STRATGY": "KDIST_STRATEGY"}
+    assert _arguments.misspelled(env) == {"KDIST_SCALE_LEARNING": "KDIST_SCALE_LR", "KDIST_STRATGY": "KDIST_STRATEGY"}

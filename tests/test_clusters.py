@@ -56,7 +56,7 @@ OPERATORS = {
 
 
 def wrong(job: dict[str, Any]) -> list[str]:
-    """Returns what the operator would refuse, or ignore without a word."""
+    """Returns what the operator would refuse, or ignore silently."""
     found = []
     operator = OPERATORS[job["kind"]]
     if job.get("apiVersion") != operator.version:

@@ -1,4 +1,4 @@
-"""Whole jobs that must end: in seconds, with a code that is not zero, and one report that says which rank and why.
+"""Whole jobs that must end: within seconds, with a non-zero exit code, and with one report of the rank and the reason.
 
 Each kind of fault at each moment: `tests/faults`.
 """
@@ -49,8 +49,8 @@ with kdist.scope(stall_timeout=6):
 """
 
 
-def test_a_rank_that_ends_before_it_has_started_with_the_others_ends_the_job(ended):
-    """It ends with code 0, which its launcher takes for a good end if no rank is in MPI yet; then one waits for it."""
+def test_a_rank_that_exits_before_the_start_ends_the_job(ended):
+    """It exits with code 0, which the launcher takes for success while no rank has initialised MPI."""
     too_early = "import sys, kdist\nif kdist.rank() == 1:\n    sys.exit()\n"
     done = ended("with kdist.scope(kdist.AllReduce(start_timeout=5)):\n    train()\n", head=too_early + HEAD)
     assert done.returncode == 1, done.output
@@ -58,7 +58,7 @@ def test_a_rank_that_ends_before_it_has_started_with_the_others_ends_the_job(end
     assert "not all ranks have started within 5 s" in done.output
 
 
-def test_all_ranks_that_exit_well_end_well(ended):
+def test_all_ranks_that_exit_with_0_succeed(ended):
     done = ended("with kdist.scope():\n    model().fit(x, y, verbose=0)\n    print('done', rank)\n    sys.exit()\n")
     assert done.returncode == 0, done.output
     assert "done 0" in done.output
@@ -69,7 +69,7 @@ def test_all_ranks_that_exit_well_end_well(ended):
 def test_a_rank_that_raises_in_a_callback_ends_the_job(ended):
     done = ended(breaks("raise"), ranks=3)
     assert done.returncode != 0
-    assert done.output.count("FaultError: rank 1 was told to fail in step 5") == 1, done.output
+    assert done.output.count("FaultError: injected fault on rank 1 in step 5") == 1, done.output
     assert "[kdist] rank 1 of 3" in done.output
     assert done.output.count("Traceback (most recent call last)") == 1, done.output
 
@@ -112,29 +112,45 @@ def test_all_ranks_that_exit_with_a_code_end_with_it(ended):
     assert done.returncode == 4, done.output
 
 
-def test_nothing_is_trained_on_a_mismatch_of_verbs(ended):
+def test_different_methods_on_two_ranks_are_refused(ended):
     done = ended(
         "with kdist.scope():\n    m = model()\n    m.evaluate(x, y, verbose=0) if rank else m.fit(x, y, verbose=0)\n"
     )
     assert done.returncode != 0
-    assert done.output.count("Ranks do different things") == 1, done.output
+    assert done.output.count("Ranks make different calls") == 1, done.output
 
 
-def test_a_rank_that_exits_well_too_early_ends_the_job(ended):
+def test_a_rank_that_exits_early_with_0_ends_the_job(ended):
     done = ended(breaks("exit", code=0))
     assert done.returncode != 0
-    assert "for rank 1, which has ended its script" in done.output, done.output
+    assert "for rank 1, which has finished its script" in done.output, done.output
     assert "allreduce of" in done.output
 
 
-def test_a_verb_on_the_chief_alone_ends_the_job(ended):
+def test_fit_on_the_chief_only_ends_the_job(ended):
     done = ended("with kdist.scope():\n    m = model()\n    if rank == 0: m.evaluate(x, y, verbose=0)\n")
     assert done.returncode != 0
-    assert "for rank 1, which has ended its script" in done.output, done.output
+    assert "for rank 1, which has finished its script" in done.output, done.output
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_update_of_a_loop_on_the_chief_only_ends_the_job(ended, steps):
+    """The first compares the ranks' weights, the others send gradients."""
+    lines = f"""
+with kdist.scope():
+    variable = keras.Variable([1.0])
+    optimizer = keras.optimizers.SGD(0.1)
+    for step in range({steps} + (rank == 0)):
+        optimizer.apply([np.ones(1, "float32")], [variable])
+"""
+    done = ended(lines)
+    assert done.returncode != 0
+    assert "for rank 1, which has finished its script" in done.output, done.output
+    assert "an optimizer's apply" in done.output
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("horovodrun_gloo", marks=needs.horovod), "local_cluster"])
-def test_a_rank_that_waits_at_its_end_answers_no_other_message(ended, launcher):
+def test_a_rank_that_waits_at_exit_takes_part_in_no_collective(ended, launcher):
     done = ended(
         "with kdist.scope(stall_timeout=6):\n    model().fit(x, y, verbose=0)\n    if rank == 1:\n        sys.exit()\n"
         "    kdist.barrier()\nprint('went on')\n",
@@ -142,7 +158,7 @@ def test_a_rank_that_waits_at_its_end_answers_no_other_message(ended, launcher):
     )
     assert done.returncode != 0
     assert "went on" not in done.output, done.output
-    assert "for rank 1, which has ended its script" in done.output, done.output
+    assert "for rank 1, which has finished its script" in done.output, done.output
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("horovodrun_gloo", marks=needs.horovod), "local_cluster"])
@@ -178,12 +194,12 @@ OVER_HOROVOD = {"env": {"KDIST_STRATEGY": "horovod"}}
         pytest.param(OVER_HOROVOD, "rank 1 waits in a collective of a graph", marks=needs.horovod),
     ],
 )
-def test_a_stopped_rank_is_named_in_time(ended, way, waits):
-    """Rank 0, which would have had the word; any other is `tests/watch`'s affair."""
+def test_a_stopped_rank_is_named(ended, way, waits):
+    """Rank 0, which would have reported; `tests/watch` has the others."""
     done = ended(breaks("stop", rank=0), **way)
     assert done.returncode != 0
     assert waits in done.output, done.output
-    assert "rank 0 gives no sign" in done.output, done.output
+    assert "rank 0 sends no heartbeat" in done.output, done.output
     assert done.output.count("ends the job") == 1, done.output
 
 
@@ -212,7 +228,7 @@ with kdist.scope(stall_timeout=6):
 
 
 def test_a_missing_mpi4py_names_the_command(tmp_path):
-    """Two processes say that they are ranks of a job, and mpi4py cannot be imported."""
+    """A rank of a job in which mpi4py cannot be imported."""
     path = tmp_path / "script.py"
     path.write_text(f"import sys\nsys.modules['mpi4py'] = None\n{HEAD}\nwith kdist.scope():\n    train()\n")
     env = {**spmd.RANK_ENVIRONMENT, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
@@ -224,14 +240,14 @@ def test_a_missing_mpi4py_names_the_command(tmp_path):
 
 
 def other_mpirun():
-    """Returns the mpirun of the other MPI, or what stands in for it: the variables that it sets."""
+    """Returns the mpirun of the other MPI, or the variables that it sets."""
     named = os.environ.get("KDIST_TEST_MPICH_PYTHON", "")
     candidate = Path(named).parent / "mpirun" if named else shutil.which("mpiexec.hydra")
     return [str(candidate), "-np", "2"] if candidate and Path(candidate).exists() else None
 
 
 def test_the_mpirun_of_another_mpi_is_refused(tmp_path):
-    """Each process would be alone in its world, and train the whole job once more."""
+    """Each process would be rank 0 of 1 and train the whole job."""
     path = tmp_path / "script.py"
     path.write_text(HEAD + "with kdist.scope():\n    train()\n")
     line, env = other_mpirun(), dict(spmd.RANK_ENVIRONMENT)
@@ -240,6 +256,6 @@ def test_the_mpirun_of_another_mpi_is_refused(tmp_path):
     done = spmd.execute([*line, sys.executable, str(path)], env=env, timeout=LIMIT)
     assert not done.timed_out, done.output
     assert done.returncode != 0
-    assert "the engine 'mpi' disagree about the size of the job" in done.output, done.output
+    assert "the engine 'mpi' have different numbers of ranks" in done.output, done.output
     assert "2 process(es)" in done.output
-    assert "sees 1" in done.output
+    assert "but 1 in mpi" in done.output

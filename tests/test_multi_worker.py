@@ -1,4 +1,4 @@
-"""TensorFlow's tutorial "Multi-worker training with Keras", whose fit ends at the first step today, under kdist."""
+"""TensorFlow's tutorial "Multi-worker training with Keras", whose fit fails in Keras 3, under kdist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This process among the others, on real ranks and alone."""
+"""Rank, barrier and `chief_first`, on real ranks and in one process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_case(launched, case):
     launched.check(case)
 
 
-def test_what_the_chief_makes_first_is_not_made_too_early():
-    """TensorFlow's cluster takes no variables that were made before it."""
+def test_the_engine_is_opened_before_the_body_of_chief_first():
+    """Variables that exist before TensorFlow's cluster starts become invalid."""
     script = """
 import kdist, tensorflow as tf
 with kdist.chief_first():
@@ -40,7 +40,7 @@ with kdist.scope() as strategy:
     assert {"made 0 2", "made 1 2"} <= set(done.output.splitlines())
 
 
-def test_alone_nothing_waits():
+def test_one_process_does_not_wait():
     assert (kdist.rank(), kdist.size(), kdist.is_chief()) == (0, 1, True)
     kdist.barrier()
     with kdist.chief_first():

@@ -45,6 +45,8 @@ def test_the_promise():
         "ClusterInfo",
         "ParameterServer",
         "TPU",
+        "all_gather",
+        "all_reduce",
         "barrier",
         "callbacks",
         "chief_first",

@@ -1,4 +1,4 @@
-"""Pure numbers: the rules for the learning rate, and the warm-up to its multiple."""
+"""The scaling rules of the learning rate, and its warm-up."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_a_rule_is_known_for_every_optimizer_of_keras():
     assert not LINEAR_RULE_OPTIMIZERS & SQRT_RULE_OPTIMIZERS
 
 
-def test_an_unknown_optimizer_is_left_alone_and_told():
+def test_an_unknown_optimizer_is_not_scaled():
     rule = learning_rate_rule("auto", "MyOwn", 8, scale_batch=True)
     assert (rule.factor, rule.is_known) == (1.0, False)
     assert "MyOwn" in rule.why
@@ -53,12 +53,12 @@ def test_a_batch_that_did_not_grow_changes_nothing(n, scale_lr):
 
 
 @given(factors, replicas, st.booleans())
-def test_a_number_is_taken_as_it_is(factor, n, scale_batch):
+def test_a_number_is_the_factor(factor, n, scale_batch):
     assert learning_rate_rule(factor, "Adam", n, scale_batch=scale_batch).factor == factor
 
 
 @pytest.mark.parametrize("scale_lr", ["quadratic", 0, -1.0, math.inf, math.nan, True, [2]])
-def test_what_is_no_rule_is_refused(scale_lr):
+def test_an_invalid_rule_is_refused(scale_lr):
     with pytest.raises(ValueError, match=r"`scale_lr` must be .* Received: scale_lr="):
         learning_rate_rule(scale_lr, "SGD", 2, scale_batch=True)
 
@@ -75,7 +75,7 @@ def test_warmup_in_epochs(warmup_epochs, epochs, steps_per_epoch):
 
 
 @pytest.mark.parametrize("warmup_epochs", ["long", -1, math.inf, math.nan, True, None])
-def test_what_is_no_warmup_is_refused(warmup_epochs):
+def test_an_invalid_warmup_is_refused(warmup_epochs):
     with pytest.raises(ValueError, match=r"`warmup_epochs` must be .* Received: warmup_epochs="):
         num_warmup_steps(warmup_epochs, 1, 1)
 
@@ -95,7 +95,7 @@ def test_the_multiplier_begins_at_one_and_ends_at_the_factor(factor, warmup_step
 
 
 @given(factors, steps)
-def test_without_a_warmup_the_factor_is_there_at_once(factor, step):
+def test_without_a_warmup_the_factor_applies_at_once(factor, step):
     assert warmup_multiplier(step, factor, 0) == pytest.approx(factor)
 
 

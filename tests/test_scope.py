@@ -1,4 +1,4 @@
-"""The front door: what it refuses, what it leaves alone in one process, and what is left when it is closed."""
+"""`kdist.scope`: what it refuses, what it leaves unchanged in one process, and what it leaves behind."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ STEPS = ("train_step", "test_step", "predict_step", "make_train_function", "comp
 
 
 def refused(error, **settings):
-    """Returns the message with which a scope is refused."""
+    """Returns the message of the error that a scope raises."""
     with pytest.raises(error) as caught:
         with kdist.scope(**settings):
             raise AssertionError("the scope was opened")
@@ -43,7 +43,7 @@ def test_an_unknown_strategy_lists_the_known_ones(word):
         assert known in message
 
 
-def test_something_that_is_no_strategy_is_refused():
+def test_an_object_of_another_type_is_refused():
     assert "of type int" in refused(StrategyError, strategy=4)
     message = refused(StrategyError, strategy=kdist.AllReduce(engine="smoke"))
     assert "Received: engine='smoke'" in message
@@ -54,14 +54,14 @@ def test_something_that_is_no_strategy_is_refused():
     "options",
     [{"staleness": "halve"}, {"staleness": "drop"}, {"bound": 3}, {"staleness": "drop", "bound": -1}, {"num_ps": 0}],
 )
-def test_impossible_options_of_parameter_servers_are_refused(options):
+def test_invalid_options_of_parameter_servers_are_refused(options):
     assert "kdist.ParameterServer(...)" in refused(StrategyError, strategy=kdist.ParameterServer(**options))
 
 
 @pytest.mark.parametrize("settings", [{"scale_lr": "cubic"}, {"scale_lr": -1}, {"warmup_epochs": -1}])
-def test_a_setting_that_cannot_be_is_refused_before_anything_is_opened(settings):
+def test_an_invalid_setting_is_refused_before_anything_is_opened(settings):
     ((name, value),) = settings.items()
-    with pytest.raises(StrategyError, match=f"`{name}` is not understood. Received: {name}={value!r}"):
+    with pytest.raises(StrategyError, match=f"`{name}` is invalid. Received: {name}={value!r}"):
         kdist.scope(**settings).__enter__()
 
 
@@ -77,7 +77,7 @@ def test_a_setting_that_cannot_be_is_refused_before_anything_is_opened(settings)
         ("KDIST_AUTO_SHARD", "true", {"auto_shard": False}),
     ],
 )
-def test_a_launch_that_contradicts_the_code_is_refused_and_both_are_named(variable, text, settings, monkeypatch):
+def test_an_environment_that_contradicts_the_code_is_refused_and_both_are_named(variable, text, settings, monkeypatch):
     monkeypatch.setenv(variable, text)
     ((name, value),) = settings.items()
     message = refused(ScopeError, **settings)
@@ -96,13 +96,13 @@ def test_a_launch_that_contradicts_the_code_is_refused_and_both_are_named(variab
         ("KDIST_SCALE_BATCH", "False", {"scale_batch": False}),
     ],
 )
-def test_a_launch_may_say_what_the_code_says_or_leaves_open(variable, text, settings, monkeypatch):
+def test_the_environment_may_repeat_the_code_or_replace_a_default(variable, text, settings, monkeypatch):
     monkeypatch.setenv(variable, text)
     with kdist.scope(**settings):
         pass
 
 
-def test_a_launch_may_choose_the_engine_of_options_that_leave_it_open():
+def test_the_environment_may_choose_the_engine_of_options():
     chosen = with_environment({"strategy": kdist.AllReduce(start_timeout=9)}, {"KDIST_STRATEGY": "mpi"})
     assert chosen["strategy"] == kdist.AllReduce("mpi", start_timeout=9)
 
@@ -110,13 +110,13 @@ def test_a_launch_may_choose_the_engine_of_options_that_leave_it_open():
 @pytest.mark.parametrize(
     ("variable", "text"), [("KDIST_SCALE_BATCH", "maybe"), ("KDIST_STRATEGY", "majic"), ("KDIST_SCALE_LR", "cubic")]
 )
-def test_a_launch_that_makes_no_sense_is_refused(variable, text, monkeypatch):
+def test_an_invalid_variable_is_refused(variable, text, monkeypatch):
     monkeypatch.setenv(variable, text)
     with pytest.raises(StrategyError, match=text):
         kdist.scope().__enter__()
 
 
-def test_a_nested_scope_is_refused_and_the_outer_one_goes_on():
+def test_a_nested_scope_is_refused_and_the_outer_one_stays_open():
     with kdist.scope():
         assert "open already" in refused(ScopeError)
         assert "open already" in refused(ScopeError)
@@ -124,7 +124,7 @@ def test_a_nested_scope_is_refused_and_the_outer_one_goes_on():
         pass
 
 
-def test_a_scope_that_is_left_by_an_error_is_closed():
+def test_an_error_closes_the_scope():
     with pytest.raises(ZeroDivisionError):
         with kdist.scope():
             raise ZeroDivisionError
@@ -136,7 +136,7 @@ def test_a_scope_that_is_left_by_an_error_is_closed():
 def test_a_backend_other_than_tensorflow_is_refused(backend):
     code = "import keras, kdist\nwith kdist.scope(): print('opened')"
     done = spmd.execute([sys.executable, "-c", code], env={"KERAS_BACKEND": backend}, timeout=120)
-    message = f"ScopeError: kdist trains on Keras' TensorFlow backend. Received: the backend '{backend}'"
+    message = f"ScopeError: kdist needs Keras' TensorFlow backend. Received: the backend '{backend}'"
     if backend == "tensorflow":
         assert done.output.strip().endswith("opened")
     else:
@@ -174,7 +174,7 @@ def test_in_one_process_everything_is_keras_own(settings):
     assert model.distribute_strategy is plain.distribute_strategy
 
 
-def test_a_strategy_of_ones_own_is_entered_as_it_is():
+def test_a_strategy_of_the_user_is_used_unchanged():
     own = tf.distribute.OneDeviceStrategy("/cpu:0")
     with kdist.scope(own) as strategy:
         assert strategy is own
@@ -208,8 +208,8 @@ with kdist.scope():
 
 
 @pytest.mark.parametrize("engine", ["mpi", "collective"])
-def test_devices_are_taken_before_tensorflow_starts(engine, tmp_path):
-    """Its thread pools, and on other machines its GPUs, cannot be chosen later: a message of the ranks' starts it."""
+def test_devices_are_configured_before_tensorflow_starts(engine, tmp_path):
+    """Its thread pools and GPUs cannot be set later: the first message between ranks initialises it."""
     (script := tmp_path / "script.py").write_text(THREADS)
     done = job(engine, 2).launch([str(script)], timeout=90)
     assert done.returncode == 0, done.output

@@ -18,5 +18,5 @@ def test_case(launched, case):
     assert all(other == first for other in others)
 
 
-def test_alone():
+def test_in_one_process():
     spmd.run(TARGET, 1).check()

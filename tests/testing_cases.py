@@ -1,4 +1,4 @@
-"""What `kdist.testing.Fault` does that does not end a job; what does is in `test_failures.py`."""
+"""The faults of `kdist.testing.Fault` that do not end a job; `test_failures.py` has the others."""
 
 import time
 

@@ -64,7 +64,7 @@ def step(path: Path) -> None:
     figure, axes = canvas(8.6, 4.0)
     parts = {
         "its rows of\nthe global batch": "data/",
-        "forward, loss by\nglobal denominators": "training/",
+        "forward, loss by\nglobal denominators": "step/",
         "gradients,\nits share of them": "",
         "clip, check, update:\nKeras' own": "",
     }
@@ -76,7 +76,7 @@ def step(path: Path) -> None:
             axes.text(x, y - 0.6, room, ha="center", color=ACCENT, size=9)
             if place in (1, 2):
                 arrow(axes, (x - 1.35, y), (x - 0.85, y))
-    box(axes, 6.5, 1.9, "one message: sums of gradients,\nstatistics and requests", "#dcebd9", width=3.9)
+    box(axes, 6.5, 1.9, "one message: sums of gradients,\nstatistics and votes", "#dcebd9", width=3.9)
     axes.text(4.4, 1.9, "engines/", color=ACCENT, size=9, va="center", ha="right")
     for y, end in ((2.95, 2.25), (0.85, 1.55)):
         arrow(axes, (5.4, y), (5.4, end))

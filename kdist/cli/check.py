@@ -27,7 +27,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         allow_abbrev=False,
     )
     add_launch_arguments(parser)
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="a script to run instead of the one that is shipped")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="a script to run instead of the built-in test")
     parser.set_defaults(verb=run)
 
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         options: the parsed arguments.
 
     Returns:
-        0 if it passed, else the failing rank's exit code.
+        0 if it passed, else the exit code of the rank that failed.
 
     Raises:
         LaunchError: if the job cannot be started as asked.

@@ -1,4 +1,4 @@
-"""`kdist env`: what is installed, what was detected and what kdist makes of it, to be pasted into a bug report."""
+"""`kdist env`: what is installed, what was detected and which strategy follows, for a bug report."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kdist._process import choice_for
+from kdist._process import select_strategy
 from kdist.cli.quiet_import import import_quietly
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import KDistError
 from kdist.launch import mpirun
-from kdist.strategies.choice import PARAMETER_SERVER
+from kdist.strategies.selection import PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -36,13 +36,13 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what is installed, what was detected and what kdist makes of it.
+    """Prints what is installed, what was detected and which strategy follows.
 
     Args:
         options: the parsed arguments.
 
     Returns:
-        0, or 2 if the launcher's variables are refused.
+        0, or 2 if the launcher's variables are invalid.
     """
     refused = False
     for title, lines in (
@@ -101,9 +101,15 @@ def _devices() -> Iterator[tuple[str, str]]:
         import keras
         import tensorflow as tf
     except ImportError as error:
-        yield "tensorflow", f"does not load: {error}"
+        yield "tensorflow", f"import failed: {error}"
         return
     yield "keras backend", keras.config.backend()
+    if keras.config.backend() == "tensorflow":
+        from kdist.data.graphs import dataset_internals
+        from kdist.keras_hooks import probe
+
+        moved = [*probe.missing_names(), *dataset_internals.missing_names()]
+        yield "private names", "; ".join(f"moved: {name}" for name in moved) or "all there"
     for device in tf.config.list_physical_devices():
         yield device.device_type, device.name
 
@@ -123,10 +129,10 @@ def _cluster(info: ClusterInfo) -> Iterator[tuple[str, str]]:
 
 def _decision(info: ClusterInfo, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     word = env.get("KDIST_STRATEGY", "auto")
-    why = "KDIST_STRATEGY says so" if "KDIST_STRATEGY" in env else "the default"
-    yield "strategy", f"{word} ({why}; a script may choose otherwise)"
+    why = "from KDIST_STRATEGY" if "KDIST_STRATEGY" in env else "the default"
+    yield "strategy", f"{word} ({why}; a script may choose another one)"
     try:
-        choice = choice_for(word, info)
+        selection = select_strategy(word, info)
     except KDistError as error:
         yield "training", f"refused: {error}"
         return
@@ -136,5 +142,5 @@ def _decision(info: ClusterInfo, env: Mapping[str, str]) -> Iterator[tuple[str, 
         "tpu": "TensorFlow's TPUStrategy, from this process",
         PARAMETER_SERVER: f"{info.size} processes, asynchronously, with parameter servers",
     }
-    way = ways.get(choice.strategy, f"{info.size} ranks together, all-reduce over {choice.strategy}")
-    yield "training", f"{way}: {choice.why}"
+    way = ways.get(selection.strategy, f"{info.size} ranks together, all-reduce over {selection.strategy}")
+    yield "training", f"{way}: {selection.why}"

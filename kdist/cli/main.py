@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: sequence of str, the arguments; by default those of the process.
 
     Returns:
-        The exit code: the script's own, or 2 if it could not be started.
+        The exit code: that of the script, or 2 if it could not be started.
     """
     options = make_parser().parse_args(argv)
     logging.basicConfig(format="kdist: %(message)s")
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's arguments, each verb's among them."""
+    """Returns the parser of the command's arguments, with those of each verb."""
     parser = argparse.ArgumentParser(
         prog="kdist", description="Train an unchanged Keras script on several processes exactly as on one."
     )

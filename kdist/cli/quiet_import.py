@@ -1,4 +1,4 @@
-"""Imports TensorFlow without what its libraries write to standard error when they load."""
+"""Imports TensorFlow without the output of its libraries on standard error."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
-_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # at 3, TensorFlow does not say that there is no GPU
+_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # at 3, TensorFlow does not warn that there is no GPU
 
 
 def import_quietly(modules: Sequence[str]) -> None:
-    """Imports modules; what they write to standard error is shown only if one does not load.
+    """Imports modules and shows their standard error only if an import fails.
 
     Args:
         modules: sequence of str, their names.
 
     Raises:
-        ImportError: if one does not load.
+        ImportError: if an import fails.
     """
     os.environ.setdefault(_LEVEL, "3")
-    with _held_back():
+    with _buffered_stderr():
         for module in modules:
             importlib.import_module(module)
 
 
 @contextlib.contextmanager
-def _held_back() -> Iterator[None]:
-    """Holds back what this process writes to standard error, its C++ libraries included."""
+def _buffered_stderr() -> Iterator[None]:
+    """Buffers the standard error of this process, its C++ libraries included; shows it only after an error."""
     sys.stderr.flush()
     stderr = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    with tempfile.TemporaryFile() as buffer:
+        os.dup2(buffer.fileno(), 2)
         try:
             yield
         except BaseException:
             sys.stderr.flush()
-            held.seek(0)
-            os.write(stderr, held.read())
+            buffer.seek(0)
+            os.write(stderr, buffer.read())
             raise
         finally:
             sys.stderr.flush()

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.cluster import detect
 from kdist.errors import LaunchError
-from kdist.launch import horovodrun, local_cluster, mpirun, process, witness, worker
-from kdist.launch.command import Command, forwarded
-from kdist.launch.hosts import Host, all_local, parse_hostfile, parse_hosts, scheduled
-from kdist.strategies.choice import PARAMETER_SERVER, PASSED_THROUGH, WORDS
+from kdist.launch import horovodrun, local_cluster, mpirun, process, worker
+from kdist.launch.command import Command, variables_to_forward
+from kdist.launch.first_failure import FailureMonitor
+from kdist.launch.hosts import Host, all_local, is_scheduled, parse_hostfile, parse_hosts
+from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, WORDS
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -33,38 +34,38 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
     parser = verbs.add_parser(
         "run",
         help="start a script on several processes",
-        description="Start a script on several processes. Rank 0's output is shown.",
+        description="Start a script on several processes. The output of rank 0 is shown.",
         usage="kdist run -np N [options] SCRIPT [ARGS...]\n       kdist run -np N [options] -m MODULE [ARGS...]",
         allow_abbrev=False,
     )
     add_launch_arguments(parser)
-    parser.add_argument("--output", metavar="DIR", help="keep every rank's output in DIR/rank0.out, rank0.err, ...")
-    parser.add_argument("--dry-run", action="store_true", help="print the command and do not run it")
+    parser.add_argument("--output", metavar="DIR", help="write every rank's output to DIR/rank0.out, rank0.err, ...")
+    parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
     parser.set_defaults(verb=run)
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say how many ranks are started, and where.
+    """Adds the arguments for the number of ranks and their hosts.
 
     Args:
         parser: the verb's parser.
     """
     parser.add_argument("-np", type=int, metavar="N", help="number of ranks; by default all slots of the hosts")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts and how many ranks each may hold")
-    where.add_argument("--hostfile", metavar="FILE", help="the same, one host a line: `host slots=4` or `host:4`")
+    where.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts, and the ranks that each may run")
+    where.add_argument("--hostfile", metavar="FILE", help="the same, one host per line: `host slots=4` or `host:4`")
     parser.add_argument(
         "--strategy",
         metavar="WORD",
-        help=f"how to train, and by which launcher: {', '.join(each for each in WORDS if each not in PASSED_THROUGH)} "
+        help=f"the strategy and its launcher: {', '.join(each for each in WORDS if each not in PASSED_THROUGH)} "
         "(sets KDIST_STRATEGY for the ranks)",
     )
     parser.add_argument(
         "--ps", type=int, metavar="N", help="with --strategy parameter_server: how many ranks hold variables (1)"
     )
-    parser.add_argument("--launcher-args", default="", metavar='"..."', help="more arguments for the launcher")
+    parser.add_argument("--launcher-args", default="", metavar='"..."', help="additional arguments for the launcher")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     is_module, script = options.module is not None, options.module or options.script
     if not script:
         raise LaunchError(
-            "No script. Received: neither a script nor -m MODULE. Expected one. Fix: kdist run -np 2 train.py"
+            "No script given. Received: neither a script nor -m MODULE. Expected one. Fix: kdist run -np 2 train.py"
         )
     if not is_module:
         check_exists(script[0])
@@ -95,36 +96,36 @@ def run(options: argparse.Namespace) -> int:
         command = build(options, program(running=running))
         if output is not None:
             _make_directory(output)
-        seen = witness.Witness(running)
-        code = process.run(command, on_signal=seen.dismiss)
-        seen.finish()
-        code = code if seen.code is None else seen.code
+        monitor = FailureMonitor(running)
+        code = process.run(command, on_signal=monitor.mute)
+        monitor.close()
+        code = code if monitor.code is None else monitor.code
         lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)
     if code == 0 and lost and (options.hosts or options.hostfile):
-        # Open MPI ends with 0 when it has lost a host, and takes the other hosts' ranks down.
-        print(f"kdist: rank {', '.join(lost)} did not end well, though {command.argv[0]} did", file=sys.stderr)
+        # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
+        print(f"kdist: rank {', '.join(lost)} failed, but {command.argv[0]} reported success", file=sys.stderr)
         return 1
     return code
 
 
 def check_exists(script: str) -> None:
-    """Refuses a script that does not exist, once instead of on each rank.
+    """Raises if a script does not exist, once instead of on each rank.
 
     Args:
-        script: str, its name.
+        script: str, its path.
 
     Raises:
         LaunchError: if it does not exist.
     """
     if not os.path.exists(script):
         raise LaunchError(
-            f"No such script. Received: {script!r} in {os.getcwd()}. Expected an existing file; options of kdist go "
-            "before it, the script's own after it. Fix: check the name; `kdist run -m` takes a module."
+            f"The script does not exist. Received: {script!r} in {os.getcwd()}. Expected an existing file; options of "
+            "kdist go before it, those of the script after it. Fix: check the path; `kdist run -m` takes a module."
         )
 
 
 def build(options: argparse.Namespace, program: Sequence[str]) -> Command:
-    """Builds the command that starts a job from what `add_launch_arguments` parsed.
+    """Builds the command that starts a job, from the arguments of `add_launch_arguments`.
 
     Args:
         options: the parsed arguments.
@@ -136,49 +137,49 @@ def build(options: argparse.Namespace, program: Sequence[str]) -> Command:
     Raises:
         LaunchError: if the job cannot be started as asked.
     """
-    _check_outside(os.environ)
+    _check_not_a_rank(os.environ)
     hosts = _hosts(options)
     np = sum(host.slots for host in hosts) if options.np is None and hosts else options.np
     if np is None:
         raise LaunchError(
-            "No number of ranks. Received: neither -np nor hosts. Expected -np N. Fix: kdist run -np 2 train.py"
+            "No number of ranks given. Received: neither -np nor hosts. Expected -np N. Fix: kdist run -np 2 train.py"
         )
-    asked, variable = options.strategy, os.environ.get("KDIST_STRATEGY")
-    if asked is not None and variable not in (None, asked):
+    strategy, variable = options.strategy, os.environ.get("KDIST_STRATEGY")
+    if strategy is not None and variable not in (None, strategy):
         raise LaunchError(
-            f"Two strategies. Received: --strategy {asked} and KDIST_STRATEGY={variable}. Expected one. Fix: leave out "
-            "--strategy, or unset KDIST_STRATEGY."
+            f"Two different strategies are given. Received: --strategy {strategy} and KDIST_STRATEGY={variable}. "
+            "Expected one. Fix: omit --strategy, or unset KDIST_STRATEGY."
         )
-    env = {} if asked is None else {"KDIST_STRATEGY": _known(asked)}
+    env = {} if strategy is None else {"KDIST_STRATEGY": _check_strategy(strategy)}
     job = _Job(
         program=program,
         np=np,
         hosts=hosts,
-        local=all_local(hosts, socket.gethostname()) and not scheduled(os.environ),
+        local=all_local(hosts, socket.gethostname()) and not is_scheduled(os.environ),
         extra=_split(options.launcher_args),
         env=env,
         ps=options.ps,
     )
-    word = options.strategy or os.environ.get("KDIST_STRATEGY", "auto")
+    word = strategy or os.environ.get("KDIST_STRATEGY", "auto")
     if job.ps is not None and (word != PARAMETER_SERVER or job.ps < 1):
         raise LaunchError(
-            f"--ps does not fit. Received: --ps {job.ps} with the strategy {word!r}. Expected at least 1, with "
-            "--strategy parameter_server. Fix: change one of them."
+            f"--ps needs parameter servers. Received: --ps {job.ps} with the strategy {word!r}. Expected at least 1, "
+            "with --strategy parameter_server. Fix: change one of them."
         )
     return _BUILDERS.get(word, _by_mpirun)(job)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What is to be started, whatever the launcher."""
+    """What to start, with any launcher."""
 
     program: Sequence[str]
     np: int
     hosts: Sequence[Host]
     local: bool  # whether all ranks are on this machine
-    extra: Sequence[str]  # more arguments for the launcher
-    env: Mapping[str, str]  # what is added to the ranks' environment
-    ps: int | None  # how many are parameter servers, if the user says so
+    extra: Sequence[str]  # additional arguments for the launcher
+    env: Mapping[str, str]  # added to the ranks' environment
+    ps: int | None  # the number of parameter servers, if given
 
 
 def _by_mpirun(job: _Job) -> Command:
@@ -189,15 +190,15 @@ def _by_mpirun(job: _Job) -> Command:
         hosts=job.hosts,
         extra=job.extra,
         env=job.env,
-        forward=() if job.local else forwarded({**os.environ, **job.env}),
+        forward=() if job.local else variables_to_forward({**os.environ, **job.env}),
         root=os.geteuid() == 0,
-        # On one machine as many ranks as asked: Open MPI counts cores, not hardware threads, and refuses more.
+        # Open MPI refuses more ranks than cores, and does not count hardware threads.
         oversubscribe=job.local,
     )
 
 
 def _by_local_cluster(job: _Job) -> Command:
-    # On several hosts mpirun starts the ranks, and tells them each other's addresses.
+    # On several hosts mpirun starts the ranks, which exchange their addresses over MPI.
     if not job.local or job.extra:
         return _by_mpirun(job)
     return local_cluster.build(sys.executable, job.program, np=job.np, env=job.env)
@@ -208,8 +209,8 @@ def _by_roles(job: _Job) -> Command:
         return local_cluster.build(sys.executable, job.program, np=job.np, env=job.env, ps=job.ps or 1)
     if job.ps is not None:
         raise LaunchError(
-            f"On several hosts mpirun starts the ranks, and knows no roles. Received: --ps {job.ps}. Expected roles to "
-            f"be given in the script. Fix: kdist.scope(kdist.ParameterServer(num_ps={job.ps})), and leave --ps out."
+            f"--ps is not supported on several hosts, where mpirun starts the ranks. Received: --ps {job.ps}. Expected "
+            f"the number in the script. Fix: kdist.scope(kdist.ParameterServer(num_ps={job.ps})), and omit --ps."
         )
     return _by_mpirun(job)
 
@@ -232,7 +233,7 @@ def _by_horovodrun(job: _Job) -> Command:
     )
 
 
-# The launchers of strategies that mpirun does not serve.
+# The launchers of the strategies for which mpirun is not the first choice.
 _BUILDERS: Mapping[str, Callable[[_Job], Command]] = {
     "collective": _by_local_cluster,
     "horovod": _by_horovodrun,
@@ -250,8 +251,8 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
             return parse_hostfile(file.read(), options.hostfile)
     except (OSError, UnicodeDecodeError) as err:
         raise LaunchError(
-            f"Cannot read the hostfile. Received: --hostfile {options.hostfile}: {err}. Expected a text file with one "
-            "host a line. Fix: check the name, or give the hosts by -H."
+            f"The hostfile cannot be read. Received: --hostfile {options.hostfile}: {err}. Expected a text file with "
+            "one host per line. Fix: check the path, or pass the hosts to -H."
         ) from err
 
 
@@ -260,16 +261,16 @@ def _make_directory(path: str) -> None:
         os.makedirs(path, exist_ok=True)
     except OSError as err:
         raise LaunchError(
-            f"Cannot keep the output. Received: --output {path}: {err}. Expected a directory that can be written to. "
-            "Fix: give another one."
+            f"The output directory cannot be created. Received: --output {path}: {err}. Expected a writable directory. "
+            "Fix: choose another one."
         ) from err
 
 
-def _known(strategy: str) -> str:
+def _check_strategy(strategy: str) -> str:
     if strategy in PASSED_THROUGH:
         raise LaunchError(
-            f"This strategy is one process's. Received: --strategy {strategy}. Expected a strategy of several. Fix: "
-            f"KDIST_STRATEGY={strategy} python SCRIPT."
+            f"This strategy runs in one process. Received: --strategy {strategy}. Expected one of several processes. "
+            f"Fix: KDIST_STRATEGY={strategy} python SCRIPT."
         )
     if strategy in WORDS:
         return strategy
@@ -283,17 +284,17 @@ def _split(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as err:
         raise LaunchError(
-            f"--launcher-args is not understood. Received: {text!r}: {err}. Expected arguments as in a shell. "
+            f"--launcher-args cannot be parsed. Received: {text!r}: {err}. Expected arguments as in a shell. "
             "Fix: close the quotation."
         ) from err
 
 
-def _check_outside(env: Any) -> None:
-    """Refuses to start ranks where there are ranks already: each of them would start a whole job."""
+def _check_not_a_rank(env: Any) -> None:
+    """Raises if this process is a rank: each rank would start a whole job."""
     info = detect(env)
     if info.size > 1:
         raise LaunchError(
-            f"kdist run inside of a job. Received: a process that is rank {info.rank} of {info.size} already "
-            f"({info.launcher}: {info.reason}). Expected to be started once. Fix: start the script itself by "
+            f"kdist run was started inside of a job. Received: a process that is rank {info.rank} of {info.size} "
+            f"({info.launcher}: {info.reason}). Expected a single process. Fix: start the script itself with "
             f"{info.launcher}, or unset its variables."
         )

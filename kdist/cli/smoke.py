@@ -1,4 +1,4 @@
-"""What each rank runs under `kdist check`: who is there, how fast they talk, and whether N train as one."""
+"""The program of each rank of `kdist check`: ranks, speed of an all-reduce, and whether N ranks train as one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SMALL, _LARGE = 1 << 10, 16 << 20  # bytes of an all-reduce
 _BATCH = 8  # rows of a replica's batch
 _STEPS = 2
-_TOLERANCE = 1e-5  # of the largest entry of a variable, in float32
+_TOLERANCE = 1e-5  # relative to the largest entry of a variable, in float32
 
 
 def main() -> int:
@@ -37,17 +37,17 @@ def main() -> int:
         engine = open_engine(kdist.cluster_info())
         _report_ranks(engine)
         _report_allreduce(engine)
-        together = _fitted(_BATCH)
-    alone = _fitted(_BATCH * kdist.size())
-    difference = max(_difference(a, b) for a, b in zip(together, alone, strict=True))
+        distributed = _trained_weights(_BATCH)
+    single = _trained_weights(_BATCH * kdist.size())
+    difference = max(_difference(a, b) for a, b in zip(distributed, single, strict=True))
     worst = max(engine.gather_objects(difference))
-    # Written such that a NaN fails.
-    same = worst <= _TOLERANCE
-    _say(
+    # A NaN fails this comparison.
+    is_same = worst <= _TOLERANCE
+    _print(
         f"fit         {_STEPS} steps on {kdist.size()} rank(s) against one process: weights differ by {worst:.1e} of "
-        f"the largest entry, {'within' if same else 'MORE THAN'} {_TOLERANCE:.0e}"
+        f"the largest entry, {'within' if is_same else 'MORE THAN'} {_TOLERANCE:.0e}"
     )
-    return 0 if same else 1
+    return 0 if is_same else 1
 
 
 def _report_ranks(engine: Engine) -> None:
@@ -55,13 +55,13 @@ def _report_ranks(engine: Engine) -> None:
 
     devices = [device.name.removeprefix("/physical_device:") for device in tf.config.get_visible_devices()]
     for rank, (host, names) in enumerate(engine.gather_objects([platform.node(), devices])):
-        _say(f"rank {rank:<6} host {host}, devices {', '.join(names)}")
+        _print(f"rank {rank:<6} host {host}, devices {', '.join(names)}")
 
 
 def _report_allreduce(engine: Engine) -> None:
     latency = _allreduce_seconds(engine, _SMALL, repeats=100)
     bandwidth = _LARGE / _allreduce_seconds(engine, _LARGE, repeats=5)
-    _say(
+    _print(
         f"all-reduce  {engine.name}: {1e6 * latency:.0f} µs for {_SMALL >> 10} KB, "
         f"{bandwidth / 1e9:.2f} GB/s for {_LARGE >> 20} MB"
     )
@@ -80,12 +80,12 @@ def _allreduce_seconds(engine: Engine, size: int, repeats: int) -> float:
         [total] = engine.allreduce([ones])
         seconds.append(time.perf_counter() - start)
         if not np.all(np.asarray(total) == engine.size):
-            sys.exit(f"an all-reduce of ones gave {np.unique(np.asarray(total))}, not {engine.size}")
+            sys.exit(f"an all-reduce of ones returned {np.unique(np.asarray(total))}, not {engine.size}")
     return statistics.median(seconds)
 
 
-def _fitted(batch_size: int) -> list[Any]:
-    """Trains a small model, the same one whatever the number of ranks, and returns its weights."""
+def _trained_weights(batch_size: int) -> list[Any]:
+    """Trains a small model, the same for any number of ranks, and returns its weights."""
     rows = _BATCH * _STEPS * kdist.size()
     random = np.random.default_rng(0)
     x, y = random.normal(size=(rows, 5)).astype("float32"), random.normal(size=(rows, 2)).astype("float32")
@@ -115,7 +115,7 @@ def _difference(a: Any, b: Any) -> float:
     return float(np.max(np.abs(a - b)) / max(float(np.max(np.abs(b))), 1e-6))
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if kdist.is_chief():
         print(text, flush=True)
 

@@ -1,4 +1,4 @@
-"""What a process knows about its place in the cluster."""
+"""`ClusterInfo`: rank, size and launcher of a process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ClusterInfo:
         task_index: int or `None`, the task's index within its job.
         cluster_spec: mapping of job name to a tuple of `"host:port"` addresses; empty without `TF_CONFIG`.
         tpu_name: str or `None`, the TPU's name, address or `"local"`.
-        reason: str, one sentence naming the variables that decided.
-        rejected: tuple of `(launcher, reason)` pairs, the rows of the table that did not match, with why.
+        reason: str, the variables that decided.
+        rejected: tuple of `(launcher, reason)` pairs, why each other launcher was rejected.
     """
 
     launcher: str = "none"
@@ -40,5 +40,5 @@ class ClusterInfo:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that speaks and writes files."""
+        """Whether this process is rank 0, which logs and writes files."""
         return self.rank == 0

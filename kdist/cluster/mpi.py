@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kdist.cluster.info import ClusterInfo
 from kdist.cluster.slurm import in_step
-from kdist.cluster.variables import integer, place, quote
+from kdist.cluster.variables import integer, quote, read_info
 from kdist.errors import ClusterError
 
 
@@ -17,13 +17,13 @@ def openmpi(env: Mapping[str, str]) -> ClusterInfo | str:
         env: mapping of variable name to value.
 
     Returns:
-        The place, or a sentence that says why this launcher did not start the process.
+        The `ClusterInfo`, or a str: why this launcher did not start the process.
 
     Raises:
         ClusterError: if the variables are malformed, or if `prterun` started the process without them.
     """
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
-        return place(
+        return read_info(
             env,
             "openmpi",
             rank="OMPI_COMM_WORLD_RANK",
@@ -32,10 +32,10 @@ def openmpi(env: Mapping[str, str]) -> ClusterInfo | str:
             local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         )
     if "PMIX_RANK" in env and not in_step(env):
-        # A bare `prterun` tells a rank but no size: each process would train alone, N times over.
+        # A bare `prterun` sets a rank but no size: N processes would each train by themselves.
         raise ClusterError(
-            f"Received PMIX_RANK={env['PMIX_RANK']!r} without OMPI_COMM_WORLD_SIZE. Expected Open MPI's own "
-            f"variables beside PMIx'. Fix: launch by `mpirun` rather than by `prterun`."
+            f"The number of ranks is unknown. Received: PMIX_RANK={env['PMIX_RANK']!r} without OMPI_COMM_WORLD_SIZE. "
+            f"Expected the variables of Open MPI, too. Fix: use `mpirun` instead of `prterun`."
         )
     return "OMPI_COMM_WORLD_SIZE is not set"
 
@@ -47,7 +47,7 @@ def mvapich(env: Mapping[str, str]) -> ClusterInfo | str:
         env: mapping of variable name to value.
 
     Returns:
-        The place, or a sentence that says why this launcher did not start the process.
+        The `ClusterInfo`, or a str: why this launcher did not start the process.
 
     Raises:
         ClusterError: if the variables are malformed.
@@ -61,17 +61,17 @@ def mvapich(env: Mapping[str, str]) -> ClusterInfo | str:
     }
     if names["rank"] not in env and names["size"] not in env:
         return "neither MV2_COMM_WORLD_SIZE nor MVP_COMM_WORLD_SIZE is set"
-    return place(env, "mvapich", **names)
+    return read_info(env, "mvapich", **names)
 
 
 def intel_mpi(env: Mapping[str, str]) -> ClusterInfo | str:
-    """Reads the variables of Intel MPI's Hydra: MPICH's, beside some `I_MPI_...`.
+    """Reads the variables of Intel MPI's Hydra: MPICH's, and some `I_MPI_...`.
 
     Args:
         env: mapping of variable name to value.
 
     Returns:
-        The place, or a sentence that says why this launcher did not start the process.
+        The `ClusterInfo`, or a str: why this launcher did not start the process.
 
     Raises:
         ClusterError: if the variables are malformed.
@@ -82,13 +82,13 @@ def intel_mpi(env: Mapping[str, str]) -> ClusterInfo | str:
 
 
 def mpich(env: Mapping[str, str]) -> ClusterInfo | str:
-    """Reads the variables of MPICH's Hydra and of launchers that speak PMI as it does.
+    """Reads the variables of MPICH's Hydra and of other launchers with PMI.
 
     Args:
         env: mapping of variable name to value.
 
     Returns:
-        The place, or a sentence that says why this launcher did not start the process.
+        The `ClusterInfo`, or a str: why this launcher did not start the process.
 
     Raises:
         ClusterError: if the variables are malformed.
@@ -100,15 +100,17 @@ def _hydra(env: Mapping[str, str], launcher: str) -> ClusterInfo | str:
     if "PMI_RANK" not in env and "PMI_SIZE" not in env:
         return "PMI_RANK is not set"
     if in_step(env) and "MPI_LOCALRANKID" not in env:
-        return "PMI_RANK was set by srun, whose own variables say more"
+        return "PMI_RANK was set by srun, whose own variables are used"
     for local_rank, local_size in (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")):
         if local_rank in env:
-            return place(env, launcher, rank="PMI_RANK", size="PMI_SIZE", local_rank=local_rank, local_size=local_size)
+            return read_info(
+                env, launcher, rank="PMI_RANK", size="PMI_SIZE", local_rank=local_rank, local_size=local_size
+            )
     if integer(env, "PMI_SIZE", minimum=1) == 1:
         integer(env, "PMI_RANK", minimum=0, below=("PMI_SIZE", 1))
         return ClusterInfo(launcher=launcher, reason=quote(env, ("PMI_RANK", "PMI_SIZE")))
-    # Guessing would put all ranks of a host on its first GPU.
+    # A guess could put all ranks of a host on its first GPU.
     raise ClusterError(
-        f"Received {quote(env, ('PMI_RANK', 'PMI_SIZE'))} without a rank on this host. Expected MPI_LOCALRANKID and "
-        f"MPI_LOCALNRANKS beside them. Fix: launch by MPICH's or Intel MPI's `mpirun`, or set both for each rank."
+        f"The local rank is unknown. Received: {quote(env, ('PMI_RANK', 'PMI_SIZE'))}. Expected MPI_LOCALRANKID and "
+        f"MPI_LOCALNRANKS, too. Fix: use the `mpirun` of MPICH or Intel MPI, or set both for each rank."
     )

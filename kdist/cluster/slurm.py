@@ -1,4 +1,4 @@
-"""Slurm's `srun`: only a step is a launch, a batch script is not."""
+"""Slurm's `srun`: a step is a launch, a batch script is not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kdist.cluster.info import ClusterInfo
 from kdist.cluster.variables import integer, quote
 from kdist.errors import ClusterError
 
-# Slurm numbers its own steps (batch, interactive, extern) from the top of 32 bits: nobody launched those.
+# Slurm's own steps (batch, interactive, extern), which srun did not start, have the highest 32-bit numbers.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _NAMES = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 
@@ -25,21 +25,20 @@ def in_step(env: Mapping[str, str]) -> bool:
 def slurm(env: Mapping[str, str]) -> ClusterInfo | str:
     """Reads the variables of a Slurm step.
 
-    `SLURM_NTASKS` and `SLURM_PROCID` are set in a batch script too, where nothing was launched yet; only
-    the step's own variables mean a launch.
+    `SLURM_NTASKS` and `SLURM_PROCID` are set in a batch script, too; only the variables of a step mean a launch.
 
     Args:
         env: mapping of variable name to value.
 
     Returns:
-        The place, or a sentence that says why this launcher did not start the process.
+        The `ClusterInfo`, or a str: why this launcher did not start the process.
 
     Raises:
         ClusterError: if the variables are malformed.
     """
     if not in_step(env):
         if "SLURM_JOB_ID" in env:
-            return "a Slurm job, but not a step of it: nothing was started by srun"
+            return "a Slurm job, but not a step of it: srun did not start this process"
         return "no Slurm step: SLURM_STEP_ID and SLURM_STEP_NUM_TASKS are not set"
     integer(env, "SLURM_STEP_ID", minimum=0)
     size = integer(env, "SLURM_STEP_NUM_TASKS", minimum=1)
@@ -71,6 +70,6 @@ def _local_size(env: Mapping[str, str], size: int) -> int:
                 return int(match[1])
             break
     raise ClusterError(
-        f"Received SLURM_STEP_TASKS_PER_NODE={text!r} on node {node} of a step of {size} tasks. Expected the tasks of "
-        f"each node, as '2(x3),1'. Fix: start the script by srun, with its variables left whole."
+        f"The local size is unknown. Received: SLURM_STEP_TASKS_PER_NODE={text!r} on node {node} of a step of {size} "
+        f"tasks. Expected the tasks of each node, as '2(x3),1'. Fix: start the script with srun; keep its variables."
     )

@@ -1,4 +1,4 @@
-"""A TPU: one process speaks for all of its cores, so the size is 1."""
+"""A TPU: one process controls all of its cores, so the size is 1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kdist.cluster.info import ClusterInfo
 from kdist.cluster.variables import quote
 
-# What Cloud TPU sets: on Kubernetes (an address), and on a TPU VM (a TPU in this very host).
+# Variables of Cloud TPU: on Kubernetes (an address), and on a TPU VM (a TPU in this host).
 _ENDPOINTS = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
 _ON_THIS_HOST = ("TPU_ACCELERATOR_TYPE", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_WORKER_HOSTNAMES")
 
@@ -19,7 +19,7 @@ def tpu(env: Mapping[str, str]) -> ClusterInfo | str:
         env: mapping of variable name to value.
 
     Returns:
-        The place with the TPU's name, or a sentence that says why there is none.
+        The `ClusterInfo` with the TPU's name, or a str: why there is no TPU.
     """
     for name in ("TPU_NAME", _ENDPOINTS):
         if env.get(name, "").strip():

@@ -1,4 +1,4 @@
-"""Reading launchers' variables: every malformed value is a `ClusterError` that names it."""
+"""Reads launchers' variables; a malformed value is a `ClusterError` that names it."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ def integer(env: Mapping[str, str], name: str, *, minimum: int, below: tuple[str
     Args:
         env: mapping of variable name to value.
         name: str, the variable.
-        minimum: int, the smallest value that makes sense.
-        below: optional pair of what bounds the value and the first value that is too large, as
+        minimum: int, the smallest valid value.
+        below: optional pair of the name and the value of an exclusive upper bound, as
             `("OMPI_COMM_WORLD_SIZE", 4)`.
 
     Returns:
         The value, an int.
 
     Raises:
-        ClusterError: if the variable is unset, no decimal number or out of range.
+        ClusterError: if the variable is unset, not a decimal number, or out of range.
     """
     expected = f"an integer from {minimum}" if below is None else f"an integer from {minimum} and below {below[0]}"
     text = env.get(name)
     if text is None:
         raise ClusterError(
             f"{name} is not set. Received: other variables of the same launcher. Expected {expected}. "
-            f"Fix: start the script anew by its launcher, with its variables left whole."
+            f"Fix: start the script with its launcher again, and keep its variables."
         )
     # Not `str.isdigit`, which also takes digits that `int` refuses, and not `int` alone, which takes "1_0".
     number = int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
     if number is None or number < minimum or (below is not None and number >= below[1]):
         bound = "" if below is None else f" ({below[1]})"
         raise ClusterError(
-            f"Received {name}={text!r}. Expected {expected}{bound}. "
-            f"Fix: unset {name} if it is left over from another job, or start the script anew by its launcher."
+            f"{name} is malformed or out of range. Received: {name}={text!r}. Expected {expected}{bound}. "
+            f"Fix: unset {name} if it is left over from another job, or start the script with its launcher again."
         )
     return number
 
 
-def place(
+def read_info(
     env: Mapping[str, str], launcher: str, *, rank: str, size: str, local_rank: str, local_size: str
 ) -> ClusterInfo:
-    """Returns the place that four variables of one launcher describe.
+    """Reads a `ClusterInfo` from four variables of one launcher.
 
     Args:
         env: mapping of variable name to value.

@@ -1,4 +1,4 @@
-"""Arrays and tensors: consecutive rows of one common order."""
+"""Arrays and tensors: every rank takes its rows of one common order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.data import sharding
-from kdist.data.glimpse import places, summary
-from kdist.data.shard import Shard, batch_signature, lists_to_tuples
+from kdist.data.batch import Shard, lists_to_tuples
+from kdist.data.fingerprint import row_means, sample_rows
+from kdist.data.graphs.options import sharded_options
 from kdist.data.sharding import Plan
 from kdist.data.source import Source
 
 
 class ArraySource(Source):
-    """This rank's rows of arrays that every rank holds whole.
+    """This rank's rows of arrays that every rank has in memory as a whole.
 
     A step takes `batch_size * num_shards` consecutive samples of the epoch's order (`batch_size` when the
     batch is not scaled) and splits them into near-equal contiguous slices.
@@ -28,14 +29,17 @@ class ArraySource(Source):
         num_samples: int, the number of rows.
         batch_size: int, the user's batch size.
         plan: `Plan`.
-        shuffle: `True` for a new order of all samples in each epoch, `"batch"` to change places within a
-            step only, `False` for the given order.
+        shuffle: `True` for a new order of all samples in each epoch, `"batch"` to shuffle within each step
+            only, `False` for the given order.
         gather: optional callable that takes an `int64` vector of row numbers and returns the batch, for
-            inputs that `tf.gather` does not know. It is traced into a graph.
+            inputs that `tf.gather` does not take. It is traced into a graph.
 
     Raises:
         DataError: if there is no sample.
     """
+
+    cardinality: int
+    batch_size: int
 
     def __init__(
         self,
@@ -48,11 +52,11 @@ class ArraySource(Source):
         gather: Callable[[Any], Any] | None = None,
     ):
         self.plan = plan
-        self._num_samples = num_samples
-        self._batch_size = batch_size
+        self.cardinality = num_samples
+        self.batch_size = batch_size
         self._shuffle = shuffle
         self._gather = gather or row_gatherer(inputs)
-        self._starts, self._stops, self._rows, self._global_rows = sharding.own_rows(num_samples, batch_size, plan)
+        self._starts, self._stops, self._rows, self._global_rows = sharding.rows_of_steps(num_samples, batch_size, plan)
         self._positions = np.concatenate(
             [np.arange(start, stop) for start, stop in zip(self._starts, self._stops, strict=True)]
         )
@@ -64,28 +68,13 @@ class ArraySource(Source):
         """The number of steps in a pass over the arrays."""
         return len(self._rows)
 
-    @property
-    def extent(self) -> int:
-        """The number of samples."""
-        return self._num_samples
-
-    @property
-    def signature(self) -> Any:
-        """Structure of specs of `Shard.data`."""
-        return batch_signature(self._dataset.element_spec.data)
-
-    def glimpse(self) -> list[str]:
-        """Returns what some rows look like, by which ranks can tell whether they hold the same arrays."""
-        rows = tf.nest.flatten(self._gather(tf.constant(places(self._num_samples))), expand_composites=True)
-        return [summary(np.asarray(leaf)) for leaf in rows if leaf is not None]
-
-    @property
-    def batch_size(self) -> int:
-        """The user's batch size."""
-        return self._batch_size
+    def fingerprint(self) -> list[str]:
+        """Returns the means of some rows."""
+        rows = tf.nest.flatten(self._gather(tf.constant(sample_rows(self.cardinality))), expand_composites=True)
+        return [row_means(np.asarray(leaf)) for leaf in rows if leaf is not None]
 
     def resume(self, epoch: int, pass_epoch: int | None, pass_step: int) -> None:
-        """Takes up the order of an interrupted pass: what of it is passed over costs next to nothing."""
+        """Resumes with the order of an interrupted pass: to skip steps of it costs almost nothing."""
         self._epoch, self._resumed_pass = epoch, pass_epoch
 
     def on_epoch_begin(self) -> None:
@@ -105,15 +94,14 @@ class ArraySource(Source):
         # weights what it means over steps by rows where it knows their number.
         size = int(sizes[0]) if (self._global_rows == self._global_rows[0]).all() else None
 
-        # TensorFlow never lets go of the functions of Python's that it calls: what this one holds would stay, arrays
-        # and all.
+        # TensorFlow never releases the Python functions that it calls: the arrays would stay in memory with this one.
         this, gather, length = weakref.proxy(self), self._gather, len(self._positions)
 
-        def own_indices() -> Any:
-            return this._own_indices()
+        def shard_indices() -> Any:
+            return this._shard_indices()
 
         def indices_of_a_pass(_: Any) -> Any:
-            indices = tf.numpy_function(own_indices, [], tf.int64)
+            indices = tf.numpy_function(shard_indices, [], tf.int64)
             indices.set_shape([length])
             return indices
 
@@ -123,31 +111,33 @@ class ArraySource(Source):
 
         def draw(step: Any, indices: Any) -> Shard:
             start, stop, rows, global_rows = step
-            own = indices[start:stop]
-            own.set_shape([size])
-            return Shard(gather(own), rows, global_rows)
+            indices = indices[start:stop]
+            indices.set_shape([size])
+            return Shard(gather(indices), rows, global_rows)
 
-        dataset = tf.data.Dataset.range(1).map(indices_of_a_pass).prefetch(1).flat_map(pair_with_steps)
-        dataset = dataset.map(draw)
-        options = tf.data.Options()
-        # As Keras does: the optimizer would serialise the arrays to look at a pipeline that has nothing to gain.
+        if self._shuffle or self.num_steps > 1:
+            dataset = tf.data.Dataset.range(1).map(indices_of_a_pass).prefetch(1).flat_map(pair_with_steps).map(draw)
+        else:  # one batch in one order, as in a loop of `predict`: there is nothing to trace
+            rows = gather(tf.constant(self._positions))
+            dataset = tf.data.Dataset.from_tensors(Shard(rows, self._rows[0], self._global_rows[0]))
+        options = sharded_options()
+        # As Keras does: the optimizer would serialise the arrays, and has nothing to optimize in this pipeline.
         options.experimental_optimization.apply_default_optimizations = False
         options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         options.deterministic = True
-        # There is nothing to tune, and a tuned iterator that ends keeps the next epoch waiting for its tuner's sleep.
+        # There is nothing to tune, and the end of a tuned iterator delays the next epoch by its tuner's sleep.
         options.autotune.enabled = False
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.num_steps))
         return dataset.prefetch(2).with_options(options)
 
-    def _own_indices(self) -> Any:
-        """Returns the rows that this rank draws in a pass that begins in the current epoch."""
+    def _shard_indices(self) -> Any:
+        """Returns the numbers of this rank's rows in a pass that begins in the current epoch."""
         epoch = max(self._epoch, 0) if self._resumed_pass is None else self._resumed_pass
         self._resumed_pass = None
         if self._shuffle == "batch":
-            order = sharding.batchwise_order(self._num_samples, self._batch_size, self.plan, epoch)
+            order = sharding.batchwise_order(self.cardinality, self.batch_size, self.plan, epoch)
         elif self._shuffle:
-            order = sharding.epoch_order(self._num_samples, self.plan.seed, epoch)
+            order = sharding.epoch_order(self.cardinality, self.plan.seed, epoch)
         else:
             return self._positions
         return order[self._positions]
@@ -156,7 +146,7 @@ class ArraySource(Source):
 def row_gatherer(inputs: Any) -> Callable[[Any], Any]:
     """Returns a function that gathers rows of every leaf of a structure of tensors."""
     leaves = tf.nest.flatten(inputs)
-    # Rows of a sparse tensor are found at once when its entries are grouped by row, once.
+    # Entries of a sparse tensor are grouped by row once, so that a row is found without a search.
     grouped = [_entries_by_row(leaf) if isinstance(leaf, tf.SparseTensor) else leaf for leaf in leaves]
 
     def gather_leaf(leaf: Any, rows: Any, indices: Any) -> Any:
@@ -168,8 +158,8 @@ def row_gatherer(inputs: Any) -> Callable[[Any], Any]:
         return tf.gather(leaf, indices)
 
     def gather(indices: Any) -> Any:
-        taken = [gather_leaf(leaf, rows, indices) for leaf, rows in zip(leaves, grouped, strict=True)]
-        return lists_to_tuples(tf.nest.pack_sequence_as(inputs, taken))
+        gathered = [gather_leaf(leaf, rows, indices) for leaf, rows in zip(leaves, grouped, strict=True)]
+        return lists_to_tuples(tf.nest.pack_sequence_as(inputs, gathered))
 
     return gather
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -15,17 +14,17 @@ Indices = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one input is shared out among the ranks.
+    """How one input is sharded among the ranks.
 
     A step of the job takes a *group* of the user's consecutive batches: `num_shards` of them when the batch
     is scaled, one otherwise. Groups restart at each epoch.
 
     Attributes:
-        num_shards: int, the number of ranks that share the input.
+        num_shards: int, the number of ranks that the input is sharded among.
         shard_id: int, this rank's number, from 0.
         scale_batch: bool, whether each rank takes a whole batch of the user's at a step. If `False`, each
             batch is split row-wise among the ranks.
-        seed: int, not negative and equal on all ranks, what every order is derived from.
+        seed: int, at least 0 and equal on all ranks; every order is derived from it.
         steps_per_epoch: int or `None`, the number of the user's own batches in an epoch; `None` if an epoch
             is one pass over the data.
     """
@@ -39,15 +38,17 @@ class Plan:
     def __post_init__(self) -> None:
         if not 0 <= self.shard_id < self.num_shards:
             raise DataError(
-                f"A shard that does not exist. Received: shard_id={self.shard_id}, num_shards={self.num_shards}. "
+                f"`shard_id` is out of range. Received: shard_id={self.shard_id}, num_shards={self.num_shards}. "
                 "Expected: 0 <= shard_id < num_shards. Fix: pass the rank and the size of the job."
             )
         if self.seed < 0:
-            raise DataError(f"Received: seed={self.seed}. Expected: an integer of at least 0. Fix: pass such a seed.")
+            raise DataError(
+                f"The seed is negative. Received: seed={self.seed}. Expected: 0 or more. Fix: pass such a seed."
+            )
         if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
             raise DataError(
-                f"Received: steps_per_epoch={self.steps_per_epoch}. Expected: a positive integer, or `None` for one "
-                "pass over the data. Fix: pass the number of your own batches in an epoch."
+                f"`steps_per_epoch` is not positive. Received: steps_per_epoch={self.steps_per_epoch}. Expected: 1 "
+                "or more, or `None` for one pass over the data. Fix: pass the number of your batches in an epoch."
             )
 
     @property
@@ -60,8 +61,8 @@ class Plan:
         """The steps that the job makes for `steps_per_epoch` of the user's batches."""
         return None if self.steps_per_epoch is None else -(-self.steps_per_epoch // self.group_size)
 
-    def alone(self) -> Plan:
-        """Returns the plan of a rank that has its own input: it shares it with nobody."""
+    def unsharded(self) -> Plan:
+        """Returns the plan for an input that is this rank's shard already."""
         return dataclasses.replace(self, num_shards=1, shard_id=0, steps_per_epoch=None)
 
 
@@ -86,7 +87,7 @@ def split_rows(num_rows: int, num_shards: int, shard_id: int) -> tuple[int, int]
 
 
 def group(step: int, plan: Plan) -> tuple[int, int]:
-    """Returns the user's batches in a step of the job, as far as the data lasts.
+    """Returns the user's batches in a step of the job, not limited by the end of the data.
 
     Args:
         step: int, the step within a pass over the data, from 0.
@@ -108,14 +109,6 @@ def group(step: int, plan: Plan) -> tuple[int, int]:
     return epoch * batches + step * size, min(size, batches - step * size)
 
 
-def group_sizes(plan: Plan) -> Iterator[int]:
-    """Yields the number of the user's batches in each step of the job, without end."""
-    step = 0
-    while True:
-        yield group(step, plan)[1]
-        step += 1
-
-
 def num_steps(num_batches: int, plan: Plan) -> int:
     """Returns the steps that the job makes in one pass over `num_batches` of the user's batches."""
     if plan.steps_per_epoch is None or plan.job_steps_per_epoch is None:
@@ -124,7 +117,7 @@ def num_steps(num_batches: int, plan: Plan) -> int:
     return epochs * plan.job_steps_per_epoch + -(-rest // plan.group_size)
 
 
-def own_batch(step: int, num_batches: int | None, plan: Plan) -> tuple[int, bool]:
+def batch_of_step(step: int, num_batches: int | None, plan: Plan) -> tuple[int, bool]:
     """Returns which of the user's batches this rank loads at a step.
 
     Args:
@@ -133,8 +126,8 @@ def own_batch(step: int, num_batches: int | None, plan: Plan) -> tuple[int, bool
         plan: `Plan`.
 
     Returns:
-        `(batch, active)`. A rank that is not active has no batch of its own in this step: it takes one row,
-        at weight 0, of the step's first batch.
+        `(batch, active)`. A rank that is not active has no batch in this step: it takes one row of the step's first
+        batch, as padding.
     """
     first, count = group(step, plan)
     if num_batches is not None:
@@ -145,11 +138,11 @@ def own_batch(step: int, num_batches: int | None, plan: Plan) -> tuple[int, bool
     return first + (plan.shard_id if active else 0), active
 
 
-def own_rows(num_samples: int, batch_size: int, plan: Plan) -> tuple[Indices, Indices, Indices, Indices]:
+def rows_of_steps(num_samples: int, batch_size: int, plan: Plan) -> tuple[Indices, Indices, Indices, Indices]:
     """Returns the rows that this rank takes at each step of one pass over arrays.
 
     The rows of a step's group are split into near-equal contiguous slices. Where there are fewer rows than
-    ranks, a rank without any takes the step's first row, which does not count.
+    ranks, a rank without any takes the step's first row as padding.
 
     Args:
         num_samples: int, the number of rows of the arrays.
@@ -158,19 +151,21 @@ def own_rows(num_samples: int, batch_size: int, plan: Plan) -> tuple[Indices, In
 
     Returns:
         `(starts, stops, rows, global_rows)`, each an `int64` array with one entry a step. Positions
-        `starts[i]:stops[i]` in the epoch's order are taken at step `i`; `rows[i]` of them count, and
-        `global_rows[i]` on all ranks together.
+        `starts[i]:stops[i]` in the epoch's order are taken at step `i`; `rows[i]` of them are not
+        padding, and `global_rows[i]` of those of all ranks.
 
     Raises:
         DataError: if there is no sample, or the batch size is not positive.
     """
     if num_samples < 1:
         raise DataError(
-            f"Arrays without any sample. Received: {num_samples} samples. Expected: at least one. "
+            f"The arrays have no samples. Received: {num_samples} samples. Expected: at least one. "
             "Fix: pass arrays whose first dimension is not 0."
         )
     if batch_size < 1:
-        raise DataError(f"Received: batch_size={batch_size}. Expected: a positive integer. Fix: pass such a size.")
+        raise DataError(
+            f"`batch_size` is not positive. Received: batch_size={batch_size}. Expected 1 or more. Fix: pass 1 or more."
+        )
     steps = num_steps(-(-num_samples // batch_size), plan)
     bounds = np.array([group(step, plan) for step in range(steps)], np.int64) * batch_size
     first = bounds[:, 0]
@@ -188,7 +183,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
 
 def batchwise_order(num_samples: int, batch_size: int, plan: Plan, epoch: int) -> Indices:
-    """Returns the order of an epoch in which samples change places within their step only.
+    """Returns the order of an epoch in which samples are shuffled within their step only.
 
     Args:
         num_samples: int, the number of samples.
@@ -199,7 +194,7 @@ def batchwise_order(num_samples: int, batch_size: int, plan: Plan, epoch: int) -
     Returns:
         An `int64` array of shape `(num_samples,)`, equal on all ranks.
     """
-    total = own_rows(num_samples, batch_size, plan)[3]
+    total = rows_of_steps(num_samples, batch_size, plan)[3]
     step_of_sample = np.repeat(np.arange(len(total)), total)
     draws = np.random.default_rng([plan.seed, epoch]).random(num_samples)
     return np.lexsort((draws, step_of_sample))

@@ -1,4 +1,4 @@
-"""`tf.data.Dataset`: every rank reads the same stream of batches and takes its own of each group."""
+"""`tf.data.Dataset`: every rank reads the same stream of batches and selects one of each group."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.data import choice, graph_order, sharding
-from kdist.data.glimpse import of_pipeline
-from kdist.data.own_stream import OwnStream
-from kdist.data.pipeline import Pipeline, calls_python
-from kdist.data.shard import Shard, batch_signature, count_rows, split_batch
+from kdist.data.batch import Rows, Shard, batch_signature, int64
+from kdist.data.batch_selection import element_of, select_batches
+from kdist.data.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
+from kdist.data.graphs.dataset_internals import flat_structure, from_variant
+from kdist.data.graphs.inspection import batch_sizes, calls_python
+from kdist.data.graphs.options import sharded_options
+from kdist.data.graphs.pipeline import Pipeline
+from kdist.data.per_rank_stream import PerRankStream
 from kdist.data.sharding import Plan
-from kdist.data.source import Source, no_samples
+from kdist.data.source import Source, empty_input_error
 from kdist.errors import DataError
 
 
 def tf_data_source(dataset: tf.data.Dataset, plan: Plan, *, auto_shard: bool = True) -> Source:
     """Returns this rank's part of a batched `tf.data.Dataset`, by the user's own auto-shard policy.
 
-    `AUTO` and `DATA` share out the batches. `FILE` and `HINT` share out files, or what the user's pipeline
-    marks, as TensorFlow does; `OFF`, and `auto_shard=False`, leave a stream that is this rank's own already.
+    `AUTO` and `DATA` shard batches. `FILE` and `HINT` shard files, or what the user's pipeline marks, as TensorFlow
+    does. With `OFF` or `auto_shard=False` the stream is this rank's shard already.
 
     Args:
         dataset: the user's `tf.data.Dataset` of batches.
         plan: `Plan`.
-        auto_shard: bool, `False` if the user's stream is this rank's own.
+        auto_shard: bool, `False` if the user's stream is this rank's shard.
 
     Returns:
         A `Source`.
@@ -36,18 +39,18 @@ def tf_data_source(dataset: tf.data.Dataset, plan: Plan, *, auto_shard: bool = T
     policies = tf.data.experimental.AutoShardPolicy
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if not auto_shard or policy == policies.OFF:
-        return OwnStream(StreamSource(dataset, plan.alone()), plan)
+        return PerRankStream(StreamSource(dataset, plan.unsharded()), plan)
     if policy not in (policies.FILE, policies.HINT):
         return StreamSource(dataset, plan)
     ordered = Pipeline(dataset, plan.seed).dataset()
-    own = StreamSource(_shard_at_the_source(ordered, policy, plan), plan.alone())
-    return OwnStream(own, plan, pieces=1 if plan.scale_batch else plan.num_shards)
+    stream = StreamSource(_shard_by_policy(ordered, policy, plan), plan.unsharded())
+    return PerRankStream(stream, plan, num_splits=1 if plan.scale_batch else plan.num_shards)
 
 
 class StreamSource(Source):
     """This rank's batches of a stream that every rank reads.
 
-    The choice is made as early as the pipeline allows, so that an expensive `map` runs for this rank's samples only.
+    They are selected as early as the pipeline allows, so that an expensive `map` runs for this rank's samples only.
 
     Args:
         dataset: the user's `tf.data.Dataset` of batches.
@@ -57,49 +60,38 @@ class StreamSource(Source):
         DataError: if the dataset is empty, or may yield another order on each rank.
     """
 
-    follows_iterators = True
+    reshuffles_each_iteration = True
 
     def __init__(self, dataset: tf.data.Dataset, plan: Plan):
         cardinality = int(dataset.cardinality())
         if cardinality == 0:
-            raise no_samples("tf.data.Dataset")
+            raise empty_input_error("tf.data.Dataset")
         self.plan = plan
-        self._num_batches = cardinality if cardinality > 0 else None
+        self.cardinality = cardinality if cardinality > 0 else None
         self._user_dataset = dataset
-        self._signature = batch_signature(dataset.element_spec)
+        self._batch_sizes = batch_sizes(dataset)
+        self._signature = batch_signature(dataset.element_spec, self._batch_sizes)
         self.draws_in_background = calls_python(dataset)
-        self._knows_global_rows = True
         self._dataset = self._build(dataset)
-
-    @property
-    def knows_global_rows(self) -> bool:
-        """Whether the rows of all ranks are known: not if the user's last `map` runs for own batches only."""
-        return self._knows_global_rows
-
-    @property
-    def num_steps(self) -> int | None:
-        """The number of steps in a pass over the dataset; `None` if unknown or endless."""
-        return None if self._num_batches is None else sharding.num_steps(self._num_batches, self.plan)
-
-    @property
-    def extent(self) -> int | None:
-        """The number of the user's batches, if it is known."""
-        return self._num_batches
 
     @property
     def signature(self) -> Any:
         """Structure of specs of `Shard.data`."""
         return self._signature
 
-    def glimpse(self) -> list[str]:
-        """Returns the seeds in the user's pipeline, and some rows of the tensors that it begins with."""
-        return of_pipeline(self._user_dataset)
+    def fingerprint(self) -> list[str]:
+        """Returns the seeds in the user's pipeline, and the means of some rows of the tensors that it begins with."""
+        return fingerprint_of_pipeline(self._user_dataset)
+
+    def functions_fingerprint(self) -> list[str]:
+        """Returns summaries of what the functions of the user's pipeline capture."""
+        return fingerprint_of_functions(self._user_dataset)
 
     def example(self) -> Any:
-        """Returns a batch of the user's; the dataset is read anew for it."""
+        """Returns the user's first batch, by a new iterator."""
         for batch in self._user_dataset.take(1):
             return batch
-        raise no_samples("tf.data.Dataset")
+        raise empty_input_error("tf.data.Dataset")
 
     def dataset(self) -> tf.data.Dataset:
         """Returns the dataset of this rank's `Shard` elements."""
@@ -107,41 +99,39 @@ class StreamSource(Source):
 
     def _build(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         plan, spec = self.plan, dataset.element_spec
+        rows = Rows(spec, self._batch_sizes)
         if plan.num_shards == 1:
-            return dataset.map(lambda *batch: _whole(choice.spread(spec, batch))).prefetch(tf.data.AUTOTUNE)
+
+            def to_shard(*arguments: Any) -> Shard:
+                batch = element_of(spec, arguments)
+                return Shard(batch, int64(rows.count(batch)), int64(rows.count(batch)))
+
+            return dataset.map(to_shard).prefetch(tf.data.AUTOTUNE)
         ordered = Pipeline(dataset, plan.seed)
         if not plan.scale_batch:
             shards = ordered.dataset().map(
-                lambda *batch: split_batch(choice.spread(spec, batch), plan.num_shards, plan.shard_id)
+                lambda *batch: rows.split(element_of(spec, batch), plan.num_shards, plan.shard_id)
             )
         else:
-            shards, self._knows_global_rows = choice.own_of_each_group(ordered, plan)
-        options = tf.data.Options()
+            shards, self.knows_global_rows = select_batches(ordered, plan, rows)
+        options = sharded_options()
         options.deterministic = True
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         return shards.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 
-def _whole(batch: Any) -> Shard:
-    rows = count_rows(batch)
-    return Shard(batch, rows, rows)
-
-
-def _shard_at_the_source(dataset: tf.data.Dataset, policy: Any, plan: Plan) -> tf.data.Dataset:
-    spec = tf.nest.flatten(dataset.element_spec)
+def _shard_by_policy(dataset: tf.data.Dataset, policy: Any, plan: Plan) -> tf.data.Dataset:
     try:
         variant = tf.raw_ops.AutoShardDataset(
             input_dataset=tf.data.experimental.to_variant(dataset),
             num_workers=plan.num_shards,
             index=plan.shard_id,
             auto_shard_policy=policy.value,
-            output_types=[leaf.dtype if isinstance(leaf, tf.TensorSpec) else tf.variant for leaf in spec],
-            output_shapes=[leaf.shape if isinstance(leaf, tf.TensorSpec) else None for leaf in spec],
+            **flat_structure(dataset),
         )
     except tf.errors.OpError as err:
         raise DataError(
-            f"A tf.data pipeline that cannot be shared out by AutoShardPolicy.{policy.name}. Received: {dataset}, "
+            f"The tf.data pipeline cannot be sharded by AutoShardPolicy.{policy.name}. Received: {dataset}, "
             f"{plan.num_shards} ranks ({err.message[:300]}). Expected: at least one file for each rank, read by a "
             "file dataset. Fix: make more files, or use AutoShardPolicy.DATA."
         ) from err
-    return graph_order.from_variant(variant, dataset)
+    return from_variant(variant, dataset)

@@ -1,4 +1,4 @@
-"""Collectives by TensorFlow's own ops, over its gRPC cluster: no MPI, no Horovod."""
+"""The engine over TensorFlow's own collective ops and its gRPC cluster: no MPI, no Horovod."""
 
 from __future__ import annotations
 
@@ -11,53 +11,44 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
 from kdist._tf_internals import abort_collectives
-from kdist.engines import arguments, flat, fusion, rendezvous, slices
+from kdist.engines import rendezvous
+from kdist.engines.arrays import fusion
+from kdist.engines.arrays.shared_memory import FAILURE, SharedMemory
 from kdist.engines.engine import Engine
-from kdist.engines.in_turn import InTurn
-from kdist.engines.progress import Progress
-from kdist.engines.shared_memory import FAILURE, SharedMemory
+from kdist.engines.lanes import LANES, GroupKeys, Lane
+from kdist.engines.messages import Messages
+from kdist.engines.tensors import arguments, flat, slices
+from kdist.engines.tensors.ordered_calls import OrderedCalls
+from kdist.engines.tensors.progress import Progress
 from kdist.errors import EngineError
 
 _LOG = logging.getLogger("kdist")
 
-LANES = 8
-"""How many collectives may be under way at once."""
-
 _SHARED_BYTES = 1 << 16
-"""From which size on sums go through memory that all ranks share, where there is such: it takes Python in the graph."""
+"""The size from which sums use memory that all ranks share, where there is such: it takes Python in the graph."""
 
-_LAST_WORDS = 0.1  # seconds that a rank stays after the last collective, whose answers may not have left yet
-_CODES = {tf.float32: 0, tf.float64: 1, tf.int32: 2, tf.int64: 3}
-_GATHERS = 4  # added to the dtype's code
-_ROWS = 8  # of int32 alone
-_END = 9  # of the last message, which must not pass for one of a rank that still has something to say
+_LINGER = 0.1  # seconds that a rank stays after the last collective, whose answers may not have been sent yet
 _REFUSED = "kdist refuses this collective"
-
-
-class _Lane(NamedTuple):
-    """Where collectives run one after the other: each takes the token, and TensorFlow keeps their order."""
-
-    group: int
-    device: str
-    hint: str
-    token: tf.Variable
 
 
 class CollectiveEngine(Engine):
     """Collectives over a TensorFlow cluster of one task a rank: rings on CPUs, NCCL among GPUs.
 
-    Large messages travel as pieces in several lanes at once. TensorFlow finds the ops of all ranks that belong
+    Large messages are sent as pieces in several lanes at once. TensorFlow finds the ops of all ranks that belong
     together by two keys; both follow from what is sent (the lane; the dtype and the number of elements), so that a
     rank which traces a function more often than the others still has the same. Two collectives with equal keys are in
-    one lane, hence never under way at once. Ranks that disagree about shapes, dtypes or the order of calls wait for
+    one lane, hence never run at once. Ranks that disagree about shapes, dtypes or the order of calls wait for
     each other, until `timeout`.
 
-    TensorFlow cannot leave a cluster or join another one: there can be one of these in a process, and once a
+    A message from one rank to another is a sum of two: its words, and the receiver's zeros. It has a lane of its own,
+    so that it does not wait for other collectives. Eagerly it is sent by a thread.
+
+    TensorFlow cannot leave a cluster or join another one: a process can have one of these and its groups, and once a
     collective has failed, all later ones fail. A process that ends waits until all ranks have ended.
 
     Args:
@@ -69,8 +60,8 @@ class CollectiveEngine(Engine):
             for no limit. A rank that has died is noticed without it, at once.
         abort: function of an exit code that ends all ranks, where a launcher offers one; by default the others notice
             that this one has ended.
-        share_memory: bool, whether large sums of ranks that are on one host go through memory that they share, which is
-            several times faster than any network.
+        share_memory: bool, whether ranks of one host sum large tensors in memory that they share, which is several
+            times faster than any network.
 
     Raises:
         EngineError: if the server does not start, TensorFlow was used before, or a rank does not appear in time.
@@ -81,6 +72,8 @@ class CollectiveEngine(Engine):
     """
 
     name = "collective"
+    _lanes: list[Lane]
+    _progress: Progress
 
     def __init__(
         self,
@@ -93,54 +86,90 @@ class CollectiveEngine(Engine):
         share_memory: bool = True,
     ) -> None:
         self.addresses = tuple(addresses)
-        self.rank = rank
-        self.size = len(addresses)
-        neighbours = [each for each in addresses if rendezvous.host(each) == rendezvous.host(addresses[rank])]
-        self.local_rank = neighbours.index(addresses[rank])
-        self.local_size = len(neighbours)
+        self.rank, self.size = rank, len(addresses)
         self._one_at_a_time = threading.Lock()
         self._abort = abort
-        self._functions: dict[Any, Callable[..., Any]] = {}
-        self._timeout = start_timeout  # for the first collective: a port may be open and nobody there
+        self._share_memory = share_memory
+        self._timeout = start_timeout  # of the first collective: a port may be open where no rank is
         rendezvous.start(self.addresses, rank)
         rendezvous.wait_for_all(self.addresses, rank, start_timeout)
         with tf.device("CPU:0"):
-            tokens = [tf.Variable(0.0, trainable=False, name="kdist_lane") for _ in range(LANES)]
             self._is_refusing = tf.Variable(False, trainable=False, name="kdist_refusing")
-        self._progress = Progress()
-        self.activity.of_graphs = self._progress.look
-        self._lanes = [_Lane(1 + number, "CPU:0", "ring", token) for number, token in enumerate(tokens)]
-        self._gpu_lane: _Lane | None = None
+        self._in_turn = OrderedCalls("kdist_collective_order")
+        self._watched: set[int] = set()  # the ranks whose end aborts the collectives; shared with the groups
+        self._next_key = [0]  # shared with the groups
+        self._open(0)
+        self.activity.graph_progress = self._progress.look
         places = self.gather_objects(_place(addresses[rank]))
-        if _each_has_a_gpu(places):
-            with tf.device("GPU:0"):
-                self._gpu_lane = _Lane(1 + LANES, "GPU:0", "nccl", tf.Variable(0.0, trainable=False))
-        elif rank == 0 and any(len(place) > 2 for place in places):
+        self._is_on_gpus = _each_has_a_gpu(places)
+        if not self._is_on_gpus and rank == 0 and any(len(place) > 2 for place in places):
             _LOG.warning(
-                "gradients travel through the hosts' memory, not over NCCL: that takes a GPU for each rank, told from "
-                "the others by host, CUDA_VISIBLE_DEVICES and name. Received: %s. Fix: one rank a GPU, each shown all "
-                "of its host's (`srun --gpus-per-node=4 --gpu-bind=none`): kdist takes one by local rank.",
+                "gradients are sent through the hosts' memory, not over NCCL: that takes a GPU for each rank, known "
+                "by its host, CUDA_VISIBLE_DEVICES and name. Received: %s. Fix: one rank a GPU, each shown "
+                "all of its host's (`srun --gpus-per-node=4 --gpu-bind=none`): kdist takes one by local rank.",
                 places,
             )
         self._timeout = timeout or 0.0
-        self._in_turn = InTurn("kdist_collective_order")
-        self._memory: SharedMemory | None = None
-        if share_memory and self.size > 1 and self.local_size == self.size and self._gpu_lane is None:
-            self._memory = SharedMemory.open(rank, self.size, self.gather_objects, timeout)
-        if self.size > 1:
-            # One each is enough: a rank whose collectives are aborted fails those of the others.
-            after = (rank + 1) % self.size
-            rendezvous.watch(addresses[after], lambda: abort_collectives(f"rank {after} at {addresses[after]} is gone"))
+        self._lanes = [lane._replace(timeout=self._timeout) for lane in self._lanes]
+        self._connect()
         atexit.register(self._wait_for_the_others)
+
+    def _join(self, ranks: Sequence[int], members: tuple[int, ...]) -> None:
+        first_keys = self.gather_objects(self._next_key[0])  # of all ranks of the engine that is divided
+        self._members, self.rank, self.size = members, ranks.index(self.rank), len(ranks)
+        self._open(max(first_keys[each] for each in ranks))
+        self.activity.group_progress.append((self._progress.look, members))
+        self._connect()
+
+    def _open(self, first_key: int) -> None:
+        """Makes what collectives of these ranks need; they need not be called together for it."""
+        here = [rendezvous.host(self.addresses[each]) for each in self.world_ranks]
+        neighbours = [each for each in range(self.size) if here[each] == here[self.rank]]
+        self.local_rank, self.local_size = neighbours.index(self.rank), len(neighbours)
+        self._keys = GroupKeys(len(self.addresses), first_key)
+        self._next_key[0] = self._keys.end(self.size)
+        self._lanes = [
+            Lane.on("CPU:0", "ring", self._keys.of_lane(number, self.world_ranks[0]), self.size, self._timeout)
+            for number in range(LANES)
+        ]
+        self._gpu_lane: Lane | None = None
+        self._memory: SharedMemory | None = None
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._progress = Progress()
+        self._progress_of_messages: dict[str, Progress] = {}
+
+    def _connect(self) -> None:
+        """Finds the fastest way between these ranks, and notices if one of them ends; all of them call this."""
+        self._messages = Messages(self._keys, self.rank, self.world_ranks, self._timeout)
+        if self._is_on_gpus:
+            key = self._keys.of_lane(LANES, self.world_ranks[0])
+            self._gpu_lane = Lane.on("GPU:0", "nccl", key, self.size, self._timeout)
+        elif self._share_memory and 1 < self.size == self.local_size:
+            gather, timeout = self.gather_objects, self._timeout or None
+            self._memory = SharedMemory.open(self.rank, self.size, gather, timeout, self.world_ranks)
+        # One each is enough: a rank whose collectives are aborted makes those of the others fail.
+        after = self.world_ranks[(self.rank + 1) % self.size]
+        if self.size > 1 and after not in self._watched:
+            self._watched.add(after)
+            address = self.addresses[after]
+            rendezvous.watch(address, lambda: abort_collectives(f"rank {after} at {address} has ended"))
 
     def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums in pieces, several at once; see `Engine.allreduce`."""
         tensors = arguments.for_allreduce(tensors)
-        dense, parts = slices.apart(tensors)
+        dense, parts = slices.split(tensors)
         with self._exchange("allreduce", dense, parts) as finished:
             sums, gathered = self._sum_tensors(dense), self._gather_tensors(parts)
             finished([*sums, *gathered])
-        return slices.together(tensors, sums, gathered)
+        return slices.merge(tensors, sums, gathered)
+
+    def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Exchanges the ranks' parts and adds them, or sums all in shared memory; see `Engine.reduce_scatter`."""
+        tensors = arguments.for_reduce_scatter(tensors)
+        if self._memory is not None:  # where a sum costs less than sending a part
+            return [flat.part(total, self.rank, self.size) for total in self.allreduce(tensors)]
+        received = self.alltoall([flat.rows_by_rank(tensor, self.size) for tensor in tensors])
+        return [flat.sum_of_parts(*each, self.rank) for each in zip(received, tensors, strict=True)]
 
     def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Gathers the lengths, then all tensors in one message; see `Engine.allgather`."""
@@ -155,35 +184,65 @@ class CollectiveEngine(Engine):
         tensors = arguments.for_alltoall(tensors, self.size)
         if not tensors:
             return []
-        rows = flat.rows_to_bytes(tensors)
-        num_words = -(-rows.shape[1] // 4)
-        # One word at least: TensorFlow cannot send nothing.
-        filled = tf.pad(rows, [[0, 0], [0, 4 * max(num_words, 1) - rows.shape[1]]])
-        words = tf.bitcast(tf.reshape(filled, [self.size, -1, 4]), tf.int32)
         with self._exchange("alltoall", tensors) as finished:
-            received = tf.ensure_shape(
-                self._run(tf.raw_ops.CollectiveAllToAllV2, words, self._lanes[0], _ROWS), words.shape
-            )
+            received = self._lanes[0].exchange(flat.rows_to_words(tensors))
             finished([received])
-        return flat.rows_from_bytes(flat.from_words(received)[:, : rows.shape[1]], tensors)
+        return flat.rows_from_words(received, tensors)
+
+    def alltoallv(self, tensors: Sequence[tf.Tensor], counts: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Gathers the counts, then sends to each rank as many rows as the most of them; see `Engine.alltoallv`."""
+        tensors, counts = arguments.for_alltoallv(tensors, counts, self.size)
+        with self._exchange("alltoallv", [counts], tensors) as finished:
+            everyone = self._lanes[0].gather(counts)
+            received_counts = tf.ensure_shape(everyone[:, self.rank], [self.size])
+            received = []
+            if tensors:
+                rows = flat.rows_to_words(tensors)
+                longest = tf.maximum(tf.reduce_max(everyone), 1)
+                padded = tf.RaggedTensor.from_row_lengths(rows, counts).to_tensor(
+                    shape=[self.size, longest, rows.shape[1]]
+                )
+                exchanged = self._lanes[0].exchange(padded)
+                rows = tf.RaggedTensor.from_tensor(exchanged, received_counts).flat_values
+                received = flat.rows_from_words(tf.ensure_shape(rows, [None, rows.shape[-1]]), tensors)
+            finished([received_counts, *received])
+        return received, received_counts
 
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
         """Sums the root's bytes and the other ranks' zeros; see `Engine.broadcast`."""
         tensors = arguments.for_broadcast(tensors, root, self.size)
         if not tensors:
             return []
-        parts = [flat.to_bytes(tensor) for tensor in tensors]
-        sizes = [flat.size(part) for part in parts]
-        mine = tf.concat(parts, 0)
-        words = flat.to_words(mine, -(-flat.size(mine) // 4))
+        words = flat.pack_words(tensors)
         with self._exchange("broadcast", tensors) as finished:
             (words,) = self._sum([words if self.rank == root else tf.zeros_like(words)])
             finished([words])
-        parts = flat.split(flat.from_words(words)[: flat.size(mine)], sizes)
-        return [
-            flat.shaped(flat.from_bytes(part, tensor.dtype), tensor)
-            for part, tensor in zip(parts, tensors, strict=True)
-        ]
+        return flat.unpack_words(words, tensors)
+
+    def send(self, tensors: Sequence[tf.Tensor], to: int) -> None:
+        """Sends in a lane of its own; see `Engine.send`."""
+        tensors = arguments.for_send(tensors, to, self.rank, self.size)
+        if not tensors:
+            return
+        words = flat.pack_words(tensors)
+        if tf.executing_eagerly():
+            self.check_allowed()
+            with self._explaining():
+                self._messages.send_in_background(words, to)
+            return
+        with self._exchange(f"send to {self.world_ranks[to]}", tensors, peer=to) as finished:
+            finished([self._messages.send(words, to)])
+
+    def recv(self, like: Sequence[tf.Tensor | tf.TensorSpec], source: int) -> list[tf.Tensor]:
+        """Waits for the message; see `Engine.recv`."""
+        specs = arguments.for_recv(like, source, self.rank, self.size)
+        if not specs:
+            return []
+        num_bytes = sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)
+        with self._exchange(f"recv from {self.world_ranks[source]}", specs, peer=source) as finished:
+            words = self._messages.recv(max(-(-num_bytes // 4), 1), source)
+            finished([words])
+        return flat.unpack_words(words, specs)
 
     def barrier(self) -> None:
         """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
@@ -221,50 +280,68 @@ class CollectiveEngine(Engine):
         if not isinstance(error, (tf.errors.OpError, EngineError)) or "ollective" not in text:
             return None
         fix = "look for a branch, a shape, a dtype or a number of steps that depends on the rank"
-        # Whose end the others learn by the memory that they share may still have its port.
+        # A rank whose end is noticed in shared memory may still have its port.
         ended = map(int, re.findall(rf"{FAILURE}rank (\d+) has ended", text))
-        if gone := sorted({*ended, *rendezvous.unreachable(self.addresses, self.rank)}):
-            what = ", ".join(f"rank {rank} at {self.addresses[rank]}" for rank in gone) + " has ended"
+        if dead := sorted({*ended, *rendezvous.unreachable(self.addresses, self.world_ranks[self.rank])}):
+            what = ", ".join(f"rank {rank} at {self.addresses[rank]}" for rank in dead) + " has ended"
             fix = "look for the reason in what that rank printed"
         elif isinstance(error, tf.errors.DeadlineExceededError):
             what = f"no answer within {self._timeout:g} s"
-            fix = f"look for a rank that stands still; {fix}"
+            fix = f"look for a rank that does not run; {fix}"
         else:
-            told = (text.partition(before)[2] for before in (FAILURE, "Collective ops is aborted by: "))
-            what = next(filter(None, told), text).strip().partition("\n")[0]
+            reasons = (text.partition(before)[2] for before in (FAILURE, "Collective ops is aborted by: "))
+            what = next(filter(None, reasons), text).strip().partition("\n")[0]
         return EngineError(
-            f"A collective failed on rank {self.rank} of {self.size}. Received: {what}. Expected: every rank "
-            f"calls the same collectives in the same order, with equal shapes and dtypes. Fix: {fix}."
+            f"A collective failed on rank {self.world_ranks[self.rank]} of {len(self.addresses)}. Received: {what}. "
+            "Expected: every rank calls the same collectives in the same order, with equal shapes and dtypes. "
+            f"Fix: {fix}."
         )
 
     @contextlib.contextmanager
     def _exchange(
-        self, kind: str, fixed: Sequence[tf.Tensor] = (), free: Sequence[tf.Tensor] = ()
+        self,
+        kind: str,
+        fixed: Sequence[tf.Tensor | tf.TensorSpec] = (),
+        free: Sequence[tf.Tensor] = (),
+        peer: int | None = None,
     ) -> Iterator[Callable[[Sequence[tf.Tensor]], None]]:
-        """Notes what is sent; gives the function that takes the results, which ends the note.
+        """Notes for the failure detector what is sent; yields a function of the results, which ends the note.
 
-        Eagerly, one thread at a time, and with an error that says more than TensorFlow's.
+        Eagerly, one thread at a time, and with an error that is clearer than TensorFlow's.
         """
         self.check_allowed()
         sent = [*fixed, *free]
         if not tf.executing_eagerly():
+            progress = self._progress if peer is None else self._message_progress(kind, peer)
             allowed = tf.debugging.Assert(tf.logical_not(self._is_refusing), [_REFUSED])
             with tf.control_dependencies([allowed]):
-                begun = self._progress.begin(kind, sent, len(fixed))
+                begun = progress.begin(kind, sent, len(fixed))
             with tf.control_dependencies([begun]):
-                yield self._progress.end
+                yield progress.end
             return
-        with self._one_at_a_time:
-            self.activity.begin(kind, [(each.dtype.name, tuple(each.shape)) for each in sent], len(fixed))
+        with self._one_at_a_time, self._explaining():
+            self._begin(kind, [(each.dtype.name, tuple(each.shape)) for each in sent], len(fixed), peer)
             try:
                 yield lambda results: None
-            except (tf.errors.OpError, EngineError) as error:
-                explained = self.explain(error)
-                if explained is None:
-                    raise
-                raise explained from error
             finally:
                 self.activity.end()
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except (tf.errors.OpError, EngineError) as error:
+            explained = self.explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _message_progress(self, kind: str, peer: int) -> Progress:
+        if kind not in self._progress_of_messages:
+            self._progress_of_messages[kind] = Progress()
+            look = self._progress_of_messages[kind].look
+            self.activity.group_progress.append((look, self._participants(peer) or ()))
+        return self._progress_of_messages[kind]
 
     def _sum_tensors(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         sums = self._sum([flat.to_summable(tensor) for tensor in tensors])
@@ -295,7 +372,7 @@ class CollectiveEngine(Engine):
         for buffer in buffers:
             totals = []
             for start, stop in self._cut(buffer):
-                totals.append(self._reduce(buffer[start:stop], self._lane(buffer.dtype, count)))
+                totals.append(self._lane(buffer.dtype, count).reduce(buffer[start:stop]))
                 count += 1
             sums.append(totals[0] if len(totals) == 1 else tf.concat(totals, 0))
         return sums
@@ -321,50 +398,24 @@ class CollectiveEngine(Engine):
     def _sum_unknown(self, buffer: tf.Tensor) -> tf.Tensor:
         """Sums a buffer whose size is known when the graph runs; nothing is sent if it is empty then."""
         lane = self._lane(buffer.dtype, 0)
-        return tf.cond(tf.size(buffer) > 0, lambda: self._reduce(buffer, lane), lambda: tf.identity(buffer))
+        return tf.cond(tf.size(buffer) > 0, lambda: lane.reduce(buffer), lambda: tf.identity(buffer))
 
-    def _lane(self, dtype: tf.DType, count: int) -> _Lane:
+    def _lane(self, dtype: tf.DType, count: int) -> Lane:
         if self._gpu_lane is not None and dtype.is_floating:
             return self._gpu_lane
         return self._lanes[count % LANES]
 
-    def _reduce(self, piece: tf.Tensor, lane: _Lane) -> tf.Tensor:
-        code = _CODES[piece.dtype]
-        return tf.ensure_shape(
-            self._run(tf.raw_ops.CollectiveReduceV2, piece, lane, code, merge_op="Add", final_op="Id"), piece.shape
-        )
-
-    def _gather(self, mine: tf.Tensor) -> tf.Tensor:
-        """Gathers 1-D tensors of equal length, one a rank, as the rows of a matrix."""
-        gathered = self._run(tf.raw_ops.CollectiveGatherV2, mine, self._lanes[0], _GATHERS + _CODES[mine.dtype])
-        return tf.reshape(gathered, [self.size, -1])
-
-    def _run(self, op: Callable[..., tf.Tensor], tensor: tf.Tensor, lane: _Lane, code: int, **attributes: Any) -> Any:
-        # TensorFlow remembers what was sent under a key, and refuses another dtype or size under the same.
-        key = (10 * tf.cast(flat.size(tensor), tf.int64) + code) % (1 << 31)
-        with tf.device(lane.device):
-            return op(
-                input=tensor,
-                group_size=self.size,
-                group_key=lane.group,
-                instance_key=tf.cast(key, tf.int32),
-                ordering_token=[lane.token.handle],
-                communication_hint=lane.hint,
-                timeout_seconds=self._timeout,
-                **attributes,
-            )
-
     def _gather_tensors(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not tensors:
             return []
-        rows = self._gather(tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors]))
+        rows = self._lanes[0].gather(tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors]))
         row_bytes = tf.stack([tf.reduce_prod(tf.shape(tensor, tf.int64)[1:]) * tensor.dtype.size for tensor in tensors])
         sizes = rows * row_bytes
         totals = tf.reduce_sum(sizes, 1)
         mine = tf.concat([flat.to_bytes(tensor) for tensor in tensors], 0)
         # One word at least: TensorFlow crashes when it gathers nothing.
         words = flat.to_words(mine, tf.cast(tf.maximum(-(-tf.reduce_max(totals) // 4), 1), tf.int32))
-        received = flat.from_words(self._gather(words))
+        received = flat.from_words(self._lanes[0].gather(words))
         by_rank = [
             flat.split(received[rank, : totals[rank]], [sizes[rank, i] for i in range(len(tensors))])
             for rank in range(self.size)
@@ -377,23 +428,22 @@ class CollectiveEngine(Engine):
 
     def _wait_for_the_others(self) -> None:
         """Waits until every rank is at its exit: TensorFlow's server ends with its process."""
-        # A rank that is gone here has ended before the answer was read, or has died, which its launcher sees.
+        # A rank that is not reached here has ended before the answer was read, or has died, which its launcher sees.
         with contextlib.suppress(EngineError, tf.errors.OpError):
             with self._exchange("barrier"):
-                sums = tf.raw_ops.CollectiveReduceV2
-                self._run(sums, tf.zeros([1], tf.int32), self._lanes[0], _END, merge_op="Add", final_op="Id")
-            time.sleep(_LAST_WORDS)
+                self._lanes[0].reduce(tf.zeros([1], tf.int32), is_last=True)
+            time.sleep(_LINGER)
 
 
 def _rows(flat_bytes: tf.Tensor, count: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Returns bytes as so many rows of `like`'s kind."""
+    """Returns bytes as rows of the shape and dtype of those of `like`."""
     shape = tf.concat([[count], tf.shape(like, tf.int64)[1:]], 0)
     rows = tf.reshape(flat.from_bytes(flat_bytes, like.dtype), shape)
     return rows if like.shape.rank is None else tf.ensure_shape(rows, [None, *like.shape[1:]])
 
 
 def _place(address: str) -> list[Any]:
-    """Returns what tells this process's GPU from those of the others; nothing without one."""
+    """Returns what identifies this process's GPU among all of the job: host, visible devices, names of GPUs."""
     gpus = [gpu.name for gpu in tf.config.get_visible_devices("GPU")]
     return [rendezvous.host(address), os.environ.get("CUDA_VISIBLE_DEVICES", ""), *gpus]
 

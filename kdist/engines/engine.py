@@ -1,13 +1,14 @@
-"""The interface through which ranks talk to each other.
+"""The interface of all engines: collectives over a fixed group of ranks, and messages between two of them.
 
 An engine knows tensors and ranks; it does not know Keras. Its collectives work eagerly and inside
-`tf.function`. The null engine (`single.py`) makes `if distributed:` branches needless.
+`tf.function`. The engine of one process (`single.py`) makes `if distributed:` branches needless.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +39,6 @@ class Engine(abc.ABC):
         size: int, the number of processes.
         local_rank: int, this process's number on its host, from 0.
         local_size: int, the number of processes on this host.
-        seconds: float or `None`, the time that this process has spent in collectives, waiting for other ranks
-            included; `None` if the engine cannot tell.
     """
 
     name: str
@@ -47,8 +46,65 @@ class Engine(abc.ABC):
     size: int
     local_rank: int
     local_size: int
-    seconds: float | None = None
-    _refusal: str | None = None
+    _members: tuple[int, ...] | None = None  # of a group, their ranks among all; `None` for all ranks
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds that this process has spent in collectives, waiting included; `None` if they are not measured."""
+        return None
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """For each rank of this engine, its rank among all processes of the job."""
+        return tuple(range(self.size)) if self._members is None else self._members
+
+    def group(self, ranks: Sequence[int]) -> Engine:
+        """Returns an engine among some of the ranks; every rank gives the ranks of its own group.
+
+        The group's ranks are numbered from 0 in the order of `ranks`. Its rules are those of this engine, `refusing`
+        and the failure detector included. What is collective then means every rank of the group.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            ranks: sequence of ints, ranks of this engine in ascending order, this rank's own among them. Each of them
+                must give the same ranks, so that the groups of one call do not overlap.
+
+        Returns:
+            An `Engine`; this one if `ranks` are all of its ranks.
+
+        Raises:
+            EngineError: if the ranks of a group give different ranks, or the engine has no groups.
+
+        Example:
+            >>> pair = engine.group([0, 1] if engine.rank < 2 else [2, 3])  # doctest: +SKIP
+        """
+        from kdist.engines.tensors.arguments import check_group
+
+        mine = check_group(ranks, self.rank, self.size)
+        everyone = self.gather_objects(mine)
+        for rank, given in enumerate(everyone):
+            if (differing := next((each for each in given if everyone[each] != given), None)) is not None:
+                raise EngineError(
+                    f"The ranks of a group give different groups. Received: {given} from rank {rank}, "
+                    f"{everyone[differing]} from rank {differing}. Expected: the same ranks from each of them. Fix: "
+                    "compute the group so that it is equal on all of its ranks."
+                )
+        if len(mine) == self.size:
+            return self
+        _ = self.activity, self._refusals  # made before they are shared
+        group = copy.copy(self)
+        group._join(mine, tuple(self.world_ranks[each] for each in mine))
+        return group
+
+    @abc.abstractmethod
+    def _join(self, ranks: Sequence[int], members: tuple[int, ...]) -> None:
+        """Turns this object, a copy of an engine, into that of a group: sets rank and size, and `_members`.
+
+        Args:
+            ranks: sequence of ints, the group's ranks in the engine that was copied.
+            members: tuple of ints, the same ranks among all processes of the job.
+        """
 
     @abc.abstractmethod
     def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
@@ -69,6 +125,27 @@ class Engine(abc.ABC):
 
         Raises:
             EngineError: if a dtype cannot be summed.
+        """
+
+    @abc.abstractmethod
+    def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums tensors over all ranks, and gives each rank its rows of the sums.
+
+        The first dimension `n` is split into consecutive parts of near-equal length: rank `r` of `size` gets the rows
+        from `r * n // size` to `(r + 1) * n // size`, see `kdist.engines.arrays.fusion.part_bounds`. `float16` and
+        `bfloat16` are summed in `float32`.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            tensors: sequence of tensors of known shape, of rank at least 1, and of integer, float or complex dtype;
+                shapes and dtypes must be equal on all ranks.
+
+        Returns:
+            A list of tensors of the dtypes of `tensors`: this rank's rows, none if there are fewer rows than ranks.
+
+        Raises:
+            EngineError: if a tensor is a scalar, its shape is not known, or its dtype cannot be summed.
         """
 
     @abc.abstractmethod
@@ -107,8 +184,28 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
+    def alltoallv(self, tensors: Sequence[tf.Tensor], counts: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Sends rows of each tensor to the other ranks: the first `counts[0]` rows to rank 0, the next to rank 1, ...
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            tensors: sequence of tensors of any numeric or `bool` dtype and of as many rows, the sum of `counts`. All
+                but the first dimension must be known and equal on all ranks, dtypes too.
+            counts: integer tensor of shape `(size,)`, how many rows each rank gets; it may differ between the ranks.
+
+        Returns:
+            A pair of a list of tensors, the rows that this rank has received, in the order of the senders' ranks,
+            and an `int64` tensor of shape `(size,)`, how many rows each rank has sent.
+
+        Raises:
+            EngineError: if the counts do not fit the tensors, or a dtype cannot be sent. In a `tf.function`, counts
+                that are computed there raise `tf.errors.InvalidArgumentError`.
+        """
+
+    @abc.abstractmethod
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
-        """Gives every rank the root's tensors.
+        """Sends the root's tensors to every rank.
 
         Collective: every rank must call this, in the same order.
 
@@ -125,6 +222,36 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
+    def send(self, tensors: Sequence[tf.Tensor], to: int) -> None:
+        """Sends tensors to one other rank, as one message, and does not wait until it is received.
+
+        Messages from one rank to another arrive in the order of sending. Two ranks may send to each other first and
+        receive then.
+
+        Args:
+            tensors: sequence of tensors of known shape and of any numeric or `bool` dtype.
+            to: int, the rank that calls `recv`.
+
+        Raises:
+            EngineError: if `to` is not another rank, a shape is not known, or a dtype cannot be sent.
+        """
+
+    @abc.abstractmethod
+    def recv(self, like: Sequence[tf.Tensor | tf.TensorSpec], source: int) -> list[tf.Tensor]:
+        """Returns the tensors of the next message from one other rank; waits for it.
+
+        Args:
+            like: sequence of tensors or `tf.TensorSpec`, of the shapes and dtypes that are sent.
+            source: int, the rank that calls `send`.
+
+        Returns:
+            A list of tensors.
+
+        Raises:
+            EngineError: if `source` is not another rank, a shape is not known, or the message has another size.
+        """
+
+    @abc.abstractmethod
     def barrier(self) -> None:
         """Returns when every rank has called it.
 
@@ -133,7 +260,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, code: int = 1) -> NoReturn:
-        """Ends all ranks at once, without a word.
+        """Ends all ranks of the job at once, without a message.
 
         Args:
             code: int, the exit code, from 1 to 255.
@@ -141,49 +268,65 @@ class Engine(abc.ABC):
 
     @functools.cached_property
     def activity(self) -> Activity:
-        """What this rank does, for who watches over the ranks: engines note when a collective begins and ends."""
+        """What this rank does, for the failure detector: engines note when a collective begins and ends."""
         return Activity()
+
+    @functools.cached_property
+    def _refusals(self) -> list[str]:
+        """Why collectives are refused now, the latest reason last; shared by an engine and its groups."""
+        return []
 
     @contextlib.contextmanager
     def refusing(self, why: str) -> Iterator[None]:
-        """Refuses every collective while the context is open: for code that this rank runs and others do not.
+        """Refuses every collective while the context is open: for code that runs on this rank only.
 
-        In a job of one rank nothing is refused.
+        Refused are those of this engine, of its groups, and of the engine that it is a group of. In a job of one rank
+        nothing is refused.
 
         Args:
-            why: str, what runs here alone, as the beginning of a sentence.
+            why: str, what runs on this rank only, as the beginning of a sentence.
         """
-        outer, self._refusal = self._refusal, why
+        self._refusals.append(why)
         try:
             yield
         finally:
-            self._refusal = outer
+            self._refusals.pop()
 
     def check_allowed(self) -> None:
-        """Raises `EngineError` if collectives are refused now; every engine asks before it sends anything."""
-        if self._refusal is not None and self.size > 1:
+        """Raises `EngineError` if collectives are refused now; every engine calls this before it sends anything."""
+        if self._refusals and self.size > 1:
             raise EngineError(
-                f"{self._refusal}, and starts a collective there, for which the other ranks would never come. "
-                f"Received: a collective on rank {self.rank} of {self.size} alone. Expected none, so that "
-                "nobody waits for ever: no fit, evaluate or predict of a model that several ranks train, and no call "
+                f"{self._refusals[-1]}, and starts a collective there, which the other ranks never join. "
+                f"Received: a collective on rank {self.rank} of {self.size} only. Expected: none there, because this "
+                "rank would wait forever: no fit, evaluate or predict of a model that several ranks train, and no call "
                 "of the engine. Fix: let all ranks run it."
             )
 
+    def _begin(self, kind: str, sent: Sequence[tuple[Any, Any]], num_fixed: int, peer: int | None = None) -> None:
+        """Notes that a collective, or a message to or from one rank, begins; see `Activity.begin`."""
+        self.activity.begin(kind, sent, num_fixed, self._participants(peer))
+
+    def _participants(self, peer: int | None = None) -> tuple[int, ...] | None:
+        """Returns who takes part, as ranks of the job; `None` for all."""
+        if peer is None:
+            return self._members
+        return tuple(sorted((self.world_ranks[self.rank], self.world_ranks[peer])))
+
     def explain(self, error: BaseException) -> EngineError | None:
-        """Returns what an error means that came out of a graph with collectives.
+        """Returns a clearer error in place of one that a graph with collectives has raised.
 
         Args:
             error: what was raised where the graph was run.
 
         Returns:
-            An `EngineError` that says more, or `None` if the error is not of this engine's making or says enough.
+            An `EngineError`, or `None` if the error does not come from this engine or is clear already.
         """
         return None
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's value, in rank order.
 
-        Values travel as JSON: nothing that comes from another rank is ever unpickled.
+        Values are sent as JSON: nothing that comes from another rank is ever unpickled.
 
         Collective: every rank must call this, in the same order.
 
@@ -204,8 +347,8 @@ class Engine(abc.ABC):
             text = json.dumps(value).encode()
         except (TypeError, ValueError) as err:
             raise EngineError(
-                f"Values travel between ranks as JSON. Received on rank {self.rank} of {self.size}: "
-                f"{type(value).__name__}, for which json says: {err}. Expected: None, bool, int, float, str, list, "
+                f"The value cannot be sent between ranks as JSON. Received on rank {self.rank} of {self.size}: "
+                f"{type(value).__name__}; json reports: {err}. Expected: None, bool, int, float, str, list, "
                 "tuple or dict. Fix: convert the value first."
             ) from err
         mine = np.frombuffer(text, np.uint8)
@@ -229,7 +372,7 @@ class Engine(abc.ABC):
         Raises:
             EngineError: if `root` is no rank, or `json` cannot write the value.
         """
-        from kdist.engines.arguments import check_root
+        from kdist.engines.tensors.arguments import check_root
 
         check_root(root, self.size)
         return self.gather_objects(value if self.rank == root else None)[root]

@@ -1,4 +1,4 @@
-"""Collectives over Horovod's tensor operations: the only file that names it."""
+"""The engine over Horovod's tensor operations: the only file that imports it."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from kdist.engines import arguments, flat, slices
 from kdist.engines.engine import Engine, not_converted
-from kdist.engines.progress import Progress
+from kdist.engines.tensors import arguments, flat, slices
+from kdist.engines.tensors.progress import Progress
 from kdist.errors import EngineError, EngineNotFoundError
 
 _INSTALL = "`kdist install-horovod`, which builds it for the installed TensorFlow and MPI"
 _REBUILD = "`kdist install-horovod --force`, which builds it for the installed TensorFlow and MPI"
 
-# Horovod's thread asks its peers in every cycle whether something is to be sent, and waits for their answers: with
-# Open MPI as it comes, on the core that computes. What the user has set is left as it is.
+# Horovod's thread asks its peers in every cycle whether something is to be sent, and waits for their answers: by
+# default, Open MPI spins on the core that computes. The user's own settings are kept.
 _YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 _CYCLE = {"HOROVOD_CYCLE_TIME": "0.5"}  # milliseconds
 
-_REFUSED = "kdist: a collective of one rank alone"  # what a graph says, in which nobody can raise
+_REFUSED = "kdist: a collective of one rank only"  # the message of an error in a graph, where no Python runs
+
+_OF_ANY_LENGTH = ("gather", "alltoallv")  # whose tensors' first dimensions differ between the ranks
 
 
 class HorovodEngine(Engine):
     """Collectives over Horovod, by its MPI or its Gloo controller; on GPUs over NCCL, if Horovod was built so.
 
     A group of tensors costs one Horovod operation for each dtype that is summed. Horovod matches operations by their
-    names, which are made of what is sent: ranks that trace other functions, or more often, agree about them. A
-    variable, read before and written after, keeps a graph's collectives in program order and alive. With
-    `jit_compile=True` they cannot be compiled. Ranks that disagree about what comes next, or about its shapes, wait,
-    and after a minute Horovod says for what (`HOROVOD_STALL_CHECK_TIME_SECONDS`).
+    names, which are made of what is sent: they are equal on ranks that trace other functions, or more often. A
+    variable, read before and written after, keeps a graph's collectives in program order, unused ones too. With
+    `jit_compile=True` they cannot be compiled. Ranks that disagree about the next call, or about its shapes, wait,
+    and after a minute Horovod logs for what (`HOROVOD_STALL_CHECK_TIME_SECONDS`).
 
     A process that ends waits until all ranks have ended: the first to leave would shut Horovod down for all.
 
-    Two settings are made unless the environment has them: Horovod's thread leaves its core to who computes while it
-    waits in Open MPI (`OMPI_MCA_mpi_yield_when_idle=1`), and looks for messages twice a millisecond
-    (`HOROVOD_CYCLE_TIME=0.5`, but not where `HOROVOD_AUTOTUNE` looks for the best).
+    Two settings are made unless the environment has them: Horovod's thread yields its core while it waits in Open MPI
+    (`OMPI_MCA_mpi_yield_when_idle=1`), and looks for messages twice a millisecond (`HOROVOD_CYCLE_TIME=0.5`, but not
+    where `HOROVOD_AUTOTUNE` tunes it).
 
     Args:
         controller: str or `None`, `"mpi"` or `"gloo"`: what the launcher needs Horovod to be built with. Collective:
@@ -62,7 +64,7 @@ class HorovodEngine(Engine):
         self._hvd = _import_horovod()
         _check_controller(self._hvd, controller)
         try:
-            # With a cycle time from outside, Horovod's tuner would leave it alone.
+            # Horovod's tuner does not change a cycle time that is set.
             tunes = os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
             with _environment_with_defaults(_YIELD if tunes else {**_YIELD, **_CYCLE}):
                 self._hvd.init()
@@ -77,7 +79,7 @@ class HorovodEngine(Engine):
         self.local_rank: int = self._hvd.local_rank()
         self.local_size: int = self._hvd.local_size()
         self._progress = Progress()
-        self.activity.of_graphs = self._progress.look
+        self.activity.graph_progress = self._progress.look
         with tf.init_scope(), tf.device("CPU:0"):
             self._order = tf.Variable(0, trainable=False, name="kdist_horovod_order")
         if self.size > 1:
@@ -85,11 +87,11 @@ class HorovodEngine(Engine):
 
     @not_converted
     def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
-        """Sums in one grouped operation for each dtype on the wire; see `Engine.allreduce`."""
+        """Sums in one grouped operation for each dtype that is sent; see `Engine.allreduce`."""
         tensors = arguments.for_allreduce(tensors)
-        dense, parts = slices.apart(tensors)
+        dense, parts = slices.split(tensors)
         with self._exchange() as send:
-            return slices.together(tensors, self._sum(send, dense), self._gather(send, parts))
+            return slices.merge(tensors, self._sum(send, dense), self._gather(send, parts))
 
     @not_converted
     def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -99,21 +101,56 @@ class HorovodEngine(Engine):
             return self._gather(send, tensors)
 
     @not_converted
+    def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Exchanges the ranks' parts and adds them; see `Engine.reduce_scatter`."""
+        # Horovod's own operation is not the same over each controller, and sums halves as halves.
+        tensors = arguments.for_reduce_scatter(tensors)
+        received = self.alltoall([flat.rows_by_rank(tensor, self.size) for tensor in tensors])
+        return [flat.sum_of_parts(*each, self.rank) for each in zip(received, tensors, strict=True)]
+
+    @not_converted
     def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sends all tensors' rows, as bytes, in one operation; see `Engine.alltoall`."""
+        """Sends all tensors' rows, as words, in one operation; see `Engine.alltoall`."""
         tensors = arguments.for_alltoall(tensors, self.size)
         if not tensors:
             return []
-        rows = flat.rows_to_bytes(tensors)
-        filled = tf.pad(rows, [[0, 0], [0, 1]])  # Horovod sends nothing that is empty
+        words = flat.rows_to_words(tensors)
+        received, _ = self._exchange_rows("alltoall", words, tf.ones([self.size], tf.int32), words.shape)
+        return flat.rows_from_words(received, tensors)
 
+    @not_converted
+    def alltoallv(self, tensors: Sequence[tf.Tensor], counts: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Sends all tensors' rows, as words, in one operation; see `Engine.alltoallv`."""
+        tensors, counts = arguments.for_alltoallv(tensors, counts, self.size)
+        if not tensors:
+            [received_counts] = self.alltoall([counts])
+            return [], received_counts
+        words = flat.rows_to_words(tensors)
+        shape = slices.any_length(words.shape)
+        received, received_counts = self._exchange_rows("alltoallv", words, tf.cast(counts, tf.int32), shape)
+        return flat.rows_from_words(received, tensors), tf.cast(received_counts, tf.int64)
+
+    def _exchange_rows(
+        self, kind: str, words: tf.Tensor, counts: tf.Tensor, shape: tf.TensorShape
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         def operation(buffers: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
-            received, _ = self._hvd.alltoall(buffers[0], splits=tf.ones([self.size], tf.int32), **names)
-            return [received]
+            return list(self._hvd.alltoall(buffers[0], splits=counts, **names))
 
         with self._exchange() as send:
-            [received] = send("alltoall", operation, [filled], [filled.shape])
-        return flat.rows_from_bytes(received[:, :-1], tensors)
+            received, received_counts = send(kind, operation, [words], [shape, counts.shape])
+        return received, received_counts
+
+    def send(self, tensors: Sequence[tf.Tensor], to: int) -> None:
+        """Raises `EngineError`: Horovod cannot send to one rank. See `Engine.send`."""
+        raise _missing("messages from one rank to another")
+
+    def recv(self, like: Sequence[tf.Tensor | tf.TensorSpec], source: int) -> list[tf.Tensor]:
+        """Raises `EngineError`: Horovod cannot receive from one rank. See `Engine.recv`."""
+        raise _missing("messages from one rank to another")
+
+    def _join(self, ranks: Sequence[int], members: tuple[int, ...]) -> None:
+        # Its process sets must be known when it is initialised, or slow down each of its cycles.
+        raise _missing("groups of ranks")
 
     @not_converted
     def broadcast(self, tensors: Sequence[tf.Tensor], root: int = 0) -> list[tf.Tensor]:
@@ -170,24 +207,24 @@ class HorovodEngine(Engine):
                 return refusal
         if "orovod" not in error.message:
             return None
-        said = error.message.rpartition("\n\n")[2]  # a graph's message begins with where its nodes were made
+        message = error.message.rpartition("\n\n")[2]  # a graph's message begins with where its nodes were made
         explained = EngineError(
-            f"A collective failed on rank {self.rank} of {self.size}. Received from Horovod: {said}. Expected: every "
-            "rank lives, and calls the same collectives in the same order, with equal shapes and dtypes. Fix: look "
-            "for another rank's error, and for a branch, a shape or a number of steps that depends on the rank."
+            f"A collective failed on rank {self.rank} of {self.size}. Received from Horovod: {message}. Expected: "
+            "every rank runs, and calls the same collectives in the same order, with equal shapes and dtypes. Fix: "
+            "look for another rank's error, and for a branch, a shape or a number of steps that depends on the rank."
         )
-        explained.is_echo = "has been shut down" in said
+        explained.is_consequence = "has been shut down" in message
         return explained
 
     def _sum(self, send: _Send, tensors: Sequence[tf.Tensor], kind: str = "sum") -> list[tf.Tensor]:
         def operation(group: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
             return self._hvd.grouped_allreduce(group, op=self._hvd.Sum, **names)
 
-        wire = [flat.to_summable(tensor) for tensor in tensors]
-        sums = list(wire)
-        for dtype in dict.fromkeys(tensor.dtype for tensor in wire):
-            places = [place for place, tensor in enumerate(wire) if tensor.dtype == dtype]
-            group = [wire[place] for place in places]
+        sent = [flat.to_summable(tensor) for tensor in tensors]
+        sums = list(sent)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
+            places = [place for place, tensor in enumerate(sent) if tensor.dtype == dtype]
+            group = [sent[place] for place in places]
             for place, total in zip(places, send(kind, operation, group, [t.shape for t in group]), strict=True):
                 sums[place] = total
         return [flat.from_summable(total, tensor) for total, tensor in zip(sums, tensors, strict=True)]
@@ -195,9 +232,9 @@ class HorovodEngine(Engine):
     def _gather(self, send: _Send, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not tensors:
             return []
-        wire = [_rows_to_bytes(tensor) for tensor in tensors]
-        shapes = [slices.any_length(part.shape) for part in wire]
-        received = send("gather", self._hvd.grouped_allgather, wire, shapes)
+        sent = [_rows_to_bytes(tensor) for tensor in tensors]
+        shapes = [slices.any_length(part.shape) for part in sent]
+        received = send("gather", self._hvd.grouped_allgather, sent, shapes)
         return [
             _rows_from_bytes(part, tensor.dtype, slices.any_length(tensor.shape))
             for part, tensor in zip(received, tensors, strict=True)
@@ -205,11 +242,11 @@ class HorovodEngine(Engine):
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[_Send]:
-        """Gives the function that sends one group of tensors, all of one dtype, after what was sent before.
+        """Yields a function that sends one group of tensors, all of one dtype, after what was sent before.
 
-        TensorFlow takes Horovod's operations for pure functions: it may compute those of constants once and for all,
-        leave out those whose result nobody uses, and run the others in any order. In a graph the tensors are
-        therefore made to depend on a variable that is written when the results are there.
+        TensorFlow treats Horovod's operations as pure functions: it may fold those of constants, remove those whose
+        result is not used, and run the others in any order. In a graph the tensors are therefore made to depend on a
+        variable that is written when the results are there.
         """
         self.check_allowed()
         if tf.executing_eagerly():
@@ -229,7 +266,7 @@ class HorovodEngine(Engine):
             dims = [tf.rank(first)]
             first = tf.slice(first, tf.fill(dims, zero), tf.fill(dims, -1))  # all of it, without a copy
             with tf.control_dependencies([allowed]):
-                begun = self._progress.begin(kind, tensors, 0 if kind == "gather" else len(tensors))
+                begun = self._progress.begin(kind, tensors, 0 if kind in _OF_ANY_LENGTH else len(tensors))
             with tf.control_dependencies([begun]):
                 received = operation([first, *others], name=_name(kind, tensors), ignore_name_scope=True)
             self._progress.end(received)
@@ -240,14 +277,14 @@ class HorovodEngine(Engine):
 
         yield send
         if sizes:
-            # Zero again, which only the results can tell: a mere control dependency would not keep them alive.
+            # Zero again, computed from the results: a control dependency would not keep them from being removed.
             self._order.assign(tf.minimum(zero, tf.add_n(sizes)))
 
     def _send_now(
         self, kind: str, operation: _Operation, tensors: list[tf.Tensor], shapes: list[Any]
     ) -> list[tf.Tensor]:
         sent = [(tensor.dtype.name, tuple(tensor.shape)) for tensor in tensors]
-        self.activity.begin(kind, sent, 0 if kind == "gather" else len(sent))
+        self.activity.begin(kind, sent, 0 if kind in _OF_ANY_LENGTH else len(sent))
         return operation(tensors, name=_name(kind, tensors))
 
     def _wait_for_the_others(self) -> None:
@@ -259,9 +296,9 @@ class HorovodEngine(Engine):
             with self._exchange() as send:
                 self._sum(send, [tf.zeros([1])], kind="end")
 
-        with contextlib.suppress(EngineError, tf.errors.OpError):  # another rank has failed, and has said so
+        with contextlib.suppress(EngineError, tf.errors.OpError):  # another rank has failed, and has raised its error
             self.activity.begin("barrier", [], 0)
-            # Eagerly, Horovod takes any sum for the same: this one would answer that of a rank which is not through.
+            # Eagerly, Horovod gives all sums one name: this one would match that of a rank which has not ended yet.
             tf.function(end, autograph=False)()
 
 
@@ -270,24 +307,32 @@ _Send = Callable[[str, _Operation, list[tf.Tensor], list[Any]], list[tf.Tensor]]
 
 
 def _name(kind: str, tensors: Sequence[tf.Tensor]) -> str:
-    """Returns the name by which the ranks' operations find each other: made of what is sent, equal on all ranks."""
-    signature = [(tensor.dtype.name, str(tensor.shape if kind != "gather" else tensor.shape[1:])) for tensor in tensors]
+    """Returns the name by which Horovod matches the ranks' operations: made of what is sent, equal on all ranks."""
+    shapes = [tensor.shape[1:] if kind in _OF_ANY_LENGTH else tensor.shape for tensor in tensors]
+    signature = [(tensor.dtype.name, str(shape)) for tensor, shape in zip(tensors, shapes, strict=True)]
     return f"kdist_{kind}_{hashlib.sha256(repr(signature).encode()).hexdigest()[:12]}"
 
 
+def _missing(what: str) -> EngineError:
+    return EngineError(
+        f"Horovod has no {what}. Received: such a call on the engine 'horovod'. Expected: the engine 'mpi' or "
+        '\'collective\', which have them. Fix: kdist.scope(strategy="mpi") under mpirun, or strategy="collective".'
+    )
+
+
 def _rows_to_bytes(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor's bytes, with an axis more if its elements have several: the rows stay what they are."""
+    """Returns a tensor's bytes, with one more axis if an element has several: the rows stay the same."""
     return tf.cast(tensor, tf.uint8) if tensor.dtype.is_bool else tf.bitcast(tensor, tf.uint8)
 
 
-def _rows_from_bytes(wire: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
-    tensor = tf.cast(wire, dtype) if dtype.is_bool else tf.bitcast(wire, dtype)
+def _rows_from_bytes(received: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
+    tensor = tf.cast(received, dtype) if dtype.is_bool else tf.bitcast(received, dtype)
     tensor.set_shape(shape)
     return tensor
 
 
 def built_with_nccl() -> bool:
-    """Returns whether there is a Horovod that was built to sum over NCCL."""
+    """Returns whether Horovod is installed and was built with NCCL."""
     try:
         return bool(_import_horovod().nccl_built())
     except EngineNotFoundError:
@@ -296,7 +341,7 @@ def built_with_nccl() -> bool:
 
 @contextlib.contextmanager
 def _environment_with_defaults(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Adds what is not set to the environment, for what reads its settings there while the context is open."""
+    """Adds the defaults that are not set to the environment, while the context is open."""
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -315,14 +360,14 @@ def _import_horovod() -> Any:
 
 
 def _why_not_imported(err: Exception) -> str:
-    said = f"Received: {type(err).__name__}: {err}"
+    received = f"Received: {type(err).__name__}: {err}"
     if isinstance(err, ModuleNotFoundError) and err.name in ("horovod", "horovod.tensorflow"):
-        return f"Horovod is not installed. {said}. Expected the package horovod. Fix: {_INSTALL}."
+        return f"Horovod is not installed. {received}. Expected the package horovod. Fix: {_INSTALL}."
     if "has not been built" in str(err):
-        return f"Horovod was built without TensorFlow. {said}. Expected its TensorFlow library. Fix: {_REBUILD}."
+        return f"Horovod was built without TensorFlow. {received}. Expected its TensorFlow library. Fix: {_REBUILD}."
     return (
-        f"Horovod does not load: it was built for another TensorFlow or MPI than the installed ones. {said}. Expected "
-        f"one that was built for TensorFlow {tf.__version__}. Fix: {_REBUILD}."
+        f"Horovod does not load: it was built for another TensorFlow or MPI than the installed ones. {received}. "
+        f"Expected one that was built for TensorFlow {tf.__version__}. Fix: {_REBUILD}."
     )
 
 

@@ -1,4 +1,4 @@
-"""How the tasks of TensorFlow's cluster come together: each starts its server, and waits for those of all others."""
+"""The start of TensorFlow's cluster: each task starts its server, and waits for those of all others."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kdist.errors import EngineError
 _LOG = logging.getLogger("kdist")
 
 JOB = "worker"
-"""The name of the one job of the cluster; its tasks are numbered by rank."""
+"""The name of the cluster's only job; its tasks are numbered by rank."""
 
-_WAIT_IS_LONG = 10.0  # seconds after which a rank says for whom it waits
-_PAUSE = 0.2  # seconds between two looks for a rank
-_MOST_FAILURES = 5  # times that a rank that was there may fail to answer
+_WAIT_IS_LONG = 10.0  # seconds after which a rank logs for which ranks it waits
+_PAUSE = 0.2  # seconds between two attempts to connect to a rank
+_MAX_FAILURES = 5  # attempts to connect to a rank that was reached before
 
-# A host that is switched off closes nothing: it is asked every 10 s whether it is there.
+# A host that is switched off does not close its connections: TCP probes it every 10 s.
 _KEEP_ALIVE = (
     ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 10),
@@ -67,13 +67,13 @@ def wait_for_all(addresses: Sequence[str], rank: int, seconds: float) -> None:
         seconds: float, how long to wait.
 
     Raises:
-        EngineError: if a rank does not appear in time.
+        EngineError: if a rank does not start in time.
     """
     missing = {each: "" for each in range(len(addresses)) if each != rank}
-    started, said = time.monotonic(), False
+    started, is_logged = time.monotonic(), False
     while True:
         for each in list(missing):
-            missing[each] = _knock(addresses[each])
+            missing[each] = _connection_error(addresses[each])
             if not missing[each]:
                 del missing[each]
         waited = time.monotonic() - started
@@ -82,35 +82,35 @@ def wait_for_all(addresses: Sequence[str], rank: int, seconds: float) -> None:
         names = ", ".join(f"rank {each} at {addresses[each]} ({why})" for each, why in missing.items())
         if waited > seconds:
             raise EngineError(
-                f"Not all ranks appeared within {seconds:g} s. Received on rank {rank} of {len(addresses)}: nothing "
+                f"Not all ranks started within {seconds:g} s. Received on rank {rank} of {len(addresses)}: nothing "
                 f"from {names}. Expected a process at each address. Fix: start these processes, correct their "
                 "addresses in TF_CONFIG, open their ports between the hosts, or wait longer: "
                 'kdist.scope(kdist.AllReduce("collective", start_timeout=...)).'
             )
-        if waited > _WAIT_IS_LONG and not said:
-            said = True
+        if waited > _WAIT_IS_LONG and not is_logged:
+            is_logged = True
             _LOG.warning("rank %d of %d waits for %s", rank, len(addresses), names)
         time.sleep(_PAUSE)
 
 
 def own_address() -> str:
-    """Returns `"host:port"` of this host, as it calls itself, with a port that is free now."""
+    """Returns `"host:port"` of this host, by its own host name, with a port that is free now."""
     with contextlib.closing(socket.socket()) as held:
         held.bind(("", 0))
         return f"{socket.gethostname()}:{held.getsockname()[1]}"
 
 
-def watch(address: str, gone: Callable[[], None]) -> None:
-    """Calls `gone` when nobody listens at an address any more: TensorFlow itself may wait for ever for who has died.
+def watch(address: str, on_end: Callable[[], None]) -> None:
+    """Calls `on_end` when no process listens at an address any more: TensorFlow may wait forever for a dead process.
 
-    In a thread of its own: the system closes a process's connections when it ends.
+    It runs in a thread of its own, and relies on the system, which closes a process's connections when it ends.
     """
-    threading.Thread(target=_watch, args=(address, gone), name="kdist-peer", daemon=True).start()
+    threading.Thread(target=_watch, args=(address, on_end), name="kdist-peer", daemon=True).start()
 
 
-def _watch(address: str, gone: Callable[[], None]) -> None:
+def _watch(address: str, on_end: Callable[[], None]) -> None:
     failures = 0
-    while failures < _MOST_FAILURES:
+    while failures < _MAX_FAILURES:
         try:
             with contextlib.closing(_connect(address)) as connection:
                 failures = 0
@@ -118,7 +118,7 @@ def _watch(address: str, gone: Callable[[], None]) -> None:
                     connection.setsockopt(*option, value)
                 connection.settimeout(None)
                 with contextlib.suppress(OSError):
-                    # The server greets, and hangs up after minutes on who says nothing.
+                    # The server sends a greeting, and closes an idle connection after minutes.
                     while connection.recv(1 << 12):
                         pass
         except ConnectionRefusedError:
@@ -126,12 +126,12 @@ def _watch(address: str, gone: Callable[[], None]) -> None:
         except OSError:
             failures += 1
         time.sleep(_PAUSE)
-    gone()
+    on_end()
 
 
 def unreachable(addresses: Sequence[str], rank: int) -> list[int]:
-    """Returns the ranks at whose addresses nobody answers now."""
-    return [each for each, address in enumerate(addresses) if each != rank and _knock(address)]
+    """Returns the ranks whose addresses cannot be connected to now."""
+    return [each for each, address in enumerate(addresses) if each != rank and _connection_error(address)]
 
 
 def host(address: str) -> str:
@@ -144,8 +144,8 @@ def _connect(address: str) -> socket.socket:
     return socket.create_connection((name.strip("[]"), int(port)), timeout=2.0)
 
 
-def _knock(address: str) -> str:
-    """Returns why nobody answers at an address, or nothing."""
+def _connection_error(address: str) -> str:
+    """Returns why an address cannot be connected to, or an empty string."""
     try:
         with contextlib.closing(_connect(address)):
             return ""
@@ -154,9 +154,9 @@ def _knock(address: str) -> str:
 
 
 def _check_nothing_is_lost(rank: int, size: int) -> None:
-    """Refuses to start where resources exist: on the cluster's devices, which have other names, they are not."""
+    """Refuses to start where resources exist: they would not exist on the cluster's devices, which have other names."""
     kinds = (tf.Variable, tf.data.Iterator, tf.saved_model.experimental.TrackableResource)
-    # By type(), for what is only a proxy might import something when it is asked.
+    # By type(), because isinstance() of a lazy proxy may import its module.
     found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     if found:
         counted = collections.Counter(type(each).__name__ for each in found)

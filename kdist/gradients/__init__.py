@@ -1,1 +1,1 @@
-"""HOW DO GRADIENTS TRAVEL: in which order, in how many messages, in how many bytes."""
+"""The gradient reducer: the order, the messages and the compression in which gradients are summed."""

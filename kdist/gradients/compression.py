@@ -1,4 +1,4 @@
-"""The interface of what makes gradients smaller on their way between ranks."""
+"""The interface of gradient compressions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Gradients = Sequence[tf.Tensor | tf.IndexedSlices]
 
 
 class Compression(abc.ABC):
-    """Sums gradients over the ranks in fewer bytes than they have; all ranks get the same sums.
+    """Sums gradients over the ranks in fewer bytes; all ranks get the same sums.
 
     Attributes:
-        loss: str, what is lost, for the log.
-        keeps_residuals: bool, whether what is left out of a sum is kept, and added to the next gradient.
+        description: str, what is sent, for the log.
+        keeps_residuals: bool, whether the compression error is added to the next gradient (error feedback).
     """
 
-    loss: str
+    description: str
     keeps_residuals = False
 
     @abc.abstractmethod
@@ -34,10 +34,10 @@ class Compression(abc.ABC):
 
         Args:
             engine: `Engine`.
-            gradients: sequence of floating tensors and `tf.IndexedSlices`. Those that cannot be compressed, or would
-                gain nothing, are summed exactly.
+            gradients: sequence of floating tensors and `tf.IndexedSlices`. Those that cannot be compressed, or are too
+                small, are summed exactly.
             exact: sequence of tensors.
-            variables: sequence of variables, one for each gradient: what is kept from step to step is kept for them.
+            variables: sequence of variables, one for each gradient, with which slots are stored.
 
         Returns:
             A pair of lists: the sums of `gradients` and of `exact`.
@@ -45,36 +45,26 @@ class Compression(abc.ABC):
 
     @abc.abstractmethod
     def num_bytes(self, gradient: tf.Tensor | tf.IndexedSlices) -> int:
-        """Returns the bytes that a rank sends of a gradient, where they are known before the graph runs."""
+        """Returns the number of bytes that a rank sends of a gradient; 0 if its shape is not known."""
 
-    def take(self, engine: Engine) -> dict[str, dict[int, Any]]:
-        """Returns what is kept from step to step, of all ranks together; each goes on with its part of it.
+    def state_dict(self, engine: Engine) -> dict[str, dict[int, Any]]:
+        """Returns the slots of all ranks: a dict by kind of dicts of arrays by variable id.
 
         Collective: every rank must call this, in the same order.
-
-        Returns:
-            A dict of kinds, each a dict of arrays by the ids of the model's variables.
         """
         return {}
 
-    def give(  # noqa: B027  most keep nothing
-        self, engine: Engine, taken: Mapping[str, Mapping[int, Any]]
-    ) -> None:
-        """Gives this rank its part of what `take` has returned; what is not there begins anew.
-
-        Args:
-            engine: `Engine`.
-            taken: mapping, as `take` returns it.
-        """
+    def load_state_dict(self, engine: Engine, state: Mapping[str, Mapping[int, Any]]) -> None:  # noqa: B027
+        """Loads this rank's part of what `state_dict` has returned; other slots are reset."""
 
 
 def full_bytes(gradient: tf.Tensor | tf.IndexedSlices) -> int:
-    """Returns the bytes of a gradient, where they are known before the graph runs."""
+    """Returns the number of bytes of a gradient; 0 if its shape is not known."""
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     return (values.shape.num_elements() or 0) * values.dtype.size
 
 
 def is_plain(gradient: tf.Tensor | tf.IndexedSlices) -> bool:
-    """Returns whether a gradient is dense, of real numbers, and of a shape that is known before the graph runs."""
+    """Returns whether a gradient is dense, real, and of a static shape."""
     is_dense = not isinstance(gradient, tf.IndexedSlices)
     return is_dense and gradient.dtype.is_floating and gradient.shape.is_fully_defined()

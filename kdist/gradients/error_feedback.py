@@ -1,4 +1,4 @@
-"""Compression that keeps what it leaves out of a gradient, and adds it to the next one: error feedback."""
+"""Error feedback: the error of a gradient's compression is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from kdist.engines import flat
 from kdist.engines.engine import Engine
+from kdist.engines.tensors import flat
 from kdist.gradients.compression import Compression, Gradients, full_bytes
-from kdist.gradients.kept_state import KeptState
+from kdist.state.slots import Slots
 
 
-class Sums(NamedTuple):
-    """What came of one message.
+class ApproximateSums(NamedTuple):
+    """The result of one message.
 
     Attributes:
-        totals: list of tensors, the sums of what was compressed, not finite where those of a rank are not.
-        sent: list of tensors, what this rank has added to each of them.
-        others: list, the sums of what was not compressed.
-        kept: list of pairs of a variable and a value, what else is kept for the next step.
+        totals: list of tensors, the sums of compressed tensors, not finite where a rank's tensor is not.
+        sent: list of tensors, this rank's addend in each of them.
+        exact: list, the sums of what was not compressed.
+        updates: list of pairs of a variable and its value for the next step.
     """
 
     totals: list[tf.Tensor]
     sent: list[tf.Tensor]
-    others: list[Any]
-    kept: list[tuple[tf.Variable, tf.Tensor]]
+    exact: list[Any]
+    updates: list[tuple[tf.Variable, tf.Tensor]]
 
 
 class ErrorFeedback(Compression):
-    """Sums approximations of gradients; each rank keeps what its own lacks, so that nothing is lost for good.
+    """Sums compressed gradients; each rank keeps its compression error as a residual.
 
-    Where a sum is not finite, for some rank's gradient is not, nothing of that message is kept: such a step is none.
-    (Of the other messages of a step that has several it is.)
+    A message with a sum that is not finite changes no residual, because such a step is skipped.
 
     References:
         - Karimireddy et al., 2019, Error Feedback Fixes SignSGD, https://arxiv.org/abs/1901.09847
@@ -43,7 +42,7 @@ class ErrorFeedback(Compression):
     keeps_residuals = True
 
     def __init__(self) -> None:
-        self._residuals = KeptState(tf.zeros)
+        self._residuals = Slots(tf.zeros)
 
     @abc.abstractmethod
     def _shape(self, gradient: tf.Tensor | tf.IndexedSlices) -> list[int] | None:
@@ -56,58 +55,54 @@ class ErrorFeedback(Compression):
     @abc.abstractmethod
     def _sum_approximately(
         self, engine: Engine, tensors: list[tf.Tensor], others: list[Any], variables: list[Any]
-    ) -> Sums:
-        """Sums tensors approximately, and others exactly.
+    ) -> ApproximateSums:
+        """Sums tensors of at least 32 bits approximately, and others exactly.
 
         Collective: every rank must call this, in the same order.
-
-        Args:
-            engine: `Engine`.
-            tensors: list of tensors of at least 32 bits.
-            others: list of tensors and `tf.IndexedSlices`.
-            variables: list of variables, one for each of `tensors`.
         """
 
     def sum(
         self, engine: Engine, gradients: Gradients, exact: Gradients, variables: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Sums what can be compressed and what this rank has kept of it; see `Compression.sum`."""
+        """Sums gradients and residuals; see `Compression.sum`."""
         places = [place for place, each in enumerate(gradients) if self._shape(each) is not None]
         rest = [place for place in range(len(gradients)) if place not in places]
-        of = [variables[place] for place in places]
+        compressed = [variables[place] for place in places]
         tensors = [tf.reshape(_summable(gradients[place]), self._shape(gradients[place])) for place in places]
-        kept = [self._residuals.of(each, own.shape, own.dtype) for each, own in zip(of, tensors, strict=True)]
-        tensors = [own + before for own, before in zip(tensors, kept, strict=True)]
-        found = self._sum_approximately(engine, tensors, [*(gradients[place] for place in rest), *exact], of)
-        left = [(before, own - part) for before, own, part in zip(kept, tensors, found.sent, strict=True)]
-        counts = tf.reduce_all([is_finite(each) for each in (*found.totals, *found.others[: len(rest)])])
-        for state, value in (*left, *found.kept):
-            state.assign(tf.where(counts, value, state))
+        residuals = [
+            self._residuals.get(v, each.shape, each.dtype) for v, each in zip(compressed, tensors, strict=True)
+        ]
+        tensors = [each + residual for each, residual in zip(tensors, residuals, strict=True)]
+        found = self._sum_approximately(engine, tensors, [*(gradients[place] for place in rest), *exact], compressed)
+        errors = [(state, each - sent) for state, each, sent in zip(residuals, tensors, found.sent, strict=True)]
+        all_finite = tf.reduce_all([is_finite(each) for each in (*found.totals, *found.exact[: len(rest)])])
+        for state, value in (*errors, *found.updates):
+            state.assign(tf.where(all_finite, value, state))
         sums: list[Any] = list(gradients)
         for place, total in zip(places, found.totals, strict=True):
             sums[place] = tf.cast(tf.reshape(total, gradients[place].shape), gradients[place].dtype)
-        for place, total in zip(rest, found.others, strict=False):
+        for place, total in zip(rest, found.exact, strict=False):
             sums[place] = total
-        return sums, found.others[len(rest) :]
+        return sums, found.exact[len(rest) :]
 
     def num_bytes(self, gradient: tf.Tensor | tf.IndexedSlices) -> int:
-        """Returns the bytes of what stands for a gradient, or of the gradient; see `Compression.num_bytes`."""
+        """Returns the bytes of a compressed gradient; see `Compression.num_bytes`."""
         shape = self._shape(gradient)
         if shape is None:
             return full_bytes(gradient)
         return self._compressed_bytes(shape, max(gradient.dtype.size, tf.float32.size))
 
-    def take(self, engine: Engine) -> dict[str, dict[int, Any]]:
-        """Leaves to rank 0 what all ranks have kept: their sum is what counts; see `Compression.take`."""
-        kept = self._residuals.values
-        totals = engine.allreduce([tf.convert_to_tensor(each) for each in kept.values()]) if kept else []
-        for each, total in zip(kept.values(), totals, strict=True):
+    def state_dict(self, engine: Engine) -> dict[str, dict[int, Any]]:
+        """Moves all residuals to rank 0, as only their sum has an effect; see `Compression.state_dict`."""
+        residuals = self._residuals.values
+        totals = engine.allreduce([tf.convert_to_tensor(each) for each in residuals.values()]) if residuals else []
+        for each, total in zip(residuals.values(), totals, strict=True):
             each.assign(total if engine.rank == 0 else tf.zeros_like(total))
-        return {"residual": dict(zip(kept, map(flat.to_array, totals), strict=True))}
+        return {"residual": dict(zip(residuals, map(flat.to_array, totals), strict=True))}
 
-    def give(self, engine: Engine, taken: Mapping[str, Mapping[int, Any]]) -> None:
-        """Gives rank 0 what all ranks have kept; see `Compression.give`."""
-        self._residuals.give(taken.get("residual", {}) if engine.rank == 0 else {})
+    def load_state_dict(self, engine: Engine, state: Mapping[str, Mapping[int, Any]]) -> None:
+        """Loads all residuals on rank 0; see `Compression.load_state_dict`."""
+        self._residuals.load(state.get("residual", {}) if engine.rank == 0 else {})
 
 
 def is_finite(tensor: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""PowerSGD: gradients of matrices as products of two narrow ones."""
+"""PowerSGD: gradients of matrices as products of two low-rank factors."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.engines import flat
 from kdist.engines.engine import Engine
+from kdist.engines.tensors import flat
 from kdist.gradients.compression import is_plain
-from kdist.gradients.error_feedback import ErrorFeedback, Sums
-from kdist.gradients.kept_state import KeptState
+from kdist.gradients.error_feedback import ApproximateSums, ErrorFeedback
+from kdist.state.slots import Slots
 
 
 class PowerSGD(ErrorFeedback):
-    """Sends the best approximation of low rank that one step of power iteration finds, with error feedback.
+    """Sends the low-rank approximation that one step of power iteration finds, with error feedback.
 
-    With M a rank's gradient and what it has kept of earlier ones, an n x m matrix, and Q the m x r matrix of the step
-    before: P = M Q is summed over the ranks and made orthonormal; Q = M' P is summed; the result is P Q'. Each rank
-    keeps what of its M lies outside of P, and adds it to its next gradient: so nothing is lost for good. What all ranks
-    get, and what they keep together, follows from the sum of their gradients alone, however many they are.
+    Let M (n x m) be a rank's gradient plus its residual, and Q (m x r) the right factor of the step before. P = M Q is
+    summed over the ranks and orthonormalized; Q = M' P is summed; the result is P Q'. The new residual is M - P P' M.
+    The result and the sum of the residuals depend on the sum of the gradients only, not on the number of ranks.
 
-    Gradients that have fewer than two dimensions, or are not at least twice as large as both factors, are sent exactly.
+    Gradients of fewer than two dimensions, or less than twice as large as both factors together, are sent exactly.
 
     Args:
         rank: int, r, the number of columns of both factors.
@@ -35,31 +34,30 @@ class PowerSGD(ErrorFeedback):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self._rank = rank
-        self.loss = f"matrices of rank {rank}"
-        # Equal on all ranks.
-        self._right = KeptState(lambda shape, dtype: tf.random.stateless_normal(shape, seed=[0, 0], dtype=dtype))
+        self.description = f"matrices of rank {rank}"
+        self._right = Slots(lambda shape, dtype: tf.random.stateless_normal(shape, seed=[0, 0], dtype=dtype))
 
     def _sum_approximately(
         self, engine: Engine, tensors: list[tf.Tensor], others: list[Any], variables: list[Any]
-    ) -> Sums:
-        """Sums left factors, and what is not compressed, in one message, and right factors in another."""
+    ) -> ApproximateSums:
+        """Sums left factors and exact tensors in one message, and right factors in another."""
         right = [
-            self._right.of(variable, [each.shape[1], self._rank], each.dtype)
+            self._right.get(variable, [each.shape[1], self._rank], each.dtype)
             for variable, each in zip(variables, tensors, strict=True)
         ]
         products = [tf.matmul(each, factor) for each, factor in zip(tensors, right, strict=True)]
         received = engine.allreduce([*products, *others])
-        left = [tf.linalg.qr(each).q for each in received[: len(tensors)]]  # of zeros, too, it is orthonormal
-        mine = [tf.matmul(each, factor, transpose_a=True) for each, factor in zip(tensors, left, strict=True)]
-        summed = engine.allreduce(mine) if mine else []
+        left = [tf.linalg.qr(each).q for each in received[: len(tensors)]]  # orthonormal for zeros too
+        local = [tf.matmul(each, factor, transpose_a=True) for each, factor in zip(tensors, left, strict=True)]
+        summed = engine.allreduce(local) if local else []
         totals, sent = (
             [tf.matmul(one, other, transpose_b=True) for one, other in zip(left, factors, strict=True)]
-            for factors in (summed, mine)
+            for factors in (summed, local)
         )
-        return Sums(totals, sent, received[len(tensors) :], list(zip(right, summed, strict=True)))
+        return ApproximateSums(totals, sent, received[len(tensors) :], list(zip(right, summed, strict=True)))
 
     def _shape(self, gradient: tf.Tensor | tf.IndexedSlices) -> list[int] | None:
-        """Returns that of a matrix whose columns are the layer's outputs."""
+        """Returns the shape of the matrix whose columns are the layer's outputs."""
         if not is_plain(gradient) or gradient.shape.rank < 2:
             return None
         *rows, columns = gradient.shape
@@ -69,14 +67,14 @@ class PowerSGD(ErrorFeedback):
     def _compressed_bytes(self, shape: list[int], bytes_of_number: int) -> int:
         return sum(shape) * self._rank * bytes_of_number
 
-    def take(self, engine: Engine) -> dict[str, dict[int, Any]]:
-        """Returns what was left out so far, and the factors that the next step begins with."""
+    def state_dict(self, engine: Engine) -> dict[str, dict[int, Any]]:
+        """Returns the residuals, and the right factors for the next step."""
         return {
-            **super().take(engine),
+            **super().state_dict(engine),
             "right": {key: flat.to_array(tf.convert_to_tensor(each)) for key, each in self._right.values.items()},
         }
 
-    def give(self, engine: Engine, taken: Mapping[str, Mapping[int, Any]]) -> None:
-        """Gives rank 0 what was left out so far, and all ranks the factors that the next step begins with."""
-        super().give(engine, taken)
-        self._right.give(taken.get("right", {}))
+    def load_state_dict(self, engine: Engine, state: Mapping[str, Mapping[int, Any]]) -> None:
+        """Loads the residuals on rank 0, and the right factors on all ranks."""
+        super().load_state_dict(engine, state)
+        self._right.load(state.get("right", {}))

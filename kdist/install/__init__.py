@@ -1,1 +1,1 @@
-"""WHERE DOES HOROVOD COME FROM: built from its source for the TensorFlow and the MPI of this environment."""
+"""WHERE DOES HOROVOD COME FROM: built from source for the TensorFlow and the MPI of this environment."""

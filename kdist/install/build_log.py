@@ -1,4 +1,4 @@
-"""What a build says: how far it is, and what went wrong first."""
+"""The log of a build: its progress and its first error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 _PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
-# The words of errors: those of compilers and linkers say more than CMake's or Python's, in which they may stand. Not
+# Patterns of errors, the most informative first: compilers and linkers, then CMake, then Python, which quote them. Not
 # pip's "error: subprocess-exited-with-error", and not CMake's tests of `-Werror=...`.
 _ERRORS = (
     re.compile(r":\d+: (?:fatal )?error: |undefined reference to|cannot find -l|internal compiler error|No space left"),
@@ -16,22 +16,22 @@ _ERRORS = (
 
 
 def percent(line: str) -> int | None:
-    """Returns how much of the build is done after this line, from 0 to 100, if it says so."""
+    """Returns the progress of the build in percent if this line has it, or `None`."""
     match = _PERCENT.match(line)
     return None if match is None else int(match[1])
 
 
 def first_error(lines: Iterable[str], context: int = 3) -> str:
-    """Returns the first line that tells of an error, and what follows it.
+    """Returns the first line with an error, and the lines after it.
 
-    Later errors follow from the first one; pip's own, at the end, only say that there was one.
+    Later errors are consequences of the first one.
 
     Args:
         lines: iterable of str, the log.
         context: int, how many lines after it are returned too.
 
     Returns:
-        A str of several lines; the last lines of the log, if none tells of an error.
+        A str of several lines; without an error the last lines of the log.
     """
     lines = [line.rstrip() for line in lines]
     for pattern in _ERRORS:

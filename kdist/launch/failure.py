@@ -1,4 +1,4 @@
-"""How a rank that fails says so once and takes the whole job down, so that no other rank waits for it."""
+"""The end of a job when a rank fails: the error is reported once, and all ranks are aborted."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from kdist.launch.output import REPORT
+from kdist.launch.output import REPORT_PREFIX
 
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C ended
 
-# Seconds that the other ranks leave to rank 0, which may be about to report the same error and end the job. They
-# report it themselves after that: nothing is ever swallowed.
-_HEAD_START = 1.0
-_HEAD_START_ON_ALL_RANKS = 2.0
-_HEAD_START_OF_THE_FIRST = 5.0  # where this rank fails because another one did
-_LAST_RESORT = 10.0  # seconds after which a process is ended that does not end well
+# Seconds that a rank waits before it reports an error, because another rank may report the cause and end the job.
+_DELAY = 1.0
+_DELAY_ON_ALL_RANKS = 2.0  # where rank 0 is known to raise the same error
+_DELAY_OF_CONSEQUENCES = 5.0  # where this rank fails because another one did
+_EXIT_TIMEOUT = 10.0  # seconds after which a process that does not exit is ended
 
-LAST_WORDS = 0.3
-"""Seconds for the launcher to pass a report on, before it throws away what it has not read yet."""
+OUTPUT_DELAY = 0.3
+"""Seconds for the launcher to forward a report, before it discards what it has not read."""
 
 
 class FailureHook:
-    """A `sys.excepthook` that names the rank, then ends the job.
+    """A `sys.excepthook` that reports the error with the rank, then ends the job.
 
-    Python does not call it for `SystemExit`; who catches one on its way out may.
+    Python does not call it for `SystemExit`; code that catches one may.
 
     Attributes:
         abort: function of an exit code that ends all ranks and does not return.
         rank: int, this process's number.
         size: int, the number of processes.
-        explain: function of an error, giving another one that says more, or `None`.
-        before_end: function of the exit code, called when this rank ends the job, having said why; or `None`.
-        previous: the hook that was there before; it prints the traceback if it is not Python's own.
+        explain: `None`, or a function of an error that returns a more precise one or `None`.
+        before_abort: `None`, or a function of the exit code that is called after the report and before `abort`.
+        previous: the hook that was set before; it prints the traceback if it is not Python's own.
     """
 
     explain: Callable[[BaseException], BaseException | None] | None = None
-    before_end: Callable[[int], None] | None = None
+    before_abort: Callable[[int], None] | None = None
 
     def __init__(self, abort: Callable[[int], NoReturn], rank: int, size: int):
         self.abort = abort
@@ -52,24 +51,24 @@ class FailureHook:
         self.previous = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Reports the error and ends the job: with its own code for `SystemExit`, quietly after Ctrl-C."""
+        """Reports the error and ends the job: with its code for `SystemExit`, without a report after Ctrl-C."""
         code = exit_code(error)
         if code == 0 or isinstance(error, KeyboardInterrupt):
             self.end(code)
         explained = None
         with contextlib.suppress(Exception):
             explained = None if self.explain is None else self.explain(error)
-        if getattr(explained or error, "is_echo", False):
-            time.sleep(_HEAD_START_OF_THE_FIRST)
+        if getattr(explained or error, "is_consequence", False):
+            time.sleep(_DELAY_OF_CONSEQUENCES)
         elif self.rank > 0:
-            time.sleep(_HEAD_START_ON_ALL_RANKS if getattr(error, "on_all_ranks", False) else _HEAD_START)
+            time.sleep(_DELAY_ON_ALL_RANKS if getattr(error, "on_all_ranks", False) else _DELAY)
         with contextlib.suppress(Exception):
             self._report(kind, error, trace, explained)
-        time.sleep(LAST_WORDS)
+        time.sleep(OUTPUT_DELAY)
         self.end(code)
 
     def end(self, code: int) -> NoReturn:
-        """Ends all ranks, without a word.
+        """Ends all ranks without a report.
 
         Args:
             code: int, the exit code, from 0 to 255.
@@ -78,25 +77,25 @@ class FailureHook:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
-            if self.before_end is not None:
-                self.before_end(code)
+            if self.before_abort is not None:
+                self.before_abort(code)
             self.abort(code)
         finally:
             os._exit(code)
 
-    def stop(self, text: str) -> NoReturn:
-        """Says why the job must end, and ends it; for a thread that watches over the ranks.
+    def fail(self, message: str) -> NoReturn:
+        """Reports a failure and ends the job; for other threads than the main one.
 
         Args:
-            text: str, the reason; empty if another rank says it.
+            message: str, the reason; empty if another rank reports it.
         """
-        # What the main thread holds must not keep this one: it may be stopped for good in the middle of a write.
-        limit = threading.Timer(_LAST_RESORT, os._exit, [1])
+        # The main thread may block for ever in the middle of a write and hold the lock of stderr.
+        limit = threading.Timer(_EXIT_TIMEOUT, os._exit, [1])
         limit.daemon = True
         limit.start()
-        if text:
-            sys.stderr.write(f"{REPORT}{self.rank} of {self.size} on host {platform.node()} ends the job: {text}\n")
-            time.sleep(LAST_WORDS)
+        if message:
+            sys.stderr.write(f"{self._header()} ends the job: {message}\n")
+            time.sleep(OUTPUT_DELAY)
         self.end(1)
 
     def _report(
@@ -108,21 +107,22 @@ class FailureHook:
     ) -> None:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        head = f"{REPORT}{self.rank} of {self.size} on host {platform.node()}"
+        # One write each, so that the lines of two ranks do not mix.
         if isinstance(error, SystemExit):
-            said = "" if isinstance(error.code, int) else f": {error.code}"
-            head = text = f"{head} exited with code {exit_code(error)}{said}\n"
+            message = "" if isinstance(error.code, int) else f": {error.code}"
+            sys.stderr.write(f"{self._header()} exited with code {exit_code(error)}{message}\n")
         else:
-            head = f"{head} raised {kind.__name__}:\n"
-            text = head + "".join(traceback.format_exception(kind, error, trace))
-        # One write each, so that the lines of two ranks do not mingle.
-        if self.previous is sys.__excepthook__ or isinstance(error, SystemExit):
-            sys.stderr.write(text)
-        else:
-            sys.stderr.write(head)
-            self.previous(kind, error, trace)
+            header = f"{self._header()} raised {kind.__name__}:\n"
+            if self.previous is sys.__excepthook__:
+                sys.stderr.write(header + "".join(traceback.format_exception(kind, error, trace)))
+            else:
+                sys.stderr.write(header)
+                self.previous(kind, error, trace)
         if explained is not None:
-            sys.stderr.write(f"[kdist] that is: {explained}\n")
+            sys.stderr.write(f"[kdist] Explanation: {explained}\n")
+
+    def _header(self) -> str:
+        return f"{REPORT_PREFIX}{self.rank} of {self.size} on host {platform.node()}"
 
 
 def install(
@@ -130,22 +130,21 @@ def install(
     rank: int,
     size: int,
     explain: Callable[[BaseException], BaseException | None] | None = None,
-    before_end: Callable[[int], None] | None = None,
+    before_abort: Callable[[int], None] | None = None,
 ) -> FailureHook:
     """Makes an uncaught exception on this rank end the whole job.
 
-    Called again, it only takes over the arguments: a hook is never installed twice. Threads keep Python's own
-    behaviour: an exception in one of them does not end the process.
+    Called again, it updates the hook that is installed. Exceptions in threads do not end the process, as in Python.
 
     Args:
         abort: function of an exit code that ends all ranks and does not return.
         rank: int, this process's number.
         size: int, the number of processes.
-        explain: function of an error, giving another one that says more, or `None`.
-        before_end: function of the exit code, called when this rank ends the job, having said why; or `None`.
+        explain: see `FailureHook`; `None` keeps the last one.
+        before_abort: see `FailureHook`; `None` keeps the last one.
 
     Returns:
-        The hook that is in place.
+        The hook that is installed.
     """
     hook = sys.excepthook
     if isinstance(hook, FailureHook):
@@ -154,16 +153,16 @@ def install(
         hook = sys.excepthook = FailureHook(abort, rank, size)
     if explain is not None:
         hook.explain = explain
-    if before_end is not None:
-        hook.before_end = before_end
+    if before_abort is not None:
+        hook.before_abort = before_abort
     return hook
 
 
 def exit_code(error: BaseException) -> int:
-    """Returns the code that Python ends with for an error, as a shell sees it.
+    """Returns the exit code of Python for an uncaught exception, as a shell reports it.
 
     Args:
-        error: the exception that nobody caught.
+        error: the uncaught exception.
 
     Returns:
         An int from 0 to 255.

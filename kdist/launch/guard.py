@@ -1,4 +1,4 @@
-"""Ends a job whose `kdist run` was killed, which tells it of the job through a pipe: `python -m kdist.launch.guard`."""
+"""A guard process, `python -m kdist.launch.guard`: it ends the job if `kdist run`, which holds its pipe, is killed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LOG = logging.getLogger("kdist")
 
 
 def main() -> None:
-    """Reads the launcher's process id, and a word when the job has ended; what comes after neither is the end."""
+    """Reads the launcher's process id, then a line when the job has ended; the pipe closes without it if killed."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     leader, ended = sys.stdin.readline().strip(), sys.stdin.readline()
     if leader.isdigit() and not ended:
         logging.basicConfig(format="[kdist] %(message)s")
-        _LOG.warning("`kdist run` was killed: its job is ended")
+        _LOG.warning("`kdist run` was killed: ending its job")
         end_session(int(leader))
 
 

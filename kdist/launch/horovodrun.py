@@ -13,7 +13,7 @@ from kdist.launch.mpirun import MPIRun
 
 
 def find(python: str, search_path: str | None) -> str:
-    """Finds the `horovodrun` to launch by: the one beside this Python, or the first on the path.
+    """Finds `horovodrun`: the one beside this Python, or the first on the path.
 
     Args:
         python: str, the Python that runs the ranks.
@@ -28,8 +28,8 @@ def find(python: str, search_path: str | None) -> str:
     found = shutil.which("horovodrun", path=os.path.dirname(python)) or shutil.which("horovodrun", path=search_path)
     if found is None:
         raise LaunchError(
-            f"No horovodrun found. Received: none beside {python} nor on PATH={search_path!r}. Expected Horovod to be "
-            "installed. Fix: kdist install-horovod"
+            f"horovodrun was not found. Received: none beside {python} nor on PATH={search_path!r}. Expected Horovod "
+            "to be installed. Fix: kdist install-horovod"
         )
     return found
 
@@ -47,7 +47,7 @@ def build(
 ) -> Command:
     """Builds the command that starts a job.
 
-    horovodrun carries the whole environment to other hosts by itself.
+    horovodrun forwards the whole environment to other hosts.
 
     Args:
         horovodrun: str, the launcher.
@@ -55,16 +55,16 @@ def build(
         np: int, the number of ranks.
         hosts: sequence of `Host`; without any, this machine.
         extra: sequence of str, more arguments for horovodrun, after kdist's own.
-        env: mapping of variable name to value, what is added to the ranks' environment.
-        mpirun: `MPIRun` or `None`, the MPI that there is. Without one the job talks over Gloo; with one, horovodrun
-            decides by what Horovod was built with.
+        env: mapping of variable name to value, added to the ranks' environment.
+        mpirun: `MPIRun` or `None`, the MPI that was found. Without one the job uses Gloo; with one, horovodrun
+            chooses by what Horovod was built with.
         search_path: str, the value of `PATH`, on which horovodrun looks for mpirun.
 
     Returns:
         A `Command`.
 
     Raises:
-        LaunchError: if the number of ranks is not positive or the hosts do not hold it.
+        LaunchError: if the number of ranks is not positive or exceeds the slots.
     """
     check_slots(np, hosts)
     options = ["-np", str(np)]
@@ -75,7 +75,7 @@ def build(
         options += ["--gloo"]
     else:
         if mpirun.flavour == "openmpi":
-            # horovodrun itself writes `-bind-to none`, which Open MPI 5 takes for a program.
+            # horovodrun's own `-bind-to none` is taken for a program by Open MPI 5.
             options += ["--binding-args=--bind-to none --map-by slot"]
         directory = os.path.dirname(mpirun.path)
         if search_path.split(os.pathsep)[0] != directory:

@@ -1,4 +1,4 @@
-"""Hosts and how many ranks each may hold: `-H a:2,b:2` and the hostfiles of Open MPI and MPICH."""
+"""Hosts and their slots: `-H a:2,b:2` and the hostfiles of Open MPI and MPICH."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kdist.errors import LaunchError
 
-# A leading dash would be read as an option by mpirun or ssh.
+# No leading dash: mpirun or ssh would read an option.
 _NAME = r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.%]+\])"
 _ENTRY = re.compile(_NAME + r"(?::(?P<slots>[0-9]{1,6}))?")
 _SLOTS = re.compile(r"slots\s*=\s*([0-9]{1,6})(?!\S)")
@@ -23,7 +23,7 @@ class Host:
 
     Attributes:
         name: str, a name or an address.
-        slots: int, the number of ranks that it may hold.
+        slots: int, the number of ranks that may run on it.
     """
 
     name: str
@@ -40,10 +40,10 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         text: str, hosts joined by commas; a host without slots has one.
 
     Returns:
-        A tuple of `Host`, in order; a host named twice has the sum of its slots.
+        A tuple of `Host`, in order; the slots of a host named twice are added.
 
     Raises:
-        LaunchError: if an entry is no host, or has no slots.
+        LaunchError: if an entry is not a host, or has no slots.
     """
     return _merge(_host(entry.strip(), f"-H {text!r}") for entry in text.split(","))
 
@@ -56,23 +56,23 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
         path: str, the file's name, for messages.
 
     Returns:
-        A tuple of `Host`, in order; a host named twice has the sum of its slots, one without slots has one.
+        A tuple of `Host`, in order; the slots of a host named twice are added, a host without slots has one.
 
     Raises:
-        LaunchError: if a line is no host, or there is none.
+        LaunchError: if a line is not a host, or there is none.
     """
     lines = [line.split("#", 1)[0].strip() for line in text.splitlines()]
     hosts = [_line(line, f"line {number} of {path}: {line!r}") for number, line in enumerate(lines, 1) if line]
     if not hosts:
         raise LaunchError(
-            f"No hosts. Received: the hostfile {path}, without any. Expected one host a line, as 'node1 slots=4' or "
-            "'node1:4'. Fix: add the hosts to it, or leave --hostfile away to run on this machine."
+            f"The hostfile names no hosts. Received: {path}, without any. Expected one host a line, as 'node1 slots=4' "
+            "or 'node1:4'. Fix: add the hosts, or omit --hostfile to run on this machine."
         )
     return _merge(hosts)
 
 
 def check_slots(np: int, hosts: Sequence[Host], *, oversubscribe: bool = False) -> None:
-    """Refuses a number of ranks that cannot be started.
+    """Raises if the number of ranks cannot be started.
 
     Args:
         np: int, the number of ranks.
@@ -80,10 +80,10 @@ def check_slots(np: int, hosts: Sequence[Host], *, oversubscribe: bool = False) 
         oversubscribe: bool, whether there may be more ranks than slots.
 
     Raises:
-        LaunchError: if the number is not positive or the hosts do not hold it.
+        LaunchError: if the number is not positive or exceeds the slots.
     """
     if np < 1:
-        raise LaunchError(f"No ranks to start. Received: -np {np}. Expected at least 1. Fix: give -np 1 or more.")
+        raise LaunchError(f"-np is not positive. Received: -np {np}. Expected at least 1. Fix: give -np 1 or more.")
     slots = sum(host.slots for host in hosts)
     if hosts and np > slots and not oversubscribe:
         raise LaunchError(
@@ -97,7 +97,7 @@ def all_local(hosts: Iterable[Host], this_host: str) -> bool:
 
     Args:
         hosts: iterable of `Host`.
-        this_host: str, this machine's name, as `socket.gethostname()` gives it.
+        this_host: str, this machine's name, from `socket.gethostname()`.
 
     Returns:
         A bool; `True` without hosts.
@@ -106,22 +106,22 @@ def all_local(hosts: Iterable[Host], this_host: str) -> bool:
     return all(host.name in local for host in hosts)
 
 
-def scheduled(env: Mapping[str, str]) -> bool:
-    """Returns whether a scheduler (Slurm, PBS, LSF, Grid Engine) gave this job its hosts, which mpirun then uses."""
+def is_scheduled(env: Mapping[str, str]) -> bool:
+    """Returns whether a scheduler (Slurm, PBS, LSF, Grid Engine) allocated the hosts, which mpirun then uses."""
     return any(name in env for name in _SCHEDULERS)
 
 
 def _line(line: str, source: str) -> Host:
-    entry, *rests = line.split(maxsplit=1)
-    rest = _MAX_SLOTS.sub("", "".join(rests))
+    entry, *remainder = line.split(maxsplit=1)
+    rest = _MAX_SLOTS.sub("", "".join(remainder))
     slots = _SLOTS.search(rest)
     if _SLOTS.sub("", rest, count=1).strip():
-        raise _bad(entry, source)
+        raise _invalid(entry, source)
     host = _host(entry, source)
     if slots is None:
         return host
     if ":" in entry.rpartition("]")[2] or int(slots[1]) < 1:
-        raise _bad(entry, source)
+        raise _invalid(entry, source)
     return Host(host.name, int(slots[1]))
 
 
@@ -129,7 +129,7 @@ def _host(entry: str, source: str) -> Host:
     match = _ENTRY.fullmatch(entry)
     slots = 1 if match is None or match["slots"] is None else int(match["slots"])
     if match is None or slots < 1:
-        raise _bad(entry, source)
+        raise _invalid(entry, source)
     return Host(match["name"], slots)
 
 
@@ -140,8 +140,8 @@ def _merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
     return tuple(Host(name, count) for name, count in slots.items())
 
 
-def _bad(entry: str, source: str) -> LaunchError:
+def _invalid(entry: str, source: str) -> LaunchError:
     return LaunchError(
-        f"Bad host {entry!r}. Received: {source}. Expected a host's name and how many ranks it may hold (at least 1), "
+        f"Invalid host {entry!r}. Received: {source}. Expected a host's name and its number of slots (at least 1), "
         "as 'node1:4' (an IPv6 address as '[::1]:4'), or in a hostfile also 'node1 slots=4'. Fix: correct this entry."
     )

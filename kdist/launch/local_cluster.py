@@ -1,6 +1,6 @@
 """A TensorFlow cluster on this machine, `python -m kdist.launch.local_cluster`: N ranks by TF_CONFIG, without MPI.
 
-It stands where `mpirun` would: it starts the ranks, ends all of them when one fails, and ends with that one's code.
+It replaces `mpirun`: it starts the ranks, ends all of them when one fails, and exits with the code of that one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from types import FrameType
 
 from kdist.errors import LaunchError
 from kdist.launch.command import Command
-from kdist.launch.output import REPORT
+from kdist.launch.hosts import check_slots
+from kdist.launch.output import REPORT_PREFIX
 from kdist.launch.ports import free_ports
 from kdist.launch.process import stop_signals
 
 _LOG = logging.getLogger("kdist")
-_RESTARTS = 10  # of each rank that can be replaced
-_GRACE = 5.0  # seconds that ranks have to end when they are told to
+_MAX_RESTARTS = 10  # of each rank that can be replaced
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
-# The ranks that run, by process id. A `Popen` that nobody holds would be waited for by the next one that is made.
+# The running ranks by process id. `subprocess` reaps a `Popen` without references when it makes the next one.
 _Ranks = dict[int, tuple[int, "subprocess.Popen[bytes]"]]
 
 
@@ -38,7 +39,7 @@ def build(python: str, program: Sequence[str], *, np: int, env: Mapping[str, str
         python: str, the Python that runs this module.
         program: sequence of str, what each rank runs.
         np: int, the number of ranks.
-        env: mapping of variable name to value, what is added to the ranks' environment.
+        env: mapping of variable name to value, added to the ranks' environment.
         ps: int, how many of the ranks are parameter servers; the others are then a chief and workers.
 
     Returns:
@@ -47,8 +48,7 @@ def build(python: str, program: Sequence[str], *, np: int, env: Mapping[str, str
     Raises:
         LaunchError: if the number of ranks is not positive, or leaves no worker beside a chief and the ps.
     """
-    if np < 1:
-        raise LaunchError(f"No ranks to start. Received: -np {np}. Expected at least 1. Fix: give -np 1 or more.")
+    check_slots(np, ())
     if ps and np < ps + 2:
         raise LaunchError(
             f"Too few ranks for parameter servers. Received: -np {np} --ps {ps}. Expected a chief, a worker and {ps} "
@@ -59,13 +59,13 @@ def build(python: str, program: Sequence[str], *, np: int, env: Mapping[str, str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs N copies of a program to their end.
+    """Runs N copies of a program until all have exited.
 
     Args:
         argv: sequence of str, the arguments; by default those of the process.
 
     Returns:
-        The code of the first rank that failed (128 plus the number of the signal that ended it), or 0.
+        The exit code of the first rank that failed (128 plus the signal's number if killed by one), or 0.
     """
     parser = argparse.ArgumentParser(prog="python -m kdist.launch.local_cluster", allow_abbrev=False)
     parser.add_argument("-np", type=int, required=True)
@@ -86,27 +86,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         ranks[process.pid] = rank, process
 
-    # Between the chief and the ps: what a worker was doing is done by another, and one started again joins.
+    # Workers of parameter servers: another worker repeats the step, and a restarted worker joins.
     replaceable = range(1, options.np - options.ps) if options.ps else range(0)
     try:
         for rank in range(options.np):
             start(rank)
-        return _wait(ranks, options.np, start, dict.fromkeys(replaceable, _RESTARTS))
+        return _wait(ranks, options.np, start, dict.fromkeys(replaceable, _MAX_RESTARTS))
     except OSError as error:
-        _LOG.error("a rank does not start: %s", error)
+        _LOG.error("a rank cannot be started: %s", error)
         return 1
     except _Stopped as stopped:
         return 128 + stopped.number
     finally:
-        _end(ranks)
+        _terminate(ranks)
 
 
 def configurations(np: int, ps: int = 0) -> list[str]:
-    """Returns each rank's `TF_CONFIG`: tasks on this machine's loopback, at ports that are free now.
+    """Returns each rank's `TF_CONFIG`: tasks on the loopback interface, at free ports.
 
     Args:
         np: int, the number of ranks.
-        ps: int, how many are parameter servers, the last ones; the first is then the chief. Without any, all are
+        ps: int, how many of the last ones are parameter servers; the first is then the chief. With 0, all are
             workers.
 
     Returns:
@@ -117,8 +117,8 @@ def configurations(np: int, ps: int = 0) -> list[str]:
         tasks = [("worker", addresses)]
     else:
         tasks = [("chief", addresses[:1]), ("worker", addresses[1 : np - ps]), ("ps", addresses[np - ps :])]
-    places = [{"type": job, "index": index} for job, own in tasks for index in range(len(own))]
-    return [json.dumps({"cluster": dict(tasks), "task": place}) for place in places]
+    own = [{"type": job, "index": index} for job, each in tasks for index in range(len(each))]
+    return [json.dumps({"cluster": dict(tasks), "task": task}) for task in own]
 
 
 class _Stopped(Exception):
@@ -131,9 +131,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[int, int]) -> int:
-    """Returns when all ranks have ended well, or one has not; those that ended are taken out of `ranks`.
+    """Waits until all ranks have exited or one has failed; removes those that exited from `ranks`.
 
-    A rank that a signal ended is started again as often as `restarts` says.
+    A rank that was killed by a signal is restarted up to `restarts` times.
     """
     while ranks:
         pid, status = os.wait()
@@ -144,18 +144,18 @@ def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[i
         if code == 0:
             continue
         if code < 0 and rank in restarts and all(other for other, _ in ranks.values()):
-            continue  # rank 0, the chief, is done: it waits for nobody
+            continue  # rank 0, the chief, has finished and does not wait for this rank
         if code < 0:
-            # Nobody else says so: what a signal ends has no last words.
-            _LOG.error("%s%d of %d was ended by %s", REPORT.removeprefix("[kdist] "), rank, np, _name(-code))
+            # A process that is killed by a signal reports nothing itself.
+            _LOG.error("%s%d of %d was killed by %s", REPORT_PREFIX.removeprefix("[kdist] "), rank, np, _name(-code))
             if restarts.get(rank):
                 restarts[rank] -= 1
-                _LOG.warning("rank %d is started again", rank)
+                _LOG.warning("rank %d is restarted", rank)
                 start(rank)
                 continue
         else:
-            # It may have left without a word: by `os._exit`, or before kdist is asked for anything.
-            _LOG.error("the job ends: rank %d of %d has ended with exit code %d", rank, np, code)
+            # It may have reported nothing: after `os._exit`, or before kdist was used.
+            _LOG.error("the job ends: rank %d of %d exited with code %d", rank, np, code)
         return 128 - code if code < 0 else code
     return 0
 
@@ -166,8 +166,8 @@ def _name(number: int) -> str:
     return f"signal {number}"
 
 
-def _end(ranks: _Ranks) -> None:
-    """Ends the ranks that are left: first asked to, then by force."""
+def _terminate(ranks: _Ranks) -> None:
+    """Ends the remaining ranks: SIGTERM first, SIGKILL after a grace period."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     for pid in ranks:

@@ -1,4 +1,4 @@
-"""Command lines for the `mpirun` of Open MPI, MPICH (and MVAPICH, which has MPICH's Hydra) and Intel MPI."""
+"""Command lines for the `mpirun` of Open MPI, MPICH (and MVAPICH, which uses Hydra too) and Intel MPI."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MPIRun:
     Attributes:
         path: str, the program.
         flavour: str, `"openmpi"`, `"mpich"` or `"intel_mpi"`.
-        version: str, as it says itself.
+        version: str, as it reports it.
     """
 
     path: str
@@ -34,7 +34,7 @@ class MPIRun:
     version: str
 
 
-# What `mpirun --version` says, and whose it is then.
+# Each MPI with the pattern of its `mpirun --version`.
 FLAVOURS = (
     ("openmpi", re.compile(r"\(Open MPI\)\s+(\S+)")),
     ("intel_mpi", re.compile(r"Intel\(R\) MPI Library.*?Version\s+(\S+(?: Update \d+)?)", re.DOTALL)),
@@ -42,8 +42,8 @@ FLAVOURS = (
 )
 
 
-def recognise(path: str, text: str) -> MPIRun:
-    """Finds out which MPI an `mpirun` belongs to.
+def identify(path: str, text: str) -> MPIRun:
+    """Returns which MPI an `mpirun` belongs to.
 
     Args:
         path: str, the program.
@@ -53,7 +53,7 @@ def recognise(path: str, text: str) -> MPIRun:
         An `MPIRun`.
 
     Raises:
-        LaunchError: if it is none that kdist knows.
+        LaunchError: if kdist does not know it.
     """
     for flavour, pattern in FLAVOURS:
         match = pattern.search(text)
@@ -61,13 +61,13 @@ def recognise(path: str, text: str) -> MPIRun:
             return MPIRun(path, flavour, match[1])
     known = ", ".join(flavour for flavour, _ in FLAVOURS)
     raise LaunchError(
-        f"An unknown mpirun. Received from `{path} --version`: {text.strip()[:200]!r}. Expected one of {known}. "
-        f"Fix: {_INSTALL}; or start the script by this mpirun yourself."
+        f"The mpirun is of an unknown MPI. Received from `{path} --version`: {text.strip()[:200]!r}. Expected one of "
+        f"{known}. Fix: {_INSTALL}; or start the script with this mpirun yourself."
     )
 
 
 def find(python: str, search_path: str | None) -> MPIRun:
-    """Finds the `mpirun` to launch by: the one beside this Python, or the first on the path.
+    """Finds `mpirun`: the one beside this Python, or the first on the path.
 
     Args:
         python: str, the Python that runs the ranks.
@@ -77,19 +77,19 @@ def find(python: str, search_path: str | None) -> MPIRun:
         An `MPIRun`.
 
     Raises:
-        LaunchError: if there is none, or it does not say what it is.
+        LaunchError: if there is none, or its version is unknown.
     """
     path = shutil.which("mpirun", path=os.path.dirname(python)) or shutil.which("mpirun", path=search_path or "")
     if path is None:
         raise LaunchError(
-            f"No mpirun found. Received: none beside {python} nor on PATH={search_path!r}. Expected the mpirun of Open "
-            f"MPI, MPICH or Intel MPI. Fix: {_INSTALL}."
+            f"mpirun was not found. Received: none beside {python} nor on PATH={search_path!r}. Expected the mpirun of "
+            f"Open MPI, MPICH or Intel MPI. Fix: {_INSTALL}."
         )
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, errors="replace")
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, errors="replace")
     except (OSError, subprocess.TimeoutExpired) as err:
-        raise LaunchError(f"Cannot run mpirun. Received: {err}. Expected its version. Fix: {_INSTALL}.") from err
-    return recognise(path, said.stdout + said.stderr)
+        raise LaunchError(f"mpirun does not run. Received: {err}. Expected its version. Fix: {_INSTALL}.") from err
+    return identify(path, done.stdout + done.stderr)
 
 
 def build(
@@ -110,19 +110,18 @@ def build(
         mpirun: `MPIRun`, the launcher.
         program: sequence of str, what each rank runs.
         np: int, the number of ranks.
-        hosts: sequence of `Host`; without any, this machine or what a scheduler gave.
+        hosts: sequence of `Host`; without any, this machine or the hosts of a scheduler.
         extra: sequence of str, more arguments for mpirun, after kdist's own.
-        env: mapping of variable name to value, what is added to the ranks' environment.
-        forward: sequence of str, variables that mpirun must carry to other hosts.
-        root: bool, whether the job is started by root, which Open MPI refuses unless told otherwise.
-        oversubscribe: bool, whether there may be more ranks than slots, which Open MPI refuses unless told
-            otherwise.
+        env: mapping of variable name to value, added to the ranks' environment.
+        forward: sequence of str, variables that mpirun must forward to other hosts.
+        root: bool, whether the job is started by root, which Open MPI must be allowed.
+        oversubscribe: bool, whether there may be more ranks than slots, which Open MPI must be allowed.
 
     Returns:
         A `Command`.
 
     Raises:
-        LaunchError: if the number of ranks is not positive or the hosts do not hold it.
+        LaunchError: if the number of ranks is not positive or exceeds the slots.
     """
     check_slots(np, hosts, oversubscribe=oversubscribe)
     options, settings = _OPTIONS[mpirun.flavour](hosts, forward, root, oversubscribe)
@@ -133,8 +132,8 @@ def build(
 _Options = tuple[list[str], dict[str, str]]
 
 
-# Open MPI 5 notices after minutes that a host is gone, or its cable; after this many seconds here.
-_NOTICE_LOST_HOSTS = {
+# TCP keepalive: Open MPI 5 would detect a lost host or link only after minutes.
+_KEEPALIVE = {
     "PRTE_MCA_oob_tcp_keepalive_time": "20",
     "PRTE_MCA_oob_tcp_keepalive_intvl": "5",
     "PRTE_MCA_oob_tcp_keepalive_probes": "4",
@@ -142,7 +141,7 @@ _NOTICE_LOST_HOSTS = {
 
 
 def _openmpi(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubscribe: bool) -> _Options:
-    # Bound to one core each, which is Open MPI's default for few ranks, TensorFlow's threads would share that core.
+    # For few ranks Open MPI binds each to one core by default, which all of TensorFlow's threads would share.
     options = ["--bind-to", "none", "--map-by", "slot"]
     if oversubscribe:
         options += ["--oversubscribe"]
@@ -151,10 +150,10 @@ def _openmpi(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubs
     for name in forward:
         options += ["-x", name]
     settings = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if root else {}
-    return options, {**settings, **(_NOTICE_LOST_HOSTS if hosts else {})}
+    return options, {**settings, **(_KEEPALIVE if hosts else {})}
 
 
-# Hydra, which is MPICH's and Intel MPI's, carries the whole environment to other hosts by itself.
+# Hydra, of MPICH and Intel MPI, forwards the whole environment to other hosts.
 
 
 def _mpich(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubscribe: bool) -> _Options:
@@ -170,8 +169,8 @@ def _intel_mpi(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversu
         counts = {host.slots for host in hosts}
         if len(counts) > 1:
             raise LaunchError(
-                f"Intel MPI's mpirun takes the same number of ranks for each host. Received: "
-                f"{','.join(map(str, hosts))}. Expected equal slots. Fix: give each host the same number, or pass "
+                f"Intel MPI's mpirun needs the same number of ranks on each host. Received: "
+                f"{','.join(map(str, hosts))}. Expected equal slots. Fix: use the same slots for each host, or pass "
                 "--launcher-args '-machinefile FILE' and no hosts."
             )
         options += ["-hosts", ",".join(host.name for host in hosts), "-ppn", str(counts.pop())]

@@ -1,4 +1,4 @@
-"""Where a rank's output goes: rank 0 is shown, the others are kept in files, and shown when they fail."""
+"""Redirection of a rank's output: rank 0 is shown, the others go to files and are shown when they fail."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import sys
 import tty
 from typing import NoReturn
 
-REPORT = "[kdist] rank "
-"""How the report of a failing rank begins."""
+REPORT_PREFIX = "[kdist] rank "
+"""The beginning of a failing rank's report."""
 
-# What a held-back stderr is shown for: kdist's own reports, and those of Python's faulthandler.
-_FAILED = (REPORT.encode(), b"Fatal Python error: ")
-_HELD = 1 << 18  # bytes of a held-back stderr that are remembered
+# What makes a buffered stderr be shown: kdist's reports, and those of Python's faulthandler.
+_FAILURE_MARKS = (REPORT_PREFIX.encode(), b"Fatal Python error: ")
+_BUFFER_BYTES = 1 << 18  # of stderr that are kept until a failure
 _STDOUT, _STDERR = 1, 2
 
 
 def redirect(rank: int, directory: str | None) -> None:
-    """Points this process's standard streams to where `kdist run` wants them.
+    """Redirects this process's standard output and standard error for `kdist run`.
 
-    Rank 0's are shown. The others' are not, but for what a rank that fails has written to stderr. With a
-    directory, every rank's are kept in `rank0.out`, `rank0.err` and so on. File descriptors are redirected, so
-    that what TensorFlow's own C++ code prints goes the same way.
+    Those of rank 0 are shown. Of the others only the stderr of a rank that fails is shown. With a directory, all are
+    written to `rank0.out`, `rank0.err` and so on. File descriptors are redirected, so that the output of TensorFlow's
+    C++ code is included.
 
     Args:
         rank: int, this process's number.
-        directory: str or `None`, where files are kept; it is made.
+        directory: str or `None`, the directory of the files, which is created.
     """
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
@@ -36,25 +36,25 @@ def redirect(rank: int, directory: str | None) -> None:
         path = os.devnull if directory is None else os.path.join(directory, f"rank{rank}.{suffix}")
         if rank == 0 and directory is None:
             continue
-        kept = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         if rank > 0 and descriptor == _STDOUT:
-            os.dup2(kept, descriptor)
+            os.dup2(file, descriptor)
         else:
-            _tee(descriptor, kept, hold=rank > 0)
-        os.close(kept)
-    # A crash in C++ then says where it was in Python too, and is recognised as one.
+            _tee(descriptor, file, until_failure=rank > 0)
+        os.close(file)
+    # A crash in C++ then prints the Python stack, which is one of the marks of a failure.
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
-        # What a rank printed must be there when the rank is killed.
+        # Printed lines must not be lost when the rank is killed.
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _tee(descriptor: int, kept: int, *, hold: bool) -> None:
-    """Lets a small process copy what is written to the descriptor to where it went before, and to the file.
+def _tee(descriptor: int, file: int, *, until_failure: bool) -> None:
+    """Starts a small process that copies the output of the descriptor to its former target and to the file.
 
-    A process, not a thread: it still copies the last words of a rank that crashes. What was a terminal stays
-    one, so that progress bars look as they would.
+    A process, not a thread: it still copies what a rank writes before it crashes. A terminal stays one for the script,
+    so that progress bars look the same.
     """
     if os.isatty(descriptor):
         reading, writing = os.openpty()
@@ -63,9 +63,9 @@ def _tee(descriptor: int, kept: int, *, hold: bool) -> None:
         reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        # A grandchild, so that a script which waits for its children does not meet this one.
+        # A grandchild, so that a script which waits for its children does not wait for this one.
         if os.fork() == 0:
-            _copy(reading, descriptor, kept, hold)
+            _copy(reading, descriptor, file, until_failure)
         os._exit(0)
     os.waitpid(child, 0)
     os.dup2(writing, descriptor)
@@ -73,27 +73,27 @@ def _tee(descriptor: int, kept: int, *, hold: bool) -> None:
     os.close(reading)
 
 
-def _copy(reading: int, shown: int, kept: int, hold: bool) -> NoReturn:
-    """Copies until nobody is left who could write; if told to hold, shows nothing before a failure."""
+def _copy(reading: int, shown: int, file: int, until_failure: bool) -> NoReturn:
+    """Copies until all writers have closed; with `until_failure`, buffers what is shown until a failure."""
     try:
-        os.setpgid(0, 0)  # the launcher's signals to the rank's group must not cut off its last words
+        os.setpgid(0, 0)  # a signal of the launcher to the rank's process group must not end the copy
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        for target, source in enumerate([os.dup(reading), os.dup(shown), os.dup(kept)]):
+        for target, source in enumerate([os.dup(reading), os.dup(shown), os.dup(file)]):
             os.dup2(source, target)
-        # Above all the launcher's sockets, whose end is how it learns that a rank died.
+        # The launcher detects the death of a rank when its sockets close.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        held = b""
+        buffer = b""
         while piece := os.read(0, 1 << 16):
             _write(2, piece)
-            if hold:
-                held = (held + piece)[-_HELD:]
-                if not any(mark in held for mark in _FAILED):
+            if until_failure:
+                buffer = (buffer + piece)[-_BUFFER_BYTES:]
+                if not any(mark in buffer for mark in _FAILURE_MARKS):
                     continue
-                hold, piece = False, held
+                until_failure, piece = False, buffer
             _write(1, piece)
     except OSError:
-        pass  # a pseudo-terminal ends by an error
+        pass  # a pseudo-terminal is closed
     finally:
         os._exit(0)
 

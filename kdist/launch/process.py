@@ -1,4 +1,4 @@
-"""A job as a child process: its exit code is passed on, and nothing of it is left behind."""
+"""Runs a job as a child process, returns its exit code, and leaves no process of it behind."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kdist.launch.command import Command
 
 _LOG = logging.getLogger("kdist")
 
-_GRACE = 10.0  # seconds that a launcher has to end its ranks before they are killed
-_REMAINDER = 2.0  # seconds that processes have to end by themselves after their launcher
+_GRACE = 10.0  # seconds that the launcher has to end its ranks before SIGKILL
+_GRACE_OF_RANKS = 2.0  # seconds that ranks have to exit after their launcher
 
 
 def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
-    """Runs a job to its end.
+    """Runs a job until it exits.
 
-    The standard streams are this process's own. Ctrl-C, SIGTERM and SIGHUP end all ranks, unless whoever started this
-    process has it ignore them: `nohup` does.
+    It inherits the standard streams. Ctrl-C, SIGTERM and SIGHUP end all ranks, unless this process was started to
+    ignore them, as by `nohup`.
 
     Args:
-        command: `Command`, what starts the job.
-        on_signal: function to call when a signal ends the job, before anything else is done, or `None`.
+        command: `Command`, which starts the job.
+        on_signal: function that is called first when a signal ends the job, or `None`.
 
     Returns:
         The exit code: the launcher's own, or 128 plus a signal's number, as a shell reports it.
@@ -38,17 +38,17 @@ def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
     Raises:
         LaunchError: if the launcher cannot be started.
     """
-    with _stop_signals() as received, _guard() as watch:
+    with _received_signals() as received, _guard() as guard_session:
         try:
-            # A session of its own: a terminal's Ctrl-C comes here alone, and what is left of the job can be found.
+            # In a session of its own: Ctrl-C in a terminal reaches only this process, and all ranks can be found.
             process = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
         except OSError as err:
             raise LaunchError(
-                f"The launcher does not start. Received: {err} from `{command}`. Expected a program that runs. "
+                f"The launcher cannot be started. Received: {err} from `{command}`. Expected a program that runs. "
                 "Fix: check that it is installed and executable; `kdist env` shows which one is used."
             ) from err
         try:
-            watch(process.pid)
+            guard_session(process.pid)
             while process.poll() is None and not received:
                 _wait(process, 0.5)
             if received and on_signal is not None:
@@ -57,55 +57,55 @@ def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
             end_session(process.pid)
             code = process.wait()
     if received:
-        _LOG.warning("%s: the job is ended", signal.Signals(received[0]).name)
+        _LOG.warning("%s: the job has ended", signal.Signals(received[0]).name)
         return 128 + received[0]
     return 128 - code if code < 0 else code
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Returns the signals that end a job: those of the usual ones that this process was not started to ignore."""
+    """Returns the signals that end a job: SIGINT, SIGTERM and SIGHUP, unless this process was started ignoring them."""
     usual = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return [number for number in usual if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def _guard() -> Iterator[Callable[[int], None]]:
-    """Gives the function that has a process of its own end a job, should this one be killed: SIGKILL leaves no time."""
+    """Yields a function that makes a guard process end a session if this process is killed, as by SIGKILL."""
     guard = subprocess.Popen(
         [sys.executable, "-m", "kdist.launch.guard"], stdin=subprocess.PIPE, start_new_session=True, text=True
     )
     try:
-        yield functools.partial(_tell, guard)
+        yield functools.partial(_send_leader, guard)
     finally:
         guard.communicate("ended\n")
 
 
-def _tell(guard: subprocess.Popen[str], leader: int) -> None:
+def _send_leader(guard: subprocess.Popen[str], leader: int) -> None:
     if guard.stdin is not None:
         guard.stdin.write(f"{leader}\n")
         guard.stdin.flush()
 
 
 def end_session(leader: int) -> None:
-    """Ends what is left of a job, first by its launcher, then by force.
+    """Ends all processes of a job: SIGTERM to the launcher, then SIGKILL to those that are left.
 
     Args:
-        leader: int, the launcher's process id, which is that of the job's session.
+        leader: int, the launcher's process id, which is the job's session id.
     """
     if leader in _session(leader):
-        # Not SIGINT, which Hydra only passes on to ranks that may be deep in MPI.
+        # Not SIGINT: Hydra only forwards it, and a rank inside of MPI does not react.
         os.kill(leader, signal.SIGTERM)
-        _until(lambda: leader not in _session(leader), _GRACE)
+        _wait_until(lambda: leader not in _session(leader), _GRACE)
     if leader not in _session(leader):
-        _until(lambda: not _session(leader), _REMAINDER)
+        _wait_until(lambda: not _session(leader), _GRACE_OF_RANKS)
     for pid in _session(leader):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _until(is_over: Callable[[], bool], seconds: float) -> None:
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while not is_over() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -115,7 +115,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def _session(leader: int) -> list[int]:
-    """Returns the processes of a session that still run."""
+    """Returns the ids of the running processes of a session."""
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError, ValueError):
@@ -128,8 +128,8 @@ def _session(leader: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collects the signals that would end this program, where Python allows it: in the main thread."""
+def _received_signals() -> Iterator[list[int]]:
+    """Collects the signals that end a job. Python allows it in the main thread only."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

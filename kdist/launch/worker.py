@@ -1,4 +1,4 @@
-"""What each rank runs, `python -m kdist.launch.worker`: the user's script, and the end of the job if it fails."""
+"""The program of each rank, `python -m kdist.launch.worker`: it runs the script and ends the job if that fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from kdist.cluster import detect
-from kdist.launch import failure, witness
+from kdist.launch import failure, first_failure
 from kdist.launch.output import redirect
 
 
@@ -38,16 +38,16 @@ def program(
         python: str, the Python that runs it.
         command: sequence of str, the script (or module) and its arguments.
         module: bool, whether `command` begins with a module.
-        output: str or `None`, the directory that keeps every rank's output.
-        running: str or `None`, a directory of this host in which its ranks have a file each, until their script has
-            ended well.
+        output: str or `None`, the directory of every rank's output.
+        running: str or `None`, a directory of this host in which each rank has a file until its script has
+            finished without an error.
 
     Returns:
         A tuple of str.
     """
-    kept = () if output is None else ("--output", output)
-    noted = () if running is None else ("--running", running)
-    return (python, "-m", "kdist.launch.worker", *kept, *noted, *(("-m",) if module else ()), *command)
+    options: tuple[str, ...] = () if output is None else ("--output", output)
+    options += () if running is None else ("--running", running)
+    return (python, "-m", "kdist.launch.worker", *options, *(("-m",) if module else ()), *command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,60 +64,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         _parser().error("a script or -m MODULE is required")
     info = detect(os.environ)
-    said = None
-    if options.running and info.local_size == info.size > 1 and witness.is_needed(os.environ):
-        introduction = witness.Introduction(options.running, info.rank, info.size, os.environ)
-        said = introduction.has_said_why
-        atexit.register(introduction.ends_well)  # first, to be called last
+    report_failure = None
+    if options.running and info.local_size == info.size > 1 and first_failure.is_needed(os.environ):
+        registration = first_failure.Registration(options.running, info.rank, info.size, os.environ)
+        report_failure = registration.report_failure
+        atexit.register(registration.report_success)  # registered first, called last
     redirect(info.rank, options.output)
-    note = None if options.running is None else Path(options.running, str(info.rank))
-    if note is not None:
+    running_file = None if options.running is None else Path(options.running, str(info.rank))
+    if running_file is not None:
         with contextlib.suppress(OSError):
-            note.touch()
-    hook = failure.install(end_job, info.rank, info.size, before_end=said) if info.size > 1 else None
+            running_file.touch()
+    hook = failure.install(end_job, info.rank, info.size, before_abort=report_failure) if info.size > 1 else None
     try:
         _run(command, is_module)
     except BaseException as error:
-        code, trace = failure.exit_code(error), _own_frames_removed(error.__traceback__)
+        code, trace = failure.exit_code(error), _without_own_frames(error.__traceback__)
         if code == 0:
-            _remove(note)
+            _remove(running_file)
         error.__traceback__ = trace
         if isinstance(error, SystemExit) and (hook is None or code == 0):
             raise
         if not isinstance(error, (SystemExit, KeyboardInterrupt)):
-            # Whatever the script made of it comes first; if that is still the hook below, it does not return.
+            # The script may have set a hook of its own. The hook below does not return.
             sys.excepthook(type(error), error, trace)
             if hook is not None:
                 hook.end(code)
         elif hook is not None:
             hook(type(error), error, trace)
         return code
-    _remove(note)
+    _remove(running_file)
     return 0
 
 
 def end_job(code: int) -> NoReturn:
-    """Ends this process such that the launcher ends the others, whether or not MPI was initialised.
+    """Exits this process so that the launcher ends the others, whether or not MPI was initialised.
 
-    Open MPI ends a job when a process of it ends with a code. Hydra (MPICH, Intel MPI) does so only for a
-    process that was in MPI, so it is told, by one line of the protocol that it speaks with its processes.
+    Open MPI ends a job when one of its processes exits with a non-zero code. Hydra (MPICH, Intel MPI) does so only for
+    a process that had initialised MPI; it is sent the abort command of its PMI protocol.
 
     Args:
         code: int, the exit code, from 1 to 255.
     """
     with contextlib.suppress(OSError, ValueError, OverflowError):
         descriptor = int(os.environ.get("PMI_FD", ""))
-        # MPI closes it when it is finalised; the number may be another file's then.
+        # MPI_Finalize closes it; the descriptor may be another file then.
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             with socket.socket(fileno=os.dup(descriptor)) as launcher:
                 if launcher.family == socket.AF_UNIX:
-                    launcher.sendall(witness.abort_line(code))
+                    launcher.sendall(first_failure.abort_command(code))
     os._exit(code)
 
 
-def _remove(note: Path | None) -> None:
-    if note is not None:
-        note.unlink(missing_ok=True)
+def _remove(file: Path | None) -> None:
+    if file is not None:
+        file.unlink(missing_ok=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,7 +140,7 @@ def _run(command: Sequence[str], is_module: bool) -> None:
         return
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    # Not `runpy.run_path`: there `__file__` may be relative, and `__main__` is another module after the script's end.
+    # Not `runpy.run_path`: its `__file__` may be relative, and it restores `__main__` when the script has finished.
     main_module = types.ModuleType("__main__")
     loader = importlib.machinery.SourceFileLoader("__main__", script)
     vars(main_module).update(__file__=script, __loader__=loader, __builtins__=builtins, __cached__=None)
@@ -148,7 +148,7 @@ def _run(command: Sequence[str], is_module: bool) -> None:
     exec(compile(loader.get_data(script), script, "exec", dont_inherit=True), vars(main_module))
 
 
-def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     own = {__file__, runpy.__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next

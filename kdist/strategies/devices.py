@@ -1,4 +1,4 @@
-"""One process, its devices: a GPU by local rank, and a fair share of the host's cores."""
+"""The devices of a process: a GPU by local rank, and its share of the host's cores."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from kdist.errors import ScopeError
 logger = logging.getLogger("kdist")
 
 
-def take_devices(local_rank: int, local_size: int, env: Mapping[str, str], num_sharing: int | None = None) -> None:
-    """Gives this process its GPU and its share of the cores, before TensorFlow touches them.
+def configure_devices(local_rank: int, local_size: int, env: Mapping[str, str], num_sharing: int | None = None) -> None:
+    """Sets this process's GPU and threads, before TensorFlow initialises its devices.
 
-    What the user or the launcher has set is respected: one visible GPU is taken as it is, and so are thread pools.
+    Settings of the user or the launcher are kept: a single visible GPU, and the sizes of thread pools.
 
     Args:
         local_rank: int, this process's number on its host.
         local_size: int, the number of processes on this host.
         env: mapping of environment variables.
-        num_sharing: int, how many of these may run on the same CPUs as this one, itself included; by default what their
-            number and the size of this one's affinity mask say.
+        num_sharing: int, how many of them share the CPUs of this one, itself included; by default it follows from
+            their number and the size of this one's affinity mask.
 
     Raises:
         ScopeError: if TensorFlow has already initialised the GPUs.
     """
     if local_size > 1:
-        _take_gpu(local_rank, local_size)
-        _take_threads(local_size, env, num_sharing)
+        _set_gpu(local_rank, local_size)
+        _set_threads(local_size, env, num_sharing)
 
 
-def _take_gpu(local_rank: int, local_size: int) -> None:
+def _set_gpu(local_rank: int, local_size: int) -> None:
     visible = tf.config.get_visible_devices("GPU")
     num_gpus = len(visible)
     if not visible:
         return
     try:
         if len(visible) > 1:
-            visible = [share(visible, local_rank)]
+            visible = [device_of(visible, local_rank)]
             tf.config.set_visible_devices(visible, "GPU")
         for gpu in visible:
             tf.config.experimental.set_memory_growth(gpu, True)
@@ -52,8 +52,8 @@ def _take_gpu(local_rank: int, local_size: int) -> None:
         logger.warning("%d ranks share %d GPUs of this host", local_size, num_gpus)
 
 
-def leave_gpus() -> None:
-    """Hides all GPUs from this process, which computes nothing, before TensorFlow touches them.
+def hide_gpus() -> None:
+    """Hides all GPUs from a process that does not compute, before TensorFlow initialises its devices.
 
     Raises:
         ScopeError: if TensorFlow has already initialised the GPUs.
@@ -66,21 +66,21 @@ def leave_gpus() -> None:
 
 def _too_late(what: str, error: RuntimeError) -> ScopeError:
     return ScopeError(
-        f"TensorFlow has initialised its devices before kdist.scope() could {what}. Received: {error} Expected nothing "
-        f"on a device before kdist is first asked, which is in {_line_of_the_script()}. Fix: move that line up, above "
-        "the first that makes a tensor, a layer or a model."
+        f"TensorFlow initialised its devices before kdist.scope() could {what}. Received: {error} Expected no tensor "
+        f"before the first call of kdist, in {_line_of_the_script()}. Fix: move that line up, above "
+        "the first one that makes a tensor, a layer or a model."
     )
 
 
 def _line_of_the_script() -> str:
-    """Returns the innermost line of the stack that is neither kdist's nor Python's own."""
+    """Returns the innermost line of the stack outside of kdist and the standard library."""
     libraries = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__), "<")
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(libraries)]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "a line that cannot be told"
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "an unknown line"
 
 
-def share(devices: Sequence[Any], local_rank: int) -> Any:
-    """Returns the device of a local rank, of those that its host's ranks share: each in turn."""
+def device_of(devices: Sequence[Any], local_rank: int) -> Any:
+    """Returns the device of a local rank: round-robin over those of its host."""
     return devices[local_rank % len(devices)]
 
 
@@ -93,7 +93,7 @@ def threads_per_rank(affinity: int, num_cpus: int, local_size: int) -> int:
         local_size: int, the ranks on the host.
 
     Returns:
-        The CPUs of its affinity mask, divided by the ranks that share the mask; at least 1.
+        An int: the CPUs of its affinity mask, divided by the ranks that share the mask; at least 1.
     """
     sharing = max(1, -(-local_size * affinity // num_cpus))
     return max(1, affinity // sharing)
@@ -104,15 +104,15 @@ def cpus_of_process() -> str:
     return f"{os.uname().nodename} {sorted(os.sched_getaffinity(0))}"
 
 
-def _take_threads(local_size: int, env: Mapping[str, str], num_sharing: int | None) -> None:
+def _set_threads(local_size: int, env: Mapping[str, str], num_sharing: int | None) -> None:
     affinity, num_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     if affinity == 1 and num_cpus // local_size > 1:
         logger.warning(
             "this rank is bound to one core of %d, shared by all of TensorFlow's threads. Fix: "
-            "`mpirun --bind-to none`, or `kdist run`, which does so.",
+            "`mpirun --bind-to none`, or `kdist run`, which sets it.",
             num_cpus,
         )
-    # A mask that is smaller than the host may be this rank's own, or a container's that all share.
+    # A mask smaller than the host may be this rank's own, or that of a container that all ranks share.
     threads = (
         threads_per_rank(affinity, num_cpus, local_size) if num_sharing is None else max(1, affinity // num_sharing)
     )
@@ -120,8 +120,8 @@ def _take_threads(local_size: int, env: Mapping[str, str], num_sharing: int | No
         if not tf.config.threading.get_intra_op_parallelism_threads() and "TF_NUM_INTRAOP_THREADS" not in env:
             tf.config.threading.set_intra_op_parallelism_threads(threads)
         if not tf.config.threading.get_inter_op_parallelism_threads() and "TF_NUM_INTEROP_THREADS" not in env:
-            # One more than the computing ones: a thread that waits for the other ranks must not stop the input. On one
-            # core it would only take turns with the others, which costs a tenth of a short step.
+            # One more than compute threads: a thread that waits in a collective must not block the input pipeline. On
+            # one core it would compete with the others, which costs a tenth of a short step.
             tf.config.threading.set_inter_op_parallelism_threads(threads + 1 if threads > 1 else 1)
     except RuntimeError:
-        logger.info("TensorFlow was used before kdist.scope(): its thread pools stay as they are")
+        logger.info("TensorFlow was used before kdist.scope(): its thread pools are unchanged")

@@ -1,4 +1,4 @@
-"""Strategies with options of their own, as a user names them: without TensorFlow."""
+"""The strategies with options that a user can pass to `kdist.scope`; without TensorFlow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import numbers
 from typing import TYPE_CHECKING
 
-from kdist.strategies.choice import ENGINES
+from kdist.strategies.selection import ENGINES
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -16,42 +16,43 @@ COMPRESSIONS = ("fp16", "bf16", "powersgd", "topk")
 STALENESS = ("ignore", "scale", "drop")
 
 START_TIMEOUT = 600.0
-"""Seconds in which all ranks must appear, unless the user says otherwise."""
+"""The default of `start_timeout`, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """Synchronous data parallelism, with options of its own, to be given as `kdist.scope(strategy=...)`.
+    """Synchronous data parallelism with options, for `kdist.scope(strategy=...)`.
 
     Args:
-        engine: str, how the ranks talk to each other: `"auto"` (what the launcher implies), `"mpi"`, `"horovod"` or
+        engine: str, how the ranks communicate: `"auto"` (what the launcher implies), `"mpi"`, `"horovod"` or
             `"collective"`.
-        start_timeout: float, seconds in which all ranks must have entered their first scope.
-        compression: str or `None`, what gradients travel as. Statistics, metrics and weights stay exact, and all ranks
-            have the same sums; but results are near those of one process, not equal to rounding. `None` sends gradients
-            as they are.
+        start_timeout: float, seconds in which all ranks must open their first scope.
+        compression: str or `None`, the compression of gradients. Statistics, metrics and weights stay exact, and all
+            ranks have the same sums; but results are only close to those of one process. `None` sends gradients
+            unchanged.
 
             - `"fp16"` (eleven bits of precision, from 6e-8 to 65504) or `"bf16"` (eight bits, any size): 16-bit
-              numbers, summed in `float32`. Halves what the network carries.
-            - `"powersgd"`: matrices as products of two narrow ones, summed over the ranks. A hundredth of the
-              bytes of large matrices. What is left out is kept, and added to the next gradient.
-            - `"topk"`: the largest numbers of each gradient and their places. What is left out is kept, and added to
-              the next gradient. What a rank receives grows with the number of ranks.
-        powersgd_rank: int, the number of columns of `"powersgd"`'s factors: more is nearer to the gradient.
-        topk_ratio: float above 0, at most 1, the part of a gradient's numbers that `"topk"` sends.
-        bucket_mb: float or `None`, megabytes of gradients from which on they are sent, while the backward pass goes on.
-            `None` sends all in one message. The sums are the same; pays where a core or a GPU is free meanwhile.
-        sparse_as_dense: bool, whether the gradient of an `Embedding` travels as that of its whole table, summed, not as
-            the rows that each rank has read, gathered. Pays where the ranks read more rows together than the table has.
-            SGD gives what it gives in one process. Keras' other optimizers, and clipping, square what each reading of
-            a row adds by itself in one process, and here the sum of them.
-        sync_every: int, after how many steps of `fit` the ranks average their weights; in between each makes steps of
-            its own, on its own batches, at the rate that the optimizer has (`scale_lr="auto"` scales nothing). 1 sums
-            gradients in each step, which is exact; more is not, and is for links that are very slow. Ranks hold the
-            same at the end of each epoch, and where `BackupAndRestore` saves.
-        outer_learning_rate: float, the rate at which the mean of what the ranks have moved is applied to the weights
-            that they had in common: 1 takes the mean of their weights.
-        outer_momentum: float from 0 to below 1, Nesterov's momentum in it. DiLoCo has a rate of 0.7 and 0.9.
+              numbers, summed in `float32`. Halves the bytes that are sent.
+            - `"powersgd"`: matrices as products of two factors of low rank. Sends a hundredth of the bytes of large
+              matrices. Error feedback adds what was not sent to the next gradient.
+            - `"topk"`: the largest numbers of each gradient and their indices, with error feedback. The bytes that a
+              rank receives grow with the number of ranks.
+        powersgd_rank: int, the rank of the factors of `"powersgd"`: a higher one is closer to the gradient.
+        topk_ratio: float above 0, at most 1, the fraction of a gradient's numbers that `"topk"` sends.
+        bucket_mb: float or `None`, megabytes of gradients per message; each is sent during the backward pass. `None`
+            sends all in one message. The sums are the same. It is faster where a core or a GPU is idle meanwhile.
+        sparse_as_dense: bool, whether the gradient of an `Embedding` is all-reduced as a dense tensor of the whole
+            table, instead of gathering the rows that each rank used. It is faster where the ranks together use more
+            rows than the table has. SGD has the result of one process. Keras' other optimizers, and clipping, square
+            the sum of a row's gradients, where one process squares each of them.
+        sync_every: int, the number of local steps of `fit` after which the ranks average their weights (local SGD). A
+            local step is on the rank's own batch, at the optimizer's rate (`scale_lr="auto"` scales nothing). 1 sums
+            gradients in each step, which is exact; more is not, and is for very slow networks. Ranks have equal
+            weights at the end of each epoch, and where `BackupAndRestore` saves.
+        outer_learning_rate: float, the rate at which the mean change of the ranks' weights is applied to the last
+            common weights: 1 takes the mean of the weights.
+        outer_momentum: float from 0 to below 1, Nesterov's momentum of this update. DiLoCo uses a rate of 0.7 and a
+            momentum of 0.9.
 
     Example:
     ```python
@@ -78,7 +79,7 @@ class AllReduce:
 
     @property
     def word(self) -> str:
-        """The word for it, as given to `kdist.scope`."""
+        """The word that names it in `kdist.scope`."""
         return self.engine
 
     def problem(self) -> str | None:
@@ -111,23 +112,23 @@ class AllReduce:
             "outer_learning_rate": (self.sync_every > 1, "sync_every above 1"),
             "outer_momentum": (self.sync_every > 1, "sync_every above 1"),
         }
-        for name, (is_used, beside) in used.items():
+        for name, (is_used, other) in used.items():
             if not is_used and getattr(self, name) != getattr(type(self), name):
-                return f"{name}={getattr(self, name)!r}, which does nothing here. Expected {beside} beside it"
-        return _no_time("start_timeout", self.start_timeout)
+                return f"{name}={getattr(self, name)!r}, which has no effect. Expected {other} with it"
+        return _timeout_problem("start_timeout", self.start_timeout)
 
 
 @dataclasses.dataclass(frozen=True)
 class TPU:
     """Training on a TPU by TensorFlow's own `TPUStrategy`, for `kdist.scope(strategy=...)`.
 
-    Batch and learning rate follow its replicas; the rest is left to Keras. What TensorFlow is asked to do is tested;
+    Batch and learning rate scale with its replicas; the rest is Keras' own code. The calls to TensorFlow are tested;
     kdist has not been run on a TPU.
 
     Args:
         resolver: str or `tf.distribute.cluster_resolver.TPUClusterResolver`: the TPU's name, its address
-            (`"grpc://10.0.0.2:8470"`) or `"local"` on a TPU VM. `None` for what the environment names (`TPU_NAME`).
-        timeout: float, seconds in which the TPU must be reached.
+            (`"grpc://10.0.0.2:8470"`) or `"local"` on a TPU VM. `None` for the one in the environment (`TPU_NAME`).
+        timeout: float, seconds in which the TPU must answer.
 
     Example:
     ```python
@@ -141,30 +142,28 @@ class TPU:
 
     @property
     def word(self) -> str:
-        """The word for it, as given to `kdist.scope`."""
+        """The word that names it in `kdist.scope`."""
         return "tpu"
 
     def problem(self) -> str | None:
         """Returns what is wrong with the options, or `None`."""
-        return _no_time("timeout", self.timeout)
+        return _timeout_problem("timeout", self.timeout)
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterServer:
-    """Asynchronous training with parameter servers, with options of its own, for `kdist.scope(strategy=...)`.
+    """Asynchronous training with parameter servers, for `kdist.scope(strategy=...)`.
 
-    An update's staleness is the number of other updates that were applied between reading the weights and applying the
-    gradient that was computed from them.
+    The staleness of an update is the number of other updates that were applied after its weights were read.
 
     Args:
-        staleness: str, what becomes of an update that is stale: `"ignore"` applies it all the same, `"scale"` divides
-            its learning rate by its staleness, `"drop"` does not apply it where the staleness is above `bound`.
-        bound: int, the largest staleness that `"drop"` lets pass.
-        warmup_steps: int, how many first steps of each `fit` are made one at a time, by one worker, without staleness.
-        num_ps: int, how many of the ranks are parameter servers, where ranks get their roles from an MPI launcher.
-            Where a cluster says so, it may be left out.
-        timeout: float, seconds that tasks have to appear, that a step may take, and that training waits for a worker
-            when none is left.
+        staleness: str, how stale updates are treated: `"ignore"` applies them unchanged, `"scale"` divides their
+            learning rate by the staleness, `"drop"` drops those with a staleness above `bound`.
+        bound: int, the largest staleness that `"drop"` applies.
+        warmup_steps: int, the number of first steps of each `fit` that one worker makes alone, without staleness.
+        num_ps: int, the number of ranks that are parameter servers under an MPI launcher. A `TF_CONFIG` has its own.
+        timeout: float, seconds in which tasks must start, in which a step must finish, and for which training waits
+            when no worker is left.
 
     Example:
     ```python
@@ -184,7 +183,7 @@ class ParameterServer:
 
     @property
     def word(self) -> str:
-        """The word for it, as given to `kdist.scope`."""
+        """The word that names it in `kdist.scope`."""
         return "parameter_server"
 
     def problem(self) -> str | None:
@@ -202,7 +201,7 @@ class ParameterServer:
                 _is_number(value, numbers.Integral) and value >= lowest
             ):
                 return f"{name}={value!r}. Expected an integer of at least {lowest}"
-        return _no_time("timeout", self.timeout)
+        return _timeout_problem("timeout", self.timeout)
 
 
 def is_positive(value: object) -> bool:
@@ -211,8 +210,8 @@ def is_positive(value: object) -> bool:
 
 
 def _is_number(value: object, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)  # NumPy's numbers are of these kinds too
+    return isinstance(value, kind) and not isinstance(value, bool)  # NumPy's numbers are of these types, too
 
 
-def _no_time(name: str, value: object) -> str | None:
+def _timeout_problem(name: str, value: object) -> str | None:
     return None if is_positive(value) else f"{name}={value!r}. Expected seconds, above 0"

@@ -1,1 +1,1 @@
-"""WHO STILL LIVES: what each rank is doing, told to the others beside the collectives, and what follows from it."""
+"""WHO IS ALIVE: heartbeats between ranks, beside the collectives, and a failure detector that reads them."""

@@ -1,4 +1,4 @@
-"""What this rank is doing: the collective that it waits in, and where its main thread is."""
+"""What a rank reports in its heartbeat: the collective that it waits in, and the stack of its main thread."""
 
 from __future__ import annotations
 
@@ -12,99 +12,115 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from kdist.watch.verdict import IN_A_GRAPH
+from kdist.watch.failure_detector import IN_A_GRAPH
 
-_STACK_AFTER = 5.0  # seconds without a collective, after which a report says where the main thread is
-_MOST_THREADS = 8  # that are told
-_MOST_FRAMES = 12  # of the main thread's, the innermost
-_BUSY = 0.2  # of the time between two reports on the processor
+_STACK_AFTER = 5.0  # seconds without a change, after which a report has the stacks
+_MAX_THREADS = 8
+_MAX_FRAMES = 12  # of the main thread, the innermost
+_BUSY_FRACTION = 0.2  # CPU time over wall-clock time between two reports
 _LIBRARIES = tuple({*site.getsitepackages(), os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__)})
-_KERAS_VERBS = os.path.join("keras", "src", "backend", "tensorflow", "trainer.py")
+_KERAS_TRAINER = os.path.join("keras", "src", "backend", "tensorflow", "trainer.py")
 _KERAS_CALLBACKS = os.path.join("keras", "src", "callbacks", "callback_list.py")
 
 
 class Activity:
-    """Notes when collectives begin and end; cheap, for it is done at each.
+    """Records when collectives begin and end. It is cheap, because each collective calls it.
 
     Attributes:
-        calls: int, how many collectives the script has begun, without those of graphs that count theirs.
-        of_graphs: function that returns how many collectives graphs have begun and ended, and what is under way if it
-            knows; or `None`.
-        has_ended: bool, whether the script is through and the process only waits for the others.
+        calls: int, how many collectives the script has begun, without those that graphs count themselves.
+        graph_progress: function that returns how many collectives graphs have begun, how many they have finished, and
+            a description of the current one if known; or `None`.
+        group_progress: list of such functions for the graphs of groups of ranks, each with the group's ranks.
+        has_finished: bool, whether the script has finished and the process waits for the others to exit.
     """
 
     def __init__(self) -> None:
         self.calls = 0
-        self.of_graphs: Callable[[], tuple[int, int, str]] | None = None
-        self.has_ended = False
+        self.graph_progress: Callable[[], tuple[int, int, str]] | None = None
+        self.group_progress: list[tuple[Callable[[], tuple[int, int, str]], Sequence[int]]] = []
+        self.has_finished = False
         self._waiting: tuple[str, Any, int] | None = None
+        self._among: Sequence[int] | None = None
         self._since = time.monotonic()
-        self._of_graphs = (0, 0, "")
-        self._processor = (time.monotonic(), 0.0)
+        self._graph_progress = (0, 0, "")
+        self._group_progress: list[tuple[int, int, str]] = []
+        self._times = (time.monotonic(), 0.0)
 
-    def begin(self, kind: str, sent: Sequence[tuple[Any, Any]], num_fixed: int) -> None:
-        """Notes that a collective begins.
+    def begin(
+        self, kind: str, sent: Sequence[tuple[Any, Any]], num_fixed: int, among: Sequence[int] | None = None
+    ) -> None:
+        """Records that a collective begins.
 
         Args:
             kind: str, `"allreduce"`, `"allgather"`, ...
             sent: sequence of pairs of a dtype and a shape, one for each tensor that is sent.
-            num_fixed: int, how many of them, the first ones, have the same shape on all ranks; the others are gathered.
+            num_fixed: int, how many of the first ones have the same shape on all ranks; the others are gathered.
+            among: sequence of ints, the ranks that take part, or `None` for all. Only calls of all ranks are counted.
         """
-        if not self.has_ended:  # in what a process waits at its exit is no call that the others make
+        if (
+            not self.has_finished and among is None
+        ):  # the others need not make the call that a process waits in at its exit
             self.calls += 1
-        self._waiting = (kind, sent, num_fixed)
+        self._waiting, self._among = (kind, sent, num_fixed), among
         self._since = time.monotonic()
 
     def end(self) -> None:
-        """Notes that the collective has ended."""
+        """Records that the collective has finished."""
         self._waiting = None
         self._since = time.monotonic()
 
     def report(self) -> dict[str, Any]:
-        """Returns what the other ranks are told, as JSON values: see `verdict.Sign`."""
-        begun, done, what = self._look_at_graphs()
-        called, since = self._waiting, time.monotonic() - self._since
-        waiting = None
-        if called is not None:
-            waiting = described(*called)
-        elif begun > done:
-            waiting = f"{IN_A_GRAPH}: {what}" if what else IN_A_GRAPH
-        stack = _main_stack() if since > _STACK_AFTER else []
+        """Returns what the heartbeat carries, as JSON values: see `RankReport`."""
+        begun, finished, current = self._poll_graphs()
+        call, elapsed = self._waiting, time.monotonic() - self._since
+        waiting, among = None, None
+        if call is not None:
+            waiting, among = describe_collective(*call), self._among
+        elif begun > finished:
+            waiting = f"{IN_A_GRAPH}: {current}" if current else IN_A_GRAPH
+        else:
+            for progress, (_, ranks) in zip(self._group_progress, self.group_progress, strict=False):
+                if progress[0] > progress[1]:
+                    waiting, among = progress[2] or IN_A_GRAPH, ranks
+        if among is not None:
+            waiting = f"{waiting} among ranks {', '.join(map(str, among))}"
+        stack = _main_stack() if elapsed > _STACK_AFTER else []
         threads = _other_threads() if stack else []
         return {
-            "ended": self.has_ended,
+            "finished": self.has_finished,
             "calls": self.calls + begun,
             "waiting": waiting,
-            "since": since,
-            "busy": self._uses_processor(),
-            "own_code": _in_own_code(stack),
-            "stack": [_place(frame, line) for frame, line in _of_interest(stack)[-_MOST_FRAMES:]],
-            "threads": [_place(frame, frame.f_lineno) for frame in threads[:_MOST_THREADS]],
+            "among": among if among is None else list(among),
+            "elapsed": elapsed,
+            "busy": self._is_busy(),
+            "in_user_code": _in_user_code(stack),
+            "stack": [_location(frame, line) for frame, line in _relevant(stack)[-_MAX_FRAMES:]],
+            "threads": [_location(frame, frame.f_lineno) for frame in threads[:_MAX_THREADS]],
         }
 
-    def _look_at_graphs(self) -> tuple[int, int, str]:
-        """Returns what `of_graphs` does; notes when that has changed."""
-        if self.of_graphs is None or self.has_ended:  # TensorFlow may be on its way out by then
-            return self._of_graphs
-        found = self.of_graphs()
-        if found != self._of_graphs:
-            self._of_graphs, self._since = found, time.monotonic()
-        return found
+    def _poll_graphs(self) -> tuple[int, int, str]:
+        """Returns what `graph_progress` does, and records the time when that changes."""
+        if self.graph_progress is None or self.has_finished:  # TensorFlow may be shutting down by then
+            return self._graph_progress
+        progress, groups = self.graph_progress(), [poll() for poll, _ in self.group_progress]
+        if (progress, groups) != (self._graph_progress, self._group_progress):
+            self._graph_progress, self._group_progress, self._since = progress, groups, time.monotonic()
+        return progress
 
-    def _uses_processor(self) -> bool:
-        """Returns whether this process, all its threads, has computed since the last report."""
-        before, now = self._processor, (time.monotonic(), time.process_time())
-        self._processor = now
-        return now[1] - before[1] > _BUSY * (now[0] - before[0])
+    def _is_busy(self) -> bool:
+        """Returns whether this process, all its threads, has used the CPU since the last report."""
+        before, now = self._times, (time.monotonic(), time.process_time())
+        self._times = now
+        return now[1] - before[1] > _BUSY_FRACTION * (now[0] - before[0])
 
 
-def described(kind: str, arrays: Sequence[tuple[Any, Any]], num_fixed: int) -> str:
-    """Returns a collective as text: equal on all ranks that make the same call.
+def describe_collective(kind: str, arrays: Sequence[tuple[Any, Any]], num_fixed: int) -> str:
+    """Returns a collective as text, which is equal on all ranks that make the same call.
 
     Args:
         kind: str.
         arrays: sequence of dtypes and shapes.
-        num_fixed: int, after how many of them the first dimensions may differ between the ranks, and are left out.
+        num_fixed: int, how many of the first ones have the same shape on all ranks; the others may differ in rows.
     """
     shapes = [shape if place < num_fixed else ("any", *shape[1:]) for place, (_, shape) in enumerate(arrays)]
     sent = [f"{dtype}[{', '.join(map(str, shape))}]" for (dtype, _), shape in zip(arrays, shapes, strict=True)]
@@ -121,28 +137,28 @@ def _main_stack() -> list[tuple[FrameType, int]]:
 
 
 def _other_threads() -> list[FrameType]:
-    """Returns where the other Python threads are: a generator of the user's runs in one of TensorFlow's."""
-    known = {threading.main_thread().ident, threading.get_ident()}
-    return [frame for ident, frame in sys._current_frames().items() if ident not in known]
+    """Returns the innermost frames of the other Python threads: a user's generator runs in a thread of TensorFlow."""
+    excluded = {threading.main_thread().ident, threading.get_ident()}
+    return [frame for ident, frame in sys._current_frames().items() if ident not in excluded]
 
 
-def _of_interest(stack: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
-    """Returns the frames of the user's own files, Keras' verbs, and the innermost one."""
+def _relevant(stack: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
+    """Returns the frames of the user's files, those of Keras' `fit` and the like, and the innermost one."""
     return [
         (frame, line)
         for place, (frame, line) in enumerate(stack)
         if place == len(stack) - 1
-        or frame.f_code.co_filename.endswith(_KERAS_VERBS)
+        or frame.f_code.co_filename.endswith(_KERAS_TRAINER)
         or not frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
     ]
 
 
-def _place(frame: FrameType, line: int) -> str:
+def _location(frame: FrameType, line: int) -> str:
     return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
 
 
-def _in_own_code(stack: list[tuple[FrameType, int]]) -> bool:
-    """Returns whether the user's own code runs: between Keras' verbs, or in a callback, where it may take its time."""
+def _in_user_code(stack: list[tuple[FrameType, int]]) -> bool:
+    """Returns whether the user's code runs outside of `fit` and the like, or in a callback, where it may take long."""
     files = [frame.f_code.co_filename for frame, _ in stack]
-    verbs = [place for place, name in enumerate(files) if name.endswith(_KERAS_VERBS)]
-    return not verbs or any(name.endswith(_KERAS_CALLBACKS) for name in files[verbs[-1] :])
+    trainer = [place for place, name in enumerate(files) if name.endswith(_KERAS_TRAINER)]
+    return not trainer or any(name.endswith(_KERAS_CALLBACKS) for name in files[trainer[-1] :])

@@ -140,7 +140,7 @@ def a_second_fit_has_its_own() -> None:
         train(model, LearningRateSchedule({0: 0.1}))
         assert_rates(train(model), [0.5] * 6)
         assert_rates(train(model, LearningRateSchedule({0: 0.2})), [0.1] * 6)
-        assert "_kdist_step_wrappers" not in model.__dict__
+        assert "_kdist_step_extensions" not in model.__dict__
 
     in_every_way(script)
 

@@ -1,4 +1,4 @@
-"""One state and the same logs on all ranks: BroadcastVariables, ReplicaCheck, MetricAverage, ChiefOnly."""
+"""One state and the same logs on all ranks: ReplicaCheck, MetricAverage, ChiefOnly."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist.callbacks import BroadcastVariables, ChiefOnly, MetricAverage, ReplicaCheck
+from kdist.callbacks import ChiefOnly, MetricAverage, ReplicaCheck
 from kdist.errors import EngineError, MismatchError, NotSynchronizedError, ScopeError
-from kdist.training.state import variables_of
+from kdist.state.variables import ModelState
 from tests.callbacks.alone import engine, own_loop
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere, everyone
@@ -25,7 +25,7 @@ LAST = -1  # the last rank, as an index of lists
 
 
 def state_of(model: keras.Model) -> list[Any]:
-    return [np.asarray(v).tolist() for v in variables_of(model) if v.dtype != "string"]
+    return [np.asarray(v).tolist() for v in ModelState(model).numeric()]
 
 
 def data(num_steps: int = 6, in_scope: bool = True) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def spoil(place: int) -> Callable[[keras.Model], None]:
     """Returns what changes one number of the variable at a place by next to nothing."""
 
     def act(model: keras.Model) -> None:
-        variable = variables_of(model)[place]
+        variable = ModelState(model).variables()[place]
         value = np.array(variable)
         value.flat[-1] += 1e-12
         variable.assign(value)
@@ -59,57 +59,12 @@ def spoil(place: int) -> Callable[[keras.Model], None]:
     return act
 
 
-# BroadcastVariables.
-
-
-def the_roots_state_is_everyones_before_the_first_step() -> None:
-    """Weights, slots, iterations and seeds, of which each rank has its own; in a loop that sums gradients itself."""
-    fresh()
-    root = size() - 1
-    model = own_loop(keras.optimizers.Adam(0.01), seed=kdist.rank(), dropout=0.5)
-    model.optimizer.build(model.trainable_variables)
-    model.optimizer.iterations.assign(10 * kdist.rank())
-    for variable in model.optimizer.variables[2:]:
-        variable.assign(np.full(variable.shape, kdist.rank() + 1.0))
-    before = everyone(state_of(model))
-    assert before[0] != before[LAST]
-    seen = []
-    look = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: seen.append(state_of(model)))
-    model.fit(**data(in_scope=False), callbacks=[BroadcastVariables(root, engine=engine()), look])
-    assert assert_equal_everywhere(seen[0]) == before[LAST]
-    # Each rank draws its own dropout from equal seeds only in the scope; here all draw alike, and all stays equal.
-    assert_equal_everywhere(state_of(model))
-
-
-def what_a_rank_loads_later_is_everyones_or_nobodys() -> None:
-    fresh()
-    model = own_loop(seed=kdist.rank())
-    shift = lambda model: model.set_weights([w + 1 for w in model.get_weights()])  # noqa: E731
-    seen: list[Any] = []
-    look = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: seen.append(state_of(model)))
-    for rank in (0, LAST):
-        loads = At("on_epoch_end", 0, rank, shift)
-        callback = BroadcastVariables(engine=engine())
-        model.fit(**data(1, in_scope=False), epochs=2, callbacks=[loads, callback, look])
-        assert_equal_everywhere(seen)
-    shift(model) if kdist.rank() == size() - 1 else None
-    model.evaluate(np.ones((4, 5)), np.ones((4, 2)), verbose=0, callbacks=[callback])
-    assert_equal_everywhere(state_of(model))
-    shift(model) if kdist.rank() == 0 else None
-    callback.broadcast()
-    assert_equal_everywhere(state_of(model))
-
-
-def weights_that_are_not_made_yet_are_refused() -> None:
-    model = keras.Sequential([keras.layers.Dense(2)])
-    model.compile("sgd", "mse")
-    with pytest.raises(NotSynchronizedError, match="keras.Input"):
-        model.fit(**data(in_scope=False), callbacks=[BroadcastVariables(engine=engine())])
+# Without a scope, and in one that needs none of them.
 
 
 def without_a_scope_the_engine_must_be_given() -> None:
     model = own_loop()
-    for callback in (BroadcastVariables(), ReplicaCheck(), MetricAverage(), ChiefOnly(keras.callbacks.Callback())):
+    for callback in (ReplicaCheck(), MetricAverage(), ChiefOnly(keras.callbacks.Callback())):
         with pytest.raises(ScopeError, match=f"(?s){type(callback).__name__}.*engine="):
             model.fit(**data(in_scope=False), callbacks=[callback])
 
@@ -123,7 +78,7 @@ def in_the_scope_it_changes_nothing() -> None:
             history = model.fit(**data(), epochs=2, callbacks=list(callbacks))
         return [state_of(model), history.history]
 
-    callbacks = [BroadcastVariables(), ReplicaCheck(2), MetricAverage()]
+    callbacks = [ReplicaCheck(2), MetricAverage()]
     assert trained(*callbacks) == trained()
 
 
@@ -158,7 +113,7 @@ def ranks_that_differ_raise_on_all_ranks() -> None:
             model, lines = checked("raise", rank, place, alone=alone)
             (line,) = assert_equal_everywhere(lines)
             # A velocity that differs makes the weight differ, which comes first.
-            variable = variables_of(model)[place] if place >= 0 else model.trainable_variables[-1]
+            variable = ModelState(model).variables()[place] if place >= 0 else model.trainable_variables[-1]
             odd = rank % size() if size() > 2 else 1  # of two, the chief is taken for right
             assert f"after 6 steps, other values of {variable.path!r} on rank(s) [{odd}]" in line, line
             assert int(model.optimizer.iterations) == 6
@@ -177,7 +132,7 @@ def ranks_that_differ_are_repaired() -> None:
     for rank in (0, 1):
         model, lines = checked("repair", rank, 2)
         right = 1 if size() > 2 and rank == 0 else 0
-        assert f"all take rank {right}'s state" in everyone(lines)[0][0]
+        assert f"rank {right} broadcasts its state" in everyone(lines)[0][0]
         assert_equal_everywhere(state_of(model))
 
 
@@ -363,9 +318,6 @@ def without_a_scope_calls_of_the_engine_are_refused() -> None:
 CASES = {
     function.__name__: function
     for function in (
-        the_roots_state_is_everyones_before_the_first_step,
-        what_a_rank_loads_later_is_everyones_or_nobodys,
-        weights_that_are_not_made_yet_are_refused,
         without_a_scope_the_engine_must_be_given,
         in_the_scope_it_changes_nothing,
         ranks_that_differ_raise_on_all_ranks,

@@ -69,7 +69,7 @@ def a_nan_of_one_rank_is_raised_on_all() -> None:
     assert f"on rank {size() - 1} its data, a loss of nan, a gradient of 'sequential/dense/kernel'" in message, message
     assert "on rank 0" not in message or size() == 1, message
     assert int(model.optimizer.iterations) == 4  # the step was made, and no other
-    assert "_kdist_step_wrappers" not in model.__dict__
+    assert "_kdist_step_extensions" not in model.__dict__
 
 
 class Root(keras.layers.Layer):
@@ -120,7 +120,7 @@ def skipped(make: Callable[[], keras.Model], bad: tuple[int, ...], *, value: flo
     assert [len(said) for said in everyone(lines)] == [2 * len(bad)] + [0] * (size() - 1)
     if lines:
         assert f"on rank {size() - 1} its data, a loss of" in lines[0], lines
-        assert "left out on all ranks" in lines[0]
+        assert "skipped on all ranks" in lines[0]
     return model
 
 
@@ -340,7 +340,7 @@ def what_is_counted_is_right_in_an_execution_of_several_steps() -> None:
     assert [times.rows for times in throughput._totals] == [num_steps * BATCH] * size()
     with kdist.scope(scale_lr=None):
         model.fit(x, y, batch_size=BATCH, verbose=0)
-    assert "_kdist_step_wrappers" not in model.__dict__
+    assert "_kdist_step_extensions" not in model.__dict__
 
 
 CASES = {

@@ -14,8 +14,8 @@ import pytest
 
 import kdist
 from kdist._process import open_engine
+from kdist.checkpoint.files import CheckpointDirectory
 from kdist.errors import CheckpointError
-from kdist.training.checkpoint_files import Checkpoint, CheckpointFolder
 from tests.callbacks.full_disk import full_disk
 from tests.training.behaviours import assert_equal_everywhere, weights_of
 from tests.training.fidelity import BATCH, compare, fresh, mlp, outcome, rows, size
@@ -170,15 +170,15 @@ def a_full_disk() -> None:
         model.save(folder / names[0])
         model.save_weights(folder / names[1])
         before = [(folder / name).read_bytes() for name in names]
-        backup = CheckpointFolder(folder / "backup")
-        backup.write(Checkpoint({"number": 1}, {"a": np.zeros(10)}))
+        backup = CheckpointDirectory(folder / "backup")
+        backup.write({"part": {"number": 1, "a": np.zeros(10)}})
         with full_disk():
             with pytest.raises(CheckpointError, match=r"cannot be written.*File too large"):
-                backup.write(Checkpoint({"number": 2}, {"a": np.zeros(10)}))
+                backup.write({"part": {"number": 2, "a": np.zeros(10)}})
             for name, save in zip(names, (model.save, model.save_weights), strict=True):
                 with pytest.raises(OSError, match=r"(?i)too large|errno = 27"):
                     save(folder / name)
-        assert backup.read()[1].state == {"number": 1}
+        assert backup.read()[1]["part"]["number"] == 1
         assert os.listdir(folder / "backup") == ["checkpoint-00000001"]
         assert [(folder / name).read_bytes() for name in names] == before
         assert sorted(os.listdir(folder)) == ["backup", *names]

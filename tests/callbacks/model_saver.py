@@ -14,12 +14,12 @@ import sys
 import keras
 import numpy as np
 
-from kdist.training.saving import write_whole
+from kdist.checkpoint.whole_files import write_whole
 
 
 def main(path: str) -> None:
     model = keras.Sequential([keras.Input((200,)), keras.layers.Dense(500)])
-    model.save = functools.partial(write_whole, model.save)  # as a scope of several ranks has it
+    model.save = functools.partial(write_whole, None, model.save)  # as a scope of several ranks has it
     checkpoint = keras.callbacks.ModelCheckpoint(path)
     checkpoint.set_model(model)
     checkpoint.on_epoch_end(0, {})  # the first is slow: it imports much

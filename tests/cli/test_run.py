@@ -1,4 +1,4 @@
-"""`kdist run` under the real mpirun: codes, output, and the end of a job whose rank fails."""
+"""`kdist run` under the real mpirun: exit codes, output, and the end of a job after a failure."""
 
 import sys
 
@@ -40,7 +40,7 @@ def run(*arguments, ranks=2, timeout=60, env=None):
     return done
 
 
-def test_rank_0_is_shown_and_the_rest_is_not(script):
+def test_only_the_output_of_rank_0_is_shown(script):
     done = run("--strategy", "mpi", script, "mpi", "--epochs", "5", ranks=3)
     assert done.returncode == 0, done.output
     assert "out 0 of 3 ['mpi', '--epochs', '5'] mpi" in done.output
@@ -49,7 +49,7 @@ def test_rank_0_is_shown_and_the_rest_is_not(script):
     assert "err 1" not in done.output
 
 
-def test_output_keeps_every_rank(script, tmp_path):
+def test_output_has_the_files_of_every_rank(script, tmp_path):
     done = run("--output", str(tmp_path / "logs" / "today"), script, "mpi")
     assert done.returncode == 0, done.output
     kept = {path.name: path.read_text() for path in (tmp_path / "logs" / "today").iterdir()}
@@ -64,7 +64,7 @@ def test_output_keeps_every_rank(script, tmp_path):
 
 @pytest.mark.parametrize("how", ["raise wait", "mpi raise wait"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_rank_that_raises_ends_the_job_and_says_so_once(script, tmp_path, how, keep):
+def test_a_rank_that_raises_ends_the_job_with_one_report(script, tmp_path, how, keep):
     done = run(*(["--output", str(tmp_path / "logs")] if keep else []), script, how)
     assert done.returncode == 1
     assert done.output.count("[kdist] rank 1 of 2 on host") == 1
@@ -91,7 +91,7 @@ def test_an_exit_code_is_passed_on(script, how):
     assert "exited with code 7" in done.output
 
 
-def test_a_rank_that_crashes_is_seen(script):
+def test_a_rank_that_crashes_is_reported(script):
     done = run(script, "crash wait")
     assert done.returncode not in (0, None)
     assert "Fatal Python error: Aborted" in done.output

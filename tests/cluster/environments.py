@@ -1,4 +1,4 @@
-"""Variables as launchers set them; the first two were recorded from a rank of a real `mpirun -np 2`."""
+"""Variables of launchers; the first two were recorded from a rank of a real `mpirun -np 2`."""
 
 OPENMPI_5 = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -1,4 +1,4 @@
-"""Whatever a launcher, or a user, has set: an answer, or an error that says what to do."""
+"""Any variables, hosts and `TF_CONFIG`: a result, or an error with a fix."""
 
 import json
 
@@ -9,7 +9,7 @@ from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import KDistError
 from kdist.launch.hosts import parse_hostfile, parse_hosts
-from kdist.strategies.choice import WORDS, choose
+from kdist.strategies.selection import WORDS, choose
 
 NUMBERS = [
     f"{prefix}_{name}"
@@ -48,38 +48,38 @@ configs = st.one_of(
 )
 
 
-def answered(ask, *arguments):
-    """Returns the answer, or `None` if it was an error that says what was received and what to do."""
+def result_of(function, *arguments):
+    """Returns the result, or `None` after an error of kdist that has all its parts."""
     try:
-        return ask(*arguments)
+        return function(*arguments)
     except KDistError as error:
-        said = str(error)
-    assert all(word in said for word in ("Received", "Expected", "Fix: ")), said
+        message = str(error)
+    assert all(word in message for word in ("Received", "Expected", "Fix: ")), message
     return None
 
 
 @given(environments)
 @settings(max_examples=400)
 def test_any_environment(env):
-    info = answered(detect, env)
+    info = result_of(detect, env)
     if info is not None:
         assert 0 <= info.rank < info.size
         assert 0 <= info.local_rank < info.local_size
         for word in WORDS:
-            answered(choose, word, info)
+            result_of(choose, word, info)
 
 
 @given(st.one_of(st.text(max_size=30), configs.map(json.dumps)))
 @settings(max_examples=400)
 def test_any_tf_config(text):
-    info = answered(detect, {"TF_CONFIG": text})
+    info = result_of(detect, {"TF_CONFIG": text})
     assert info is None or isinstance(info, ClusterInfo)
 
 
 @given(st.one_of(st.text(max_size=20), st.lists(st.from_regex(r"[ab.\[\]:0-9-]{0,6}"), max_size=3).map(",".join)))
 @settings(max_examples=300)
 def test_any_list_of_hosts(text):
-    hosts = answered(parse_hosts, text)
+    hosts = result_of(parse_hosts, text)
     assert hosts is None or all(host.name and host.slots > 0 for host in hosts)
 
 
@@ -90,5 +90,5 @@ def test_any_list_of_hosts(text):
 )
 @settings(max_examples=300)
 def test_any_hostfile(text):
-    hosts = answered(parse_hostfile, text, "hosts")
+    hosts = result_of(parse_hostfile, text, "hosts")
     assert hosts is None or all(host.name and host.slots > 0 for host in hosts)

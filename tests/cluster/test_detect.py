@@ -1,4 +1,4 @@
-"""The table: each launcher's variables, their order, and what cannot both be true."""
+"""The table of launchers: their variables, their order, and contradictions."""
 
 import json
 
@@ -37,7 +37,7 @@ ONE_WORKER = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}, "task": {
         (envs.VERTEX_AI, ("tf_config", 0, 2, 0, 1)),
         (envs.SLURM_PMIX, ("slurm", 4, 5, 1, 2)),
         (envs.SLURM_PMI2, ("slurm", 4, 5, 1, 2)),
-        # Where four ranks are started on a TPU's host, they train together; the TPU is left aside, and that is said.
+        # Four ranks on a TPU's host train together; the TPU is ignored, and the reason mentions it.
         ({**envs.OPENMPI_4, "TPU_NAME": "my-tpu"}, ("openmpi", 3, 4, 1, 2)),
         # A launcher inside a Slurm step, whose own variables are those of the launcher's daemon.
         ({**envs.SLURM_STEP, **envs.OPENMPI_5}, ("openmpi", 1, 2, 1, 2)),
@@ -55,18 +55,18 @@ ONE_WORKER = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}, "task": {
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, ("mpich", 0, 1, 0, 1)),
     ],
 )
-def test_place(env, expected):
+def test_detect(env, expected):
     info = detect(env)
     assert (info.launcher, info.rank, info.size, info.local_rank, info.local_size) == expected
-    # Every row has its say: the one that decided, and why not each of the others.
+    # Every row is accounted for: the one that decided, and why the others did not.
     assert {name for name, _ in info.rejected} == {row.launcher for row in TABLE} - {info.launcher}
 
 
-def test_reasons_quote_what_decided():
+def test_reasons_quote_the_variables():
     assert "OMPI_COMM_WORLD_RANK=1" in detect(envs.OPENMPI_5).reason
     assert "single task of TF_CONFIG" in detect({**ONE_WORKER, **envs.OPENMPI_5}).reason
-    assert detect({**envs.OPENMPI_4, "TPU_NAME": "my-tpu"}).reason.endswith("; the TPU was left aside")
-    assert "aside" not in detect(envs.OPENMPI_5).reason
+    assert detect({**envs.OPENMPI_4, "TPU_NAME": "my-tpu"}).reason.endswith("; the TPU was ignored")
+    assert "ignored" not in detect(envs.OPENMPI_5).reason
     assert dict(detect(envs.SLURM_BATCH).rejected)["slurm"].startswith("a Slurm job, but not a step")
     assert all(row.why_here and "\n" not in row.why_here for row in TABLE)
 
@@ -127,7 +127,7 @@ STEPS = st.sampled_from(["1", "2", "2(x2)", "3,2", "(x2)", "0", "2(x", "²"])
     tf_config=st.none() | TF_CONFIGS,
     per_node=st.none() | STEPS,
 )
-def test_any_mapping_gives_a_place_or_a_cluster_error(base, changes, tf_config, per_node):
+def test_any_mapping_is_detected_or_refused(base, changes, tf_config, per_node):
     env = {**base, **changes}
     if tf_config is not None:
         env["TF_CONFIG"] = tf_config

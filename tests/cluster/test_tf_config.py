@@ -1,4 +1,4 @@
-"""TF_CONFIG: ranks in order, and every way to get it wrong refused by name."""
+"""TF_CONFIG: the order of ranks, and the refusal of invalid values."""
 
 import json
 
@@ -19,8 +19,8 @@ def test_chief_comes_first_then_workers():
 
 
 def test_a_master_is_a_chief():
-    place = tf_config(env({"master": ["a:1"], "worker": ["b:1"]}, "master"))
-    assert (place.task_type, place.rank, place.cluster_spec) == ("chief", 0, {"chief": ("a:1",), "worker": ("b:1",)})
+    info = tf_config(env({"master": ["a:1"], "worker": ["b:1"]}, "master"))
+    assert (info.task_type, info.rank, info.cluster_spec) == ("chief", 0, {"chief": ("a:1",), "worker": ("b:1",)})
 
 
 def test_evaluators_are_not_counted():
@@ -31,9 +31,9 @@ def test_evaluators_are_not_counted():
 
 
 def test_parameter_servers_are_recorded():
-    place = tf_config(env({"chief": ["a:1"], "worker": ["a:2"], "ps": ["a:3"]}, "ps"))
-    assert (place.task_type, place.task_index, place.rank, place.size) == ("ps", 0, 2, 3)
-    assert place.cluster_spec["ps"] == ("a:3",)
+    info = tf_config(env({"chief": ["a:1"], "worker": ["a:2"], "ps": ["a:3"]}, "ps"))
+    assert (info.task_type, info.task_index, info.rank, info.size) == ("ps", 0, 2, 3)
+    assert info.cluster_spec["ps"] == ("a:3",)
 
 
 def test_an_index_may_be_a_string():
@@ -48,19 +48,19 @@ def test_no_cluster_is_no_launch(text):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("{", "no JSON"),
-        ("[1]", "no JSON object"),
-        ({"cluster": ["a:1"], "task": {}}, "whose cluster is"),
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ({"cluster": ["a:1"], "task": {}}, "its cluster is"),
         ({"cluster": {"worker": "a:1"}}, "'worker' is 'a:1'"),
         ({"cluster": {"worker": ["a"]}}, "host:port"),
         ({"cluster": {"worker": ["a:x"]}}, "host:port"),
         ({"cluster": {"cook": ["a:1"]}}, "a job 'cook'"),
-        ({"cluster": {"worker": ["a:1", "a:1"]}}, "a:1 stands for more than one"),
-        ({"cluster": {"worker": ["a:1"], "ps": ["a:1"]}}, "a:1 stands for more than one"),
+        ({"cluster": {"worker": ["a:1", "a:1"]}}, "more than one task has the address a:1"),
+        ({"cluster": {"worker": ["a:1"], "ps": ["a:1"]}}, "more than one task has the address a:1"),
         ({"cluster": {"master": ["a:1"], "chief": ["b:1"]}}, "both a chief and a master"),
         ({"cluster": {"chief": ["a:1", "b:1"]}}, "2 chiefs"),
         ({"cluster": {"ps": ["a:1"]}}, "neither a chief nor a worker"),
-        ({"cluster": {"worker": ["a:1"]}}, "whose task is None"),
+        ({"cluster": {"worker": ["a:1"]}}, "its task is None"),
         ({"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}, "type 'ps'"),
         ({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}, "index 1"),
         ({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": True}}, "index True"),
@@ -70,5 +70,5 @@ def test_refused_with_a_fix(value, words):
     text = value if isinstance(value, str) else json.dumps(value)
     with pytest.raises(ClusterError) as caught:
         tf_config({"TF_CONFIG": text})
-    for word in ["Received TF_CONFIG=", words, "Expected", "Fix:"]:
+    for word in ["TF_CONFIG is invalid", "Received: TF_CONFIG=", words, "Expected", "Fix:"]:
         assert word in str(caught.value)

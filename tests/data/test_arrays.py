@@ -94,8 +94,22 @@ def test_full_steps_have_a_static_batch_size():
     assert int(source.dataset().cardinality()) == source.num_steps == 6
 
 
+def test_one_batch_in_one_order_needs_no_trace(monkeypatch):
+    """A loop of `predict` on one row spends its time on nothing else."""
+
+    def traced(*_: object) -> None:
+        raise AssertionError("a function is traced")
+
+    monkeypatch.setattr(tf.data.Dataset, "map", traced)
+    monkeypatch.setattr(tf.data.Dataset, "flat_map", traced)
+    for num_samples in (1, 8):
+        assert one_pass(sources(num_samples, 4, plans(2))) == in_batches(num_samples, 8)
+    with pytest.raises(AssertionError, match="traced"):
+        one_pass(sources(9, 4, plans(2)))
+
+
 def test_no_samples():
-    with pytest.raises(DataError, match="without any sample"):
+    with pytest.raises(DataError, match="have no samples"):
         sources(0, 4, plans(2))
 
 

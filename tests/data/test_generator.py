@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.data.generator import GeneratorSource, own_shards
+from kdist.data.generator import GeneratorSource, shard_batches
 from kdist.errors import DataError
 from tests.data.ranks import first_rows, groups, idle_rows, in_batches, one_pass, plans
 
@@ -69,12 +69,12 @@ def test_an_endless_generator_is_read_only_as_far_as_needed():
             read.append(number)
             yield (np.array([number]),)
 
-    shards = own_shards(endless(), plans(2, steps_per_epoch=3)[1])
+    shards = shard_batches(endless(), plans(2, steps_per_epoch=3)[1])
     got = [(int(data[0][0]), rows, total) for data, rows, total in itertools.islice(shards, 4)]
     assert got == [(1, 1, 2), (2, 0, 1), (4, 1, 2), (5, 0, 1)]
     assert read == [0, 1, 2, 3, 4, 5]
 
 
 def test_no_batch_is_refused():
-    with pytest.raises(DataError, match="generator without any sample"):
+    with pytest.raises(DataError, match="The generator has no samples"):
         source(plans(2)[0], 0)

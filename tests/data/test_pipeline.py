@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.data import pipeline
-from kdist.data.pipeline import Pipeline
+from kdist.data.graphs import dataset_internals, determinism, inspection, pipeline
+from kdist.data.graphs.pipeline import Pipeline
 from kdist.errors import DataError
 
 Dataset = tf.data.Dataset
@@ -47,7 +47,7 @@ def inner(number):
 
 # Pipelines that yield a new order in each epoch.
 RESHUFFLED = {
-    "alone": lambda: Dataset.range(8).shuffle(8),
+    "by itself": lambda: Dataset.range(8).shuffle(8),
     "before batch": lambda: Dataset.range(8).shuffle(8).batch(3).prefetch(1),
     "after batch": lambda: Dataset.range(8).batch(2).shuffle(8).map(lambda x: x + 1),
     "before parallel batch": lambda: Dataset.range(8).shuffle(8).batch(2, num_parallel_calls=2),
@@ -136,7 +136,7 @@ def test_what_is_taken_and_what_is_skipped_have_nothing_in_common(make, split):
 
 
 @pytest.mark.parametrize("length", [40, 41])
-def test_so_it_is_where_classes_are_balanced(length):
+def test_balanced_classes_are_split_without_overlap(length):
     """Whatever a shuffled dataset is joined with: in training the other class, shuffled again, comes before it."""
     one = Dataset.range(40).shuffle(40, reshuffle_each_iteration=False)
     other = Dataset.range(100, 100 + length).shuffle(41, reshuffle_each_iteration=False)
@@ -182,23 +182,23 @@ SEEDED = {
 
 
 @pytest.mark.parametrize("name", SEEDED)
-@pytest.mark.parametrize("looks", [0, 1])
-def test_seeded_shuffles_yield_the_orders_of_one_process_whoever_looks(name, looks):
+@pytest.mark.parametrize("iterations", [0, 1])
+def test_seeded_shuffles_have_the_orders_of_one_process_after_iterations_by_the_user(name, iterations):
     expected, dataset = epochs(SEEDED[name](), 4), SEEDED[name]()
-    for _ in range(looks):
+    for _ in range(iterations):
         next(iter(dataset))
     found = epochs(Pipeline(dataset, seed=7).dataset())
-    for _ in range(looks):
+    for _ in range(iterations):
         next(iter(dataset))
     assert found + epochs(Pipeline(dataset, seed=8).dataset()) == expected
     assert expected[0] != expected[1]
 
 
-def test_a_seeded_shuffle_that_cannot_be_made_anew_is_told(caplog, monkeypatch):
-    monkeypatch.setattr(pipeline.graph_order, "_graph", lambda _: 1 / 0)
+def test_a_seeded_shuffle_that_cannot_be_made_anew_is_warned_of(caplog, monkeypatch):
+    monkeypatch.setattr(determinism, "graph_of", lambda _: 1 / 0)
     dataset = SEEDED["filtered"]()
     assert epochs(Pipeline(dataset, seed=7).dataset()) == epochs(SEEDED["filtered"]())
-    assert "look into another one" in caplog.text
+    assert "A seeded shuffle in" in caplog.text
 
 
 def test_an_orderly_pipeline_stays_the_users_own():
@@ -209,7 +209,7 @@ def test_an_orderly_pipeline_stays_the_users_own():
 
 
 def test_a_kind_that_is_not_known_is_inspected_as_a_graph(monkeypatch):
-    monkeypatch.setattr(pipeline, "_ATTRIBUTES", {})
+    monkeypatch.setattr(dataset_internals, "_OPS", {})
     one, other = (Pipeline(Dataset.range(8).shuffle(8).batch(3), seed=7) for _ in range(2))
     assert one.steps == ()
     assert epochs(one.dataset()) == epochs(other.dataset())
@@ -236,12 +236,12 @@ def test_sloppy_options_of_the_user_are_overruled():
 def test_files_that_a_cache_will_write_are_known(tmp_path):
     path = str(tmp_path / "kept")
     cached = Dataset.range(8).cache(path).batch(2).cache()
-    assert pipeline.files_to_write(cached) == [path]
+    assert inspection.unwritten_cache_files(cached) == [path]
     assert epochs(cached, 1) == epochs(Pipeline(cached, seed=7).dataset(), 1)
-    assert pipeline.files_to_write(cached) == []  # it is whole now
+    assert inspection.unwritten_cache_files(cached) == []  # it is whole now
 
 
-def test_a_shuffle_in_a_function_is_told(caplog):
+def test_a_shuffle_in_a_function_is_warned_of(caplog):
     Pipeline(Dataset.range(3).flat_map(lambda i: inner(i).shuffle(4)), seed=7)
     assert "ShuffleDatasetV3 without a seed inside a function" in caplog.text
 
@@ -265,20 +265,20 @@ def test_random_augmentation_is_left_alone():
     assert Pipeline(dataset, seed=7).dataset() is dataset
 
 
-def test_steps_beside_other_components():
+def test_steps_pass_other_components_through():
     dataset = (
         Dataset.range(4).map(lambda x: {"a": x, "b": (x + 1, x + 2)}).map(lambda e: (e["a"], e["b"][1])).prefetch(2)
     )
     steps = Pipeline(dataset, seed=7).steps
-    assert all(pipeline.carries_along(step) for step in steps)
+    assert all(pipeline.is_elementwise(step) for step in steps)
     paired = Dataset.range(4).map(lambda x: (x, x * 100, True))
     for step in steps:
-        paired = pipeline.beside(step, paired, 0)
+        paired = pipeline.apply_to_first(step, paired, 0)
     assert [[int(v) for v in tf.nest.flatten(e)] for e in paired] == [[x, x + 2, x * 100, 1] for x in range(4)]
 
 
 @pytest.mark.parametrize("kind", ["seeded", "in a function", "keras"])
-def test_what_a_map_draws_beside_is_the_ranks_own(kind):
+def test_a_map_draws_other_numbers_on_each_rank(kind):
     keras.utils.set_random_seed(5)
     generator = keras.random.SeedGenerator(3)
     draw = {
@@ -291,7 +291,7 @@ def test_what_a_map_draws_beside_is_the_ranks_own(kind):
     def drawn(rank):
         own = Dataset.range(5).map(lambda x: (x, rank))
         for step in Pipeline(dataset, seed=7).steps:
-            own = pipeline.beside(step, own, rank)
+            own = pipeline.apply_to_first(step, own, rank)
         return [[element.numpy() for element, _ in own] for _ in range(2)]
 
     draws = np.array([drawn(rank) for rank in range(3)])
@@ -308,5 +308,5 @@ def test_a_map_keeps_what_it_closed_over():
         dataset = dataset.map(lambda x: x + offset)  # noqa: B023  the trap that is tested
     paired = Dataset.range(3).map(lambda x: (x, 0))
     for step in Pipeline(dataset, seed=7).steps:
-        paired = pipeline.beside(step, paired, 0)
+        paired = pipeline.apply_to_first(step, paired, 0)
     assert [int(x) for x, _ in paired] == [30, 31, 32]

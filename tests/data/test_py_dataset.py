@@ -4,7 +4,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from kdist.data import sharding
 from kdist.data.py_dataset import PyDatasetSource, ShardedPyDataset
@@ -39,8 +38,7 @@ class Numbers(keras.utils.PyDataset):
 
 
 def source(plan, dataset, **options):
-    sharded = ShardedPyDataset(dataset, plan, **options)
-    return PyDatasetSource(sharded, PyDatasetAdapter(sharded))
+    return PyDatasetSource(ShardedPyDataset(dataset, plan, **options))
 
 
 def sources(ranks, *args, shuffle=False, **options):
@@ -129,5 +127,5 @@ def test_processes_are_warned_about(caplog):
 
 
 def test_no_batch_is_refused():
-    with pytest.raises(DataError, match="PyDataset without any sample"):
+    with pytest.raises(DataError, match="The PyDataset has no samples"):
         ShardedPyDataset(Numbers(0, 2), plans(2)[0])

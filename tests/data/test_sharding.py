@@ -31,7 +31,7 @@ def test_each_batch_is_taken_once_in_order(num_batches, num_shards, scale_batch,
     taken = []
     ranks = plans(num_shards, scale_batch=scale_batch, steps_per_epoch=steps)
     for step in range(sharding.num_steps(num_batches, ranks[0])):
-        own = [sharding.own_batch(step, num_batches, plan) for plan in ranks]
+        own = [sharding.batch_of_step(step, num_batches, plan) for plan in ranks]
         assert own[0][1], "the first rank always has a batch"
         if scale_batch:
             taken += [batch for batch, active in own if active]
@@ -55,7 +55,7 @@ def test_a_step_never_crosses_the_end_of_an_epoch(num_batches, num_shards, steps
 )
 def test_rows_of_arrays_cover_the_pass(num_samples, size, num_shards, scale_batch, steps):
     ranks = plans(num_shards, scale_batch=scale_batch, steps_per_epoch=steps)
-    own = [sharding.own_rows(num_samples, size, plan) for plan in ranks]
+    own = [sharding.rows_of_steps(num_samples, size, plan) for plan in ranks]
     counted = []
     for step in range(sharding.num_steps(-(-num_samples // size), ranks[0])):
         first = own[0][0][step]
@@ -71,7 +71,7 @@ def test_rows_of_arrays_cover_the_pass(num_samples, size, num_shards, scale_batc
 
 
 def test_full_batches_are_exactly_the_users():
-    starts, stops, rows, global_rows = sharding.own_rows(64, 8, Plan(num_shards=4, shard_id=2))
+    starts, stops, rows, global_rows = sharding.rows_of_steps(64, 8, Plan(num_shards=4, shard_id=2))
     assert starts.tolist() == [16, 48]
     assert stops.tolist() == [24, 56]
     assert rows.tolist() == [8, 8]
@@ -94,7 +94,7 @@ def test_epochs_and_seeds_give_other_orders():
 def test_batchwise_order_stays_within_a_step(num_samples, size, num_shards, steps):
     plan = Plan(num_shards=num_shards, steps_per_epoch=steps)
     order = sharding.batchwise_order(num_samples, size, plan, epoch=1)
-    ends = np.cumsum(sharding.own_rows(num_samples, size, plan)[3])
+    ends = np.cumsum(sharding.rows_of_steps(num_samples, size, plan)[3])
     for part in np.split(np.arange(num_samples), ends[:-1]):
         assert sorted(order[part]) == part.tolist()
 
@@ -112,7 +112,7 @@ def test_impossible_plans_are_refused(options):
 
 
 def test_no_samples_are_refused():
-    with pytest.raises(DataError, match="without any sample"):
-        sharding.own_rows(0, 4, Plan())
+    with pytest.raises(DataError, match="have no samples"):
+        sharding.rows_of_steps(0, 4, Plan())
     with pytest.raises(DataError, match="batch_size=0"):
-        sharding.own_rows(4, 0, Plan())
+        sharding.rows_of_steps(4, 0, Plan())

@@ -146,6 +146,22 @@ def goes_on_until_a_peer_is_gone(action: str, length: int) -> None:
         step(tf.ones([length]))
 
 
+def waits_in_a_group(of: str, length: int) -> None:
+    """Rank 2 dies while rank 0 waits for it; rank 1, in a group of its own, notices nothing and sleeps."""
+    from kdist.launch import failure
+
+    everyone = engine()
+    failure.install(everyone.abort, everyone.rank, everyone.size, everyone.explain)
+    group = everyone.group([1] if everyone.rank == 1 else [0, 2])
+    x = tf.ones([length])
+    group.allreduce([x])
+    if everyone.rank == 2:
+        os._exit(9)
+    if everyone.rank == 1:
+        time.sleep(60)
+    group.allreduce([x]) if of == "group" else group.recv([x], 1)
+
+
 def over_addresses_of_mpi() -> None:
     """Under mpirun the ranks tell each other their addresses over MPI."""
     from kdist._process import cluster_info, open_engine

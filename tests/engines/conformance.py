@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from kdist.engines.mesh import Mesh
 from kdist.errors import EngineError
 
 HALVES = [tf.float16, tf.bfloat16]
@@ -272,6 +273,313 @@ def case_alltoall_of_large_tensors(engine):
             same(result, np.stack([rows(sender)[engine.rank] for sender in range(engine.size)]), how)
 
 
+# Rows of sums
+
+
+def case_reduce_scatter_sums_every_dtype_and_shape(engine):
+    kinds = list(itertools.product([(0,), (7,), (3, 0, 2), (9, 1, 5)], NUMBERS))
+    for how, reduce_scatter in both_ways(engine.reduce_scatter):
+        results = reduce_scatter([values(shape, dtype, engine.rank) for shape, dtype in kinds])
+        for (shape, dtype), result in zip(kinds, results, strict=True):
+            rows = slice(engine.rank * shape[0] // engine.size, (engine.rank + 1) * shape[0] // engine.size)
+            same(result, summed(shape, dtype, engine.size)[rows], (how, dtype.name, shape))
+        assert list(reduce_scatter([])) == []
+
+
+def case_reduce_scatter_sums_halves_in_float32(engine):
+    for dtype in HALVES:
+        everyone = [tf.cast(randoms(rank, shape=(1001,)) * 100, dtype) for rank in range(engine.size)]
+        total = sum(tf.cast(one, tf.float32) for one in everyone)
+        for how, reduce_scatter in both_ways(engine.reduce_scatter):
+            (mine,) = reduce_scatter([everyone[engine.rank]])
+            gathered = np.asarray(tf.cast(engine.allgather([mine])[0], tf.float32))
+            half_unit = {tf.float16: 2.0**-11, tf.bfloat16: 2.0**-8}[dtype]
+            np.testing.assert_allclose(gathered, total, rtol=half_unit * 1.01, atol=1e-4, err_msg=how)
+
+
+def case_reduce_scatter_of_large_tensors(engine):
+    """The parts together are the sum, the same every time: of a large tensor, of its neighbours, and in any rank."""
+    mine = [tf.constant(randoms(engine.rank)), tf.constant(randoms(engine.rank, np.float64, (65537, 2)))]
+    every_time = []
+    for how, reduce_scatter in both_ways(engine.reduce_scatter):
+        gathered = [np.asarray(each) for each in engine.allgather(reduce_scatter(mine))]
+        every_time.append(gathered)
+        for result, like in zip(gathered, mine, strict=True):
+            dtype = result.dtype
+            everyone = [randoms(rank, dtype, like.shape).astype(np.float64) for rank in range(engine.size)]
+            atol = np.finfo(dtype).eps * 10
+            np.testing.assert_allclose(result, sum(everyone), rtol=atol, atol=atol, err_msg=how)
+    for eager, graph in zip(*every_time, strict=True):
+        same(eager, graph)
+
+
+# Rows by counts
+
+
+def _count(sender, receiver):
+    return (2 * sender + receiver) % 4  # unequal, and 0 for some
+
+
+def _rows(shape, dtype, sender, receiver):
+    return values((_count(sender, receiver), *shape), dtype, 3 * sender + receiver)
+
+
+def case_alltoallv_sends_rows_by_counts(engine):
+    ranks = range(engine.size)
+    kinds = list(itertools.product([(), (2, 0), (1, 4)], ANYTHING))
+    counts = [_count(engine.rank, receiver) for receiver in ranks]
+    mine = [tf.concat([_rows(*kind, engine.rank, receiver) for receiver in ranks], 0) for kind in kinds]
+    for how, alltoallv in both_ways(engine.alltoallv):
+        results, received = alltoallv(mine, counts if how == "eager" else tf.constant(counts))
+        same(received, np.array([_count(sender, engine.rank) for sender in ranks], np.int64), how)
+        for kind, result in zip(kinds, results, strict=True):
+            same(result, tf.concat([_rows(*kind, sender, engine.rank) for sender in ranks], 0), (how, kind))
+
+
+def case_alltoallv_takes_counts_that_are_known_when_the_graph_runs(engine):
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([engine.size], tf.int32)])
+    def exchange(rows, counts):
+        (result,), received = engine.alltoallv([rows], counts)
+        assert result.shape.as_list() == [None, 2]
+        assert received.shape == (engine.size,)
+        return result, received
+
+    for times in range(3):  # none at all, at first
+        counts = np.full(engine.size, times, np.int32)
+        result, received = exchange(np.full((times * engine.size, 2), engine.rank, np.float32), counts)
+        same(result, np.repeat(np.arange(engine.size, dtype=np.float32), times)[:, None] * np.ones((1, 2), np.float32))
+        same(received, counts.astype(np.int64))
+    if engine.size > 1:  # else rows and counts are the caller's own
+        with pytest.raises((tf.errors.InvalidArgumentError, EngineError), match="do not add up"):
+            exchange(np.zeros((3, 2), np.float32), np.ones(engine.size, np.int32) * 7)
+
+
+def case_alltoallv_of_large_tensors(engine):
+    counts = [LARGE // 2 + receiver for receiver in range(engine.size)]
+    for how, alltoallv in both_ways(engine.alltoallv):
+        (result,), received = alltoallv([tf.fill([sum(counts)], float(engine.rank))], counts)
+        mine = counts[engine.rank]
+        same(received, np.full(engine.size, mine, np.int64), how)
+        same(result, np.repeat(np.arange(engine.size, dtype=np.float32), mine), how)
+
+
+# Messages between two ranks
+
+
+def _has_messages(engine):
+    """Returns whether messages can be sent; an engine that cannot must raise, and name one that can."""
+    if engine.name == "horovod":
+        for call in (lambda: engine.send([tf.zeros(1)], 0), lambda: engine.recv([tf.zeros(1)], 0)):
+            with pytest.raises(EngineError, match="Horovod has no messages.*'mpi' or 'collective'"):
+                call()
+    return engine.name != "horovod" and engine.size > 1
+
+
+def case_messages_of_every_dtype_and_shape_travel_around(engine):
+    if not _has_messages(engine):
+        return
+    kinds = list(itertools.product([(), (7,), (3, 0, 2)], ANYTHING))
+    after, before = (engine.rank + 1) % engine.size, (engine.rank - 1) % engine.size
+
+    def exchange(mine):
+        engine.send(mine, after)  # all ranks send first
+        engine.send([], after)
+        return engine.recv([tf.TensorSpec(shape, dtype) for shape, dtype in kinds], before)
+
+    for how, function in both_ways(exchange):
+        for _ in range(2):
+            results = function([values(shape, dtype, engine.rank) for shape, dtype in kinds])
+            for (shape, dtype), result in zip(kinds, results, strict=True):
+                same(result, values(shape, dtype, before), (how, dtype.name, shape))
+
+
+def case_messages_arrive_in_the_order_of_sending(engine):
+    """From the last rank to the first: large ones, small ones, of equal size and not, eagerly and in a graph."""
+    if not _has_messages(engine):
+        return
+    shapes = [(LARGE,), (3,), (3,), (2, 5), (LARGE,), (3,)]
+
+    def send():
+        for place, shape in enumerate(shapes):
+            engine.send([tf.fill(shape, float(place))], 0)
+
+    def recv():
+        return [engine.recv([tf.zeros(shape)], engine.size - 1)[0] for shape in shapes]
+
+    for sends in (send, tf.function(send, autograph=False)):
+        for receives in (recv, tf.function(recv, autograph=False)):
+            if engine.rank == engine.size - 1:
+                sends()
+            if engine.rank == 0:
+                for place, (shape, result) in enumerate(zip(shapes, receives(), strict=True)):
+                    same(result, np.full(shape, place, np.float32), place)
+            engine.barrier()  # while others are under way
+
+
+def case_messages_run_among_collectives(engine):
+    """As in a pipeline: between two sums, from each rank to the next one, which sends it on."""
+    if not _has_messages(engine):
+        return
+
+    @tf.function(autograph=False)
+    def step(x):
+        (total,) = engine.allreduce([x])
+        if engine.rank > 0:
+            (total,) = engine.recv([total], engine.rank - 1)
+        if engine.rank < engine.size - 1:
+            engine.send([total + 1.0], engine.rank + 1)
+        return engine.allreduce([total])[0]
+
+    expected = sum(3 * engine.size + rank for rank in range(engine.size))
+    for _ in range(3):
+        same(step(tf.fill([4], 3.0)), np.full(4, expected, np.float32))
+
+
+# Groups of ranks
+
+
+def _parity(engine):
+    """Returns the group of the ranks as odd or even as this one, and these ranks; `None` where there are no groups."""
+    ranks = list(range(engine.rank % 2, engine.size, 2))
+    if engine.name == "horovod":
+        with pytest.raises(EngineError, match="Horovod has no groups.*'mpi' or 'collective'"):
+            engine.group(ranks)
+        return None, ranks
+    return engine.group(ranks), ranks
+
+
+def case_groups_number_their_ranks(engine):
+    group, ranks = _parity(engine)
+    if group is None:
+        return
+    assert (ranks[group.rank], group.size) == (engine.rank, len(ranks))
+    assert group.world_ranks == tuple(engine.world_ranks[each] for each in ranks)
+    assert group.name == engine.name
+    assert (group.local_rank, group.local_size) == (group.rank, group.size)  # all on this host
+    assert engine.group(range(engine.size)) is engine
+    alone = engine.group([engine.rank])
+    assert (alone.rank, alone.size, alone.local_size) == (0, 1, 1)
+    same(alone.allreduce([tf.constant(5.0)])[0], np.float32(5))
+
+
+def case_groups_have_all_collectives(engine):
+    group, ranks = _parity(engine)
+    if group is None:
+        return
+    mine = group.rank
+    for shape, dtype in [((7,), tf.float32), ((3, 2), tf.float16), ((LARGE,), tf.float64), ((5,), tf.int32)]:
+        everyone = [values(shape, dtype, rank) for rank in ranks]
+        wide = np.sum([np.asarray(tf.cast(each, tf.float64)) for each in everyone], 0)
+        total = tf.cast(wide, dtype)
+        rows = slice(mine * shape[0] // group.size, (mine + 1) * shape[0] // group.size)
+        for how, exchange in both_ways(
+            lambda x: (
+                *group.allreduce([x]),
+                *group.reduce_scatter([x]),
+                *group.allgather([x]),
+                *group.alltoall([tf.stack([x] * group.size)]),
+                *group.alltoallv([x], [0] * (group.size - 1) + [x.shape[0]])[0],
+                *group.broadcast([x], group.size - 1),
+            )
+        ):
+            summed_, part, gathered, exchanged, to_last, first = exchange(everyone[mine])
+            group.barrier()
+            same(summed_, total, how)
+            same(part, total[rows], how)
+            same(gathered, tf.concat(everyone, 0), how)
+            same(exchanged, tf.stack(everyone), how)
+            same(to_last, tf.concat(everyone if mine == group.size - 1 else [everyone[0][:0]], 0), how)
+            same(first, everyone[-1], how)
+    assert group.gather_objects(engine.rank) == ranks
+    assert group.broadcast_object(engine.rank) == ranks[0]
+    if group.size > 1:
+        group.send([tf.constant(mine)], (mine + 1) % group.size)
+        same(group.recv([tf.constant(0)], (mine - 1) % group.size)[0], np.array((mine - 1) % group.size, np.int32))
+
+
+def case_groups_sum_to_the_same_bits_on_all_ranks(engine):
+    group, _ = _parity(engine)
+    if group is None:
+        return
+    for _, allreduce in both_ways(group.allreduce):
+        results = allreduce([tf.constant(randoms(engine.rank)), tf.constant(randoms(engine.rank, np.float16, (500,)))])
+        digests = group.gather_objects([hashlib.sha256(np.asarray(each).tobytes()).hexdigest() for each in results])
+        assert digests == [digests[0]] * group.size
+
+
+def case_groups_are_independent_of_each_other_and_of_the_world(engine):
+    """One group makes more calls than the other; the world's calls lie between, in one graph; groups have groups."""
+    group, ranks = _parity(engine)
+    if group is None:
+        return
+
+    @tf.function(autograph=False)
+    def exchange(x):
+        for _ in range(1 + 2 * (engine.rank % 2)):
+            (first,) = group.allreduce([x])
+        (whole,) = engine.allreduce([x])
+        (again,) = group.allreduce([first])
+        return first, whole, again
+
+    for _ in range(3):
+        first, whole, again = exchange(tf.ones([2]))
+        same(first, np.full(2, len(ranks), np.float32))
+        same(whole, np.full(2, engine.size, np.float32))
+        same(again, np.full(2, len(ranks) ** 2, np.float32))
+    inner = group.group([0, 1] if group.size > 1 and group.rank < 2 else [group.rank])
+    members = [rank for rank in ranks if rank in inner.world_ranks]
+    assert inner.gather_objects(engine.rank) == members
+    same(engine.allreduce([tf.constant(1.0)])[0], np.float32(engine.size))
+
+
+def case_groups_are_refused_where_collectives_are(engine):
+    group, ranks = _parity(engine)
+    if group is None or engine.size == 1:
+        return
+    x = tf.constant([1.0])
+    traced = tf.function(lambda: group.allreduce([x])[0], autograph=False)
+    traced()
+    for refusing in (engine, group):
+        with refusing.refusing("A callback runs on rank 0 only") if engine.rank == 0 else contextlib.nullcontext():
+            if engine.rank == 0 and group.size > 1:
+                for call in (lambda: group.allreduce([x]), lambda: group.send([x], 1), lambda: group.recv([x], 1)):
+                    with pytest.raises(EngineError, match="A callback runs on rank 0 only.*never join"):
+                        call()
+                with pytest.raises(tf.errors.OpError) as caught:
+                    traced()
+                assert "A callback runs on rank 0 only" in str(engine.explain(caught.value) or caught.value)
+    same(traced(), np.array([len(ranks)], np.float32))
+
+
+def case_groups_that_are_none_are_refused(engine):
+    wrong = [[engine.size, engine.rank], [engine.rank, engine.rank], [], [-1, engine.rank]]
+    for ranks in wrong:
+        with pytest.raises(EngineError, match=f"are not a group of rank {engine.rank}"):
+            engine.group(ranks)
+    if engine.size > 1:
+        with pytest.raises(EngineError, match="give different groups"):
+            engine.group([0] if engine.rank == 0 else range(engine.size))
+
+
+def case_a_mesh_of_replicas_and_stages(engine):
+    one_stage = Mesh(engine)
+    assert (one_stage.replica, one_stage.stage, one_stage.replicas) == (engine.rank, 0, engine)
+    assert one_stage.stages.size == 1
+    with pytest.raises(EngineError, match="do not form a mesh"):
+        Mesh(engine, engine.size + 1)
+    for num_stages in range(1, engine.size + 1):
+        if engine.size % num_stages or (engine.name == "horovod" and 1 < num_stages < engine.size):
+            continue
+        mesh = Mesh(engine, num_stages)
+        assert (mesh.replica, mesh.stage) == mesh.place_of(engine.rank) == divmod(engine.rank, num_stages)
+        assert (mesh.replicas.rank, mesh.replicas.size) == (mesh.replica, mesh.num_replicas)
+        assert (mesh.stages.rank, mesh.stages.size) == (mesh.stage, num_stages)
+        assert mesh.replicas.gather_objects(engine.rank) == list(range(mesh.stage, engine.size, num_stages))
+        assert mesh.stages.gather_objects(engine.rank) == list(
+            range(engine.rank - mesh.stage, engine.rank + num_stages - mesh.stage)
+        )
+
+
 # Broadcasting
 
 
@@ -318,6 +626,8 @@ def case_inputs_are_left_alone_and_results_are_the_callers_own(engine):
                     *engine.broadcast([x], engine.size - 1),
                     *engine.allgather([x]),
                     *engine.alltoall([tf.stack([x] * engine.size)]),
+                    *engine.reduce_scatter([x]),
+                    *engine.alltoallv([x], [0] * (engine.size - 1) + [x.shape[0]])[0],
                 )
             ):
                 before = exchange(mine)
@@ -397,6 +707,7 @@ def case_static_shapes_are_kept_in_a_graph(engine):
             assert sparse.values.shape[0] is None
             assert engine.allgather([tf.zeros((4, 3))])[0].shape.as_list() == [None, 3]
         assert engine.broadcast([tf.zeros((5,), tf.bfloat16)])[0].shape == (5,)
+        assert engine.reduce_scatter([tf.zeros((engine.size, 3))])[0].shape == (1, 3)
         return dense
 
     traced()
@@ -603,6 +914,13 @@ def case_wrong_arguments_are_refused(engine):
         (lambda: engine.alltoall([tf.zeros((engine.size + 1, 2))]), f"no row for each rank.*{engine.size + 1}, 2"),
         (lambda: engine.alltoall([tf.constant(1.0)]), "no row for each rank"),
         (lambda: engine.alltoall([tf.constant(["text"] * engine.size)]), "sent.*string"),
+        (lambda: engine.reduce_scatter([tf.constant(1.0)]), "scalar"),
+        (lambda: engine.reduce_scatter([tf.constant([True])]), "summed.*bool"),
+        (lambda: engine.alltoallv([x], [1] * (engine.size + 1)), "no count for each rank"),
+        (lambda: engine.alltoallv([x], [-1] * engine.size), "no count for each rank"),
+        (lambda: engine.alltoallv([x], [1.0] * engine.size), "no count for each rank"),
+        (lambda: engine.alltoallv([x], [2] * engine.size), "another number of rows"),
+        (lambda: engine.alltoallv([tf.constant(1.0)], [1] * engine.size), "scalar"),
         (lambda: engine.broadcast([sparse]), "IndexedSlices"),
         (lambda: engine.broadcast([tf.constant("text")]), "sent.*string"),
         (lambda: engine.broadcast([x], engine.size), f"root={engine.size}.*from 0 to {engine.size - 1}"),
@@ -611,6 +929,18 @@ def case_wrong_arguments_are_refused(engine):
         (lambda: engine.broadcast_object(1, engine.size), f"root={engine.size}"),
         (lambda: engine.gather_objects(object()), "JSON.*object"),
     ]
+    if engine.name != "horovod":
+        other = (engine.rank + 1) % engine.size
+        wrong += [
+            (lambda: engine.send([x], engine.rank), f"no such other rank.*to={engine.rank}"),
+            (lambda: engine.recv([x], engine.size), f"no such other rank.*source={engine.size}"),
+            (lambda: engine.recv([x], None), "source=None"),
+        ]
+        if engine.size > 1:
+            wrong += [
+                (lambda: engine.send([tf.constant("text")], other), "sent.*string"),
+                (lambda: engine.recv([tf.TensorSpec([None])], other), "shape that is not known"),
+            ]
     for function, message in wrong:
         for _, call in both_ways(function):
             with pytest.raises(EngineError, match=f"(?s){message}"):
@@ -633,7 +963,7 @@ def case_what_one_rank_runs_alone_may_not_start_a_collective(engine):
     with engine.refusing("A callback runs on rank 0 alone") if engine.rank == 0 else contextlib.nullcontext():
         if engine.rank == 0 and engine.size > 1:
             for call in calls:
-                with pytest.raises(EngineError, match="A callback runs on rank 0 alone.*never come"):
+                with pytest.raises(EngineError, match="A callback runs on rank 0 alone.*never join"):
                     call()
             with pytest.raises(tf.errors.OpError) as caught:
                 traced()
@@ -643,3 +973,7 @@ def case_what_one_rank_runs_alone_may_not_start_a_collective(engine):
                 call()
     same(engine.allreduce([x])[0], np.array([engine.size], np.float32))
     same(traced(), np.array([engine.size], np.float32))
+
+
+GROUPS = [name for name in globals() if name.startswith(("case_groups_", "case_a_mesh_", "case_messages_"))]
+"""The cases that show more on 4 ranks, where each of two groups has two."""

@@ -47,12 +47,12 @@ def case_a_communicator_of_some_ranks(engine):
 
 
 def case_what_is_too_long_for_one_message_is_gathered_in_pieces(engine):
-    engine.gather_limit = 100
+    engine._transport.message_limit = 100
     try:
         mine = [tf.fill([10 * rank_, 3], float(engine.rank)) for rank_ in (engine.rank, 1)]
         unequal, equal = engine.allgather(mine)
     finally:
-        del engine.gather_limit
+        del engine._transport.message_limit
     ranks = range(engine.size)
     np.testing.assert_array_equal(unequal, np.concatenate([np.full((10 * rank, 3), rank) for rank in ranks]))
     np.testing.assert_array_equal(equal, np.concatenate([np.full((10, 3), rank) for rank in ranks]))
@@ -61,7 +61,7 @@ def case_what_is_too_long_for_one_message_is_gathered_in_pieces(engine):
 def case_an_error_from_mpi_says_what_to_look_for(engine):
     with pytest.raises(EngineError, match="(?s)Received from MPI.*same order.*Fix"):
         # MPI refuses this by itself.
-        engine._exchange(_Call.of("broadcast"), lambda _: engine._comm.Bcast(np.zeros(1), root=engine.size))
+        engine._exchange(_Call.of("broadcast"), lambda _: engine._transport._comm.Bcast(np.zeros(1), root=engine.size))
 
 
 def case_time_in_collectives_is_counted(engine):

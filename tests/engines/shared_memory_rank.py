@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from kdist.engines.shared_memory import PIECE_BYTES, SharedMemory
+from kdist.engines.arrays.shared_memory import PIECE_BYTES, SharedMemory
 from kdist.errors import EngineError
 
 

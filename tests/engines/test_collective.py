@@ -1,4 +1,4 @@
-"""CollectiveEngine on 2 and 3 workers of a TF_CONFIG cluster, alone, and when one of them is missing."""
+"""CollectiveEngine on 1 to 4 workers of a TF_CONFIG cluster, and when one of them is missing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kdist.launch.local_cluster import configurations
+from tests.engines.conformance import GROUPS
 from tests.helpers import spmd
 
 CONFORMANCE = "tests.engines.conformance"
@@ -22,12 +23,24 @@ LIMIT = 90  # seconds; a generous guard
 @pytest.fixture(scope="module", params=[(2, "engine"), (3, "engine_over_the_network")], ids=str)
 def conforming(request):
     ranks, made = request.param
-    return spmd.run(CONFORMANCE, ranks, given=f"{OWN}:{made}", only=spmd.selected(request), launcher="local_cluster")
+    only = spmd.selected(request)
+    return spmd.run(CONFORMANCE, ranks, given=f"{OWN}:{made}", only=only, launcher="local_cluster", timeout=300)
 
 
 @pytest.mark.parametrize("case", spmd.names(CONFORMANCE))
 def test_conformance(conforming, case):
     conforming.check(case)
+
+
+@pytest.fixture(scope="module")
+def four(request):
+    only = spmd.selected(request, "case_of_groups")
+    return spmd.run(CONFORMANCE, 4, given=f"{OWN}:engine", only=only, launcher="local_cluster", timeout=300)
+
+
+@pytest.mark.parametrize("case_of_groups", GROUPS)
+def test_groups(four, case_of_groups):
+    four.check(case_of_groups)
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -117,6 +130,13 @@ def test_a_peer_that_is_gone_ends_the_others(pair, action, words):
 )
 def test_so_it_is_when_they_share_memory(pair, action, words):
     said_by_the_first(pair(f"goes_on_until_a_peer_is_gone({action!r}, 20000)"), action, words)
+
+
+@pytest.mark.parametrize(("of", "length"), [("group", 4), ("group", 20000), ("message", 4)])
+def test_so_it_is_in_a_group_and_between_two_ranks(pair, of, length):
+    output = said(pair(f"waits_in_a_group({of!r}, {length})", 3)[0])
+    assert "A collective failed on rank 0 of 3. Received: rank 2 at 127.0.0.1:" in output, output
+    assert " has ended" in output
 
 
 def said_by_the_first(started, action, words):

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kdist.engines import flat, fusion
+from kdist.engines.arrays import fusion
+from kdist.engines.tensors import flat
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [

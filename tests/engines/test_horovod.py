@@ -142,4 +142,4 @@ def test_a_horovod_without_the_controller_is_named():
 
 def test_another_size_than_the_launchers_is_refused():
     said = said_by_a_rank(env={"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}, ranks=2)
-    assert "ClusterError: The launcher and the engine 'horovod' disagree about the size" in said
+    assert "ClusterError: The launcher and the engine 'horovod' have different numbers of ranks" in said

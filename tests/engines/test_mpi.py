@@ -1,14 +1,16 @@
-"""MPIEngine on 3 ranks under a real mpirun, and alone."""
+"""MPIEngine on 1 and 3 ranks under a real mpirun, and its groups on 4."""
 
 import subprocess
 import sys
 
 import pytest
 
+from tests.engines.conformance import GROUPS
 from tests.helpers import spmd
 
+CONFORMANCE = "tests.engines.conformance"
 OWN = "tests.engines.mpi_cases"
-CASES = f"tests.engines.conformance,{OWN}"
+CASES = f"{CONFORMANCE},{OWN}"
 
 
 @pytest.fixture(scope="module", params=[1, 3])
@@ -19,6 +21,16 @@ def launched(request):
 @pytest.mark.parametrize("case", spmd.names(CASES))
 def test_case(launched, case):
     launched.check(case)
+
+
+@pytest.fixture(scope="module")
+def four(request):
+    return spmd.run(CONFORMANCE, 4, given=f"{OWN}:engine", only=spmd.selected(request, "case_of_groups"))
+
+
+@pytest.mark.parametrize("case_of_groups", GROUPS)
+def test_groups(four, case_of_groups):
+    four.check(case_of_groups)
 
 
 def test_a_rank_that_ends_early_waits_for_the_others_nearly_idle():

@@ -1,4 +1,4 @@
-"""PowerSGD of one rank against the same in NumPy; of several ranks: tests/training/features.py."""
+"""PowerSGD of one rank against the same in NumPy; of several ranks: tests/training/features/."""
 
 import numpy as np
 import pytest
@@ -91,7 +91,7 @@ def test_what_was_kept_can_be_forgotten(variables):
     compression, given = PowerSGD(1), gradients()
     first, _ = summed(compression, given, variables)
     second, _ = summed(compression, given, variables)
-    compression.give(SingleEngine(), {})
+    compression.load_state_dict(SingleEngine(), {})
     third, _ = summed(compression, given, variables)
     assert not np.array_equal(first[0], second[0])
     np.testing.assert_array_equal(first[0], third[0])
@@ -101,10 +101,10 @@ def test_what_was_kept_goes_on_in_another_process(variables):
     """By variable, in whichever order they are met there."""
     compression, given = PowerSGD(1), gradients()
     summed(compression, given, variables)
-    taken = compression.take(SingleEngine())
+    state = compression.state_dict(SingleEngine())
     expected, _ = summed(compression, given, variables)
     other = PowerSGD(1)
-    other.give(SingleEngine(), taken)
+    other.load_state_dict(SingleEngine(), state)
     found, _ = summed(other, given[::-1], variables[::-1])
     for ours, theirs in zip(found[::-1], expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)

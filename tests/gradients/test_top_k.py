@@ -1,4 +1,4 @@
-"""The largest numbers alone, of one rank; of several ranks: tests/training/features.py."""
+"""The largest numbers alone, of one rank; of several ranks: tests/training/features/."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_a_step_that_is_not_finite_leaves_nothing(variables, bad):
 def test_what_was_kept_can_be_forgotten(variables):
     compression, given = TopK(0.05), gradients()
     first, second = summed(compression, given, variables)[0], summed(compression, given, variables)[0]
-    compression.give(SingleEngine(), {})
+    compression.load_state_dict(SingleEngine(), {})
     assert not np.array_equal(first, second)
     np.testing.assert_array_equal(first, summed(compression, given, variables)[0])
 

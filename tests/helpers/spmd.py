@@ -58,7 +58,7 @@ ROOT = Path(__file__).parents[2]
 EVERY_PACKAGE = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 """For ranks that need the packages which `RANK_ENVIRONMENT` hides."""
 
-NEED_EVERY_PACKAGE = frozenset({"kinds_of_arrays"})
+NEED_EVERY_PACKAGE = frozenset({"generators_of_sparse_matrices", "kinds_of_arrays"})
 """The cases, by name, that need them."""
 
 # What every rank gets: few threads (the ranks share the cores), no GPU, root allowed, idle waits that yield, and no

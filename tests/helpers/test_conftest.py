@@ -40,3 +40,29 @@ def test_a_test_of_mpi_that_is_skipped_fails_in_ci(
     finished = spmd.execute(command, env={} if ci is None else {"CI": ci}, timeout=60)
     assert (finished.returncode == 0) == passes, finished.output
     assert reason in finished.output or passes
+
+
+START = "subprocess.run(['true'])"
+QUICK = {
+    "starts nothing": ("pass", "1 passed"),
+    "starts a process": (START, "1 deselected"),
+    "starts a process by a helper": ("spmd.run('tests.helpers.test_spmd', 2)", "1 deselected"),
+    "starts a process by a fixture": ("started", "1 deselected"),
+    "starts a process in a way that no reader of its code sees": (f"exec({START!r})", "the mark `starts_processes`"),
+    "starts a process by a method": ("Job('mpirun', 2).launch([], timeout=1)", "1 deselected"),
+}
+
+
+@pytest.mark.parametrize("way", QUICK)
+def test_the_quick_tier_starts_no_process(way: str, tmp_path: Path) -> None:
+    line, expected = QUICK[way]
+    fixture = "started" if line == "started" else "tmp_path"
+    (tmp_path / "test_quick.py").write_text(
+        "import subprocess\nimport pytest\nfrom tests.helpers import spmd\nfrom tests.helpers.jobs import Job\n\n"
+        f"@pytest.fixture\ndef started(): {START}\n\n"
+        f"def test_quick({fixture}):\n    {line}\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "--quick"]
+    finished = spmd.execute([*command, str(tmp_path)], timeout=60)
+    assert expected in finished.output, finished.output
+    assert (finished.returncode == 0) == (expected == "1 passed"), finished.output

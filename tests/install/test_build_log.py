@@ -1,4 +1,4 @@
-"""How far a build is, and what went wrong first; the lines were recorded from Horovod's builds."""
+"""Progress and first error of a build; the lines are from builds of Horovod."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_percent(line, expected):
         "c++: fatal error: Killed signal terminated program cc1plus",
     ],
 )
-def test_the_first_error_is_the_one_that_matters(error):
+def test_the_first_error_is_returned(error):
     log = [
         "-- Performing Test HAS_-WERROR",
         "  warning: cc1plus: some error: is mentioned",
@@ -46,7 +46,7 @@ def test_the_first_error_is_the_one_that_matters(error):
     assert [line.strip() for line in found] == [error, "compilation terminated."]
 
 
-def test_what_a_compiler_says_goes_before_what_cmake_makes_of_it():
+def test_errors_of_compilers_precede_those_of_cmake():
     log = ["CMake Error at CMakeTestCXXCompiler.cmake:71 (message):", "  x.cc:1:2: fatal error: no such thing"]
     assert first_error(log) == log[1]
 

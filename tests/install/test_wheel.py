@@ -1,4 +1,4 @@
-"""What a wheel is called, whether one that was kept is taken, and the environment of a build."""
+"""The version of a wheel, the search for a kept one, and the environment of a build."""
 
 import sys
 
@@ -24,20 +24,20 @@ TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
         ),
     ],
 )
-def test_a_wheels_version_says_what_it_was_built_for(recipe, version):
+def test_the_version_of_a_wheel(recipe, version):
     assert recipe.full_version == version
 
 
-def test_only_a_wheel_for_the_same_is_taken(tmp_path):
+def test_only_a_wheel_of_the_same_recipe_is_found(tmp_path):
     others = ["0.28.1", "0.28.1+tf2.20.0.openmpi5.0.11.kdist2", "0.28.1+tf2.21.0.openmpi5.0.11"]
     for name in [*(f"horovod-{v}-{TAG}-{TAG}-linux_x86_64.whl" for v in others), "horovod-0.28.1.tar.gz"]:
         (tmp_path / name).touch()
     (tmp_path / f"horovod-{WITH_MPI.full_version}-cp27-cp27-linux_x86_64.whl").touch()
-    assert wheel.kept(WITH_MPI, str(tmp_path)) is None
+    assert wheel.find_kept(WITH_MPI, str(tmp_path)) is None
     same = tmp_path / f"horovod-{WITH_MPI.full_version}-{TAG}-{TAG}-linux_x86_64.whl"
     same.touch()
-    assert wheel.kept(WITH_MPI, str(tmp_path)) == str(same)
-    assert wheel.kept(WITH_MPI, str(tmp_path / "nowhere")) is None
+    assert wheel.find_kept(WITH_MPI, str(tmp_path)) == str(same)
+    assert wheel.find_kept(WITH_MPI, str(tmp_path / "nowhere")) is None
 
 
 def test_the_environment_of_a_build():
@@ -57,7 +57,7 @@ def test_the_environment_of_a_build():
     assert "HOROVOD_GPU_OPERATIONS" not in env
 
 
-def test_all_that_is_missing_is_named_at_once():
+def test_everything_that_is_missing_is_named():
     nothing = Prerequisites(None, None, None, None, None)
     with pytest.raises(InstallError, match="(?s)TensorFlow.*g\\+\\+.*mpicxx.*--without-mpi.*CUDA"):
         prerequisites.check(nothing, with_mpi=True, gpu_operations="NCCL")
@@ -65,7 +65,7 @@ def test_all_that_is_missing_is_named_at_once():
     prerequisites.check(Prerequisites("2.21.0", "c++", None, None, None), with_mpi=False, gpu_operations=None)
 
 
-def test_what_is_here_is_found(monkeypatch):
+def test_prerequisites_are_found(monkeypatch):
     found = prerequisites.find()
     assert found.tensorflow
     assert found.mpi

@@ -37,7 +37,7 @@ def test_installed_once_and_the_last_abort_counts(excepthook):
         (SystemExit("words"), 1),
     ],
 )
-def test_exit_codes_are_a_shells(error, code):
+def test_exit_codes_are_those_of_a_shell(error, code):
     assert failure.exit_code(error) == code
 
 
@@ -58,7 +58,7 @@ start = time.monotonic()
     return spmd.execute([sys.executable, str(path)], timeout=60)
 
 
-def test_the_first_rank_reports_at_once_and_once(tmp_path):
+def test_rank_0_reports_once_without_a_delay(tmp_path):
     done = script(tmp_path, "os._exit(code)", 0, "raise ValueError('boom')")
     assert done.returncode == 1
     assert done.output.count("[kdist] rank 0 of 4 on host") == 1
@@ -66,7 +66,7 @@ def test_the_first_rank_reports_at_once_and_once(tmp_path):
     assert "abort 1 after False" in done.output
 
 
-def test_the_others_leave_it_time_but_do_report(tmp_path):
+def test_other_ranks_report_after_a_delay(tmp_path):
     assert MismatchError.on_all_ranks
     done = script(tmp_path, "os._exit(code)", 2, "raise MismatchError('models')")
     assert done.returncode == 1
@@ -75,7 +75,7 @@ def test_the_others_leave_it_time_but_do_report(tmp_path):
     assert done.seconds > 2
 
 
-def test_an_interrupt_is_quiet(tmp_path):
+def test_an_interrupt_has_no_report(tmp_path):
     done = script(tmp_path, "os._exit(code)", 0, "raise KeyboardInterrupt")
     assert done.returncode == 130
     assert done.output == "abort 130 after False\n"
@@ -87,7 +87,7 @@ def test_an_abort_that_fails_still_ends_the_process(tmp_path):
     assert "ValueError: boom" in done.output
 
 
-def test_a_users_own_hook_is_called_in_its_place(tmp_path):
+def test_a_hook_of_the_user_prints_the_traceback(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(
         "import os, sys\nfrom kdist.launch import failure\n"

@@ -1,11 +1,11 @@
-"""Hosts: both ways to write them, and what is refused."""
+"""Hosts: both formats, and what is refused."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kdist.errors import LaunchError
-from kdist.launch.hosts import Host, all_local, parse_hostfile, parse_hosts, scheduled
+from kdist.launch.hosts import Host, all_local, is_scheduled, parse_hostfile, parse_hosts
 
 
 def test_hosts_with_and_without_slots():
@@ -23,25 +23,25 @@ def test_hostfiles_of_open_mpi_and_mpich():
 
 
 @pytest.mark.parametrize("text", ["", "a,", "a:0", "a:-1", "a:x", "a b", "-oProxyCommand=x:1", "a:1:2", "::1", "a;b"])
-def test_bad_hosts_are_refused(text):
+def test_invalid_hosts_are_refused(text):
     with pytest.raises(LaunchError, match=r"(?s)Received.*Expected.*Fix"):
         parse_hosts(text)
 
 
 @pytest.mark.parametrize("line", ["a slots=0", "a slots=x", "a:2 slots=2", "a slot=2", "a 4", "-x slots=1"])
-def test_bad_lines_are_refused_by_number(line):
+def test_invalid_lines_are_refused_by_number(line):
     with pytest.raises(LaunchError, match="line 2 of some/file"):
         parse_hostfile(f"good slots=1\n{line}\n", "some/file")
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n\n"])
 def test_an_empty_hostfile_is_refused(text):
-    with pytest.raises(LaunchError, match="No hosts"):
+    with pytest.raises(LaunchError, match="names no hosts"):
         parse_hostfile(text, "hosts")
 
 
 @given(st.text(alphabet="ab1-:,.[] =#\n\tslot", max_size=20))
-def test_any_text_gives_hosts_or_a_launch_error(text):
+def test_any_text_is_parsed_or_refused(text):
     for parse in (parse_hosts, lambda text: parse_hostfile(text, "hosts")):
         try:
             hosts = parse(text)
@@ -51,12 +51,12 @@ def test_any_text_gives_hosts_or_a_launch_error(text):
         assert all(host.slots >= 1 and host.name and not host.name.startswith("-") for host in hosts)
 
 
-def test_which_hosts_are_this_machine():
+def test_local_hosts():
     assert all_local((), "me")
     assert all_local((Host("localhost"), Host("127.0.0.1"), Host("me")), "me.example.org")
     assert not all_local((Host("localhost"), Host("other")), "me")
 
 
-def test_a_scheduler_gives_hosts():
-    assert scheduled({"SLURM_JOB_ID": "1"})
-    assert not scheduled({"HOME": "/"})
+def test_a_scheduler_is_detected():
+    assert is_scheduled({"SLURM_JOB_ID": "1"})
+    assert not is_scheduled({"HOME": "/"})

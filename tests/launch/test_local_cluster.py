@@ -1,4 +1,4 @@
-"""The launcher of a cluster on this machine: what each rank is told, and how the job ends."""
+"""The launcher of a cluster on this machine: the TF_CONFIG of each rank, and how the job ends."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ def test_each_rank_is_a_task_of_one_cluster() -> None:
     assert len(set(infos[0].cluster_spec["worker"])) == 3
 
 
-def test_ranks_end_well() -> None:
+def test_ranks_that_succeed() -> None:
     process = start("os.write(1, f'rank {rank} {os.environ[\"KDIST_TEST\"]}\\n'.encode())")
     assert sorted(ended(process).splitlines()) == ["rank 0 7", "rank 1 7", "rank 2 7"]
     assert process.returncode == 0
 
 
-def test_the_code_of_the_first_that_fails_is_passed_on_and_the_others_are_ended() -> None:
+def test_the_first_failure_ends_the_job_with_its_exit_code() -> None:
     started = time.monotonic()
     process = start("import sys, time; rank == 1 and sys.exit(7); time.sleep(300)")
-    assert "rank 1 of 3 has ended with exit code 7" in ended(process)
+    assert "rank 1 of 3 exited with code 7" in ended(process)
     assert process.returncode == 7
     assert time.monotonic() - started < 60
 
 
-def test_a_rank_that_a_signal_ends_is_named() -> None:
+def test_a_rank_that_a_signal_kills_is_named() -> None:
     process = start("import time; rank == 2 and os.kill(os.getpid(), 9); time.sleep(300)")
-    assert "rank 2 of 3 was ended by SIGKILL" in ended(process)
+    assert "rank 2 of 3 was killed by SIGKILL" in ended(process)
     assert process.returncode == 128 + 9
 
 
@@ -84,6 +84,6 @@ def test_a_signal_to_the_launcher_ends_the_ranks() -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_no_ranks() -> None:
+def test_zero_ranks_are_refused() -> None:
     with pytest.raises(LaunchError, match="-np 0.*Fix"):
         local_cluster.build(sys.executable, ["train.py"], np=0, env={})

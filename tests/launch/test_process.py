@@ -1,4 +1,4 @@
-"""A job as a child: its code, its end on signals, and nothing left behind."""
+"""A job as a child process: exit code, signals, and no process left behind."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ time.sleep(300)
 """
 
 
-def test_the_exit_code_and_the_variables_are_passed_on():
+def test_the_exit_code_and_the_environment():
     code = "import os, sys; sys.exit(int(os.environ['KDIST_TEST_CODE']))"
     assert process.run(Command((sys.executable, "-c", code), {"KDIST_TEST_CODE": "7"})) == 7
 
@@ -43,7 +43,7 @@ def test_a_launcher_killed_by_a_signal():
     assert process.run(Command((sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))) == 128 + 9
 
 
-def test_a_launcher_that_does_not_start():
+def test_a_launcher_that_cannot_be_started():
     with pytest.raises(LaunchError, match=r"(?s)/no/such/mpirun -np 2.*Fix"):
         process.run(Command(("/no/such/mpirun", "-np", "2")))
 
@@ -64,7 +64,7 @@ def wait_for(condition, seconds):
 
 @contextlib.contextmanager
 def started(tmp_path, script, *options, ignored=()):
-    """Gives `kdist run` with two ranks that stay, and their process ids."""
+    """Yields `kdist run` with two running ranks, and their process ids."""
     (tmp_path / "stay.py").write_text(script)
     command = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2", *options]
     with open(tmp_path / "output", "w") as output:
@@ -113,14 +113,14 @@ def test_a_signal_ends_all_ranks(job, number, code, tmp_path):
     assert running.wait(30) == code
     assert wait_for(lambda: not any(map(alive, pids)), 5)
     output = (tmp_path / "output").read_text()
-    assert f"kdist: {number.name}: the job is ended" in output
+    assert f"kdist: {number.name}: the job has ended" in output
     assert "Traceback" not in output
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", ["mpi", "collective"])
-def test_what_it_was_started_to_ignore_ends_nothing(tmp_path, strategy):
-    """As `nohup` does: the terminal that goes away sends SIGHUP."""
+def test_an_ignored_signal_ends_nothing(tmp_path, strategy):
+    """As under `nohup`: a terminal that closes sends SIGHUP."""
     with started(tmp_path, WAIT, "--strategy", strategy, ignored=[signal.SIGHUP]) as (running, pids):
         os.killpg(running.pid, signal.SIGHUP)
         time.sleep(1.5)
@@ -150,7 +150,7 @@ def test_kdist_run_that_was_killed_leaves_no_ranks(job, tmp_path):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", [pytest.param("horovod", marks=needs.horovod), "collective"])
-def test_so_it_is_under_other_launchers(tmp_path, strategy):
+def test_other_launchers_leave_no_ranks(tmp_path, strategy):
     with started(tmp_path, WAIT, "--strategy", strategy) as (running, pids):
         running.kill()
         assert wait_for(lambda: not any(map(alive, pids)), 20)

@@ -1,4 +1,4 @@
-"""A script under the worker sees what it would see under Python itself."""
+"""A script runs under the worker as under Python itself."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ def both(project, *arguments):
 @pytest.mark.parametrize(
     "arguments", [["scripts/look.py", "--epochs", "5", "-m"], ["-m", "package.look", "--output", "-h"]]
 )
-def test_the_same_world(project, arguments):
+def test_the_same_modules_and_arguments(project, arguments):
     python, worker = both(project, *arguments)
     assert json.loads(worker.output) == json.loads(python.output)
     assert (worker.returncode, python.returncode) == (0, 0)
@@ -55,14 +55,14 @@ def test_the_same_world(project, arguments):
         "import kdist_has_no_such_module",
     ],
 )
-def test_the_same_end(project, line):
+def test_the_same_exit(project, line):
     (project / "end.py").write_text(line)
     python, worker = both(project, "end.py")
     assert worker.returncode == python.returncode
     assert worker.output.replace(str(project) + "/", "") == python.output.replace(str(project) + "/", "")
 
 
-def test_an_interrupt_is_quiet(project):
+def test_an_interrupt_has_no_report(project):
     (project / "end.py").write_text("raise KeyboardInterrupt")
     _, worker = both(project, "end.py")
     assert (worker.returncode, worker.output) == (130, "")
@@ -84,7 +84,7 @@ def test_missing_arguments(project):
         ("import os; os._exit(0)", ["0"]),
     ],
 )
-def test_a_rank_has_a_file_until_it_has_ended_well(project, line, left):
+def test_a_rank_has_a_file_until_it_succeeds(project, line, left):
     running = project / "running"
     running.mkdir()
     (project / "end.py").write_text(f"import os; assert os.listdir({str(running)!r}) == ['0']\n{line}")
@@ -93,7 +93,7 @@ def test_a_rank_has_a_file_until_it_has_ended_well(project, line, left):
     assert [path.name for path in running.iterdir()] == left
 
 
-def test_a_rank_of_another_host_has_none(project):
+def test_a_rank_of_another_host_has_no_file(project):
     (project / "end.py").write_text("print('ended')")
     command = [sys.executable, "-m", "kdist.launch.worker", "--running", str(project / "elsewhere"), "end.py"]
     done = spmd.execute(command, cwd=project, timeout=60)

@@ -1,4 +1,4 @@
-"""What a user's own loop may count on: the public interface of `tf.distribute.Strategy`, from rank and size."""
+"""The public interface of `tf.distribute.Strategy` in a custom training loop, for any rank and size."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
 
 def scope() -> Any:
-    """A scope as a user opens it; rates are not looked at in a custom loop."""
+    """A scope as users open it; learning rates are not scaled in a custom loop."""
     return kdist.scope(scale_lr=None)
 
 
 def everywhere(value: Any) -> list[Any]:
-    """Returns every rank's value of something that JSON can write."""
+    """Returns a JSON value of every rank."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.allgather(value)
@@ -153,7 +153,7 @@ def case_summaries_come_from_the_chief() -> None:
 
 
 def train(strategy: tf.distribute.Strategy, optimizer: Any, num_rows: int, directory: str | None = None) -> Any:
-    """Trains in the guide's way and returns weights and losses; with a directory, by a checkpoint midway."""
+    """Trains as in TensorFlow's guide; with a directory restores a checkpoint midway. Returns weights and losses."""
     global_batch_size, epochs = 6, 3
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(num_rows, 5)), generator.integers(0, 3, num_rows)
@@ -239,7 +239,7 @@ def case_the_guides_loop_through_a_checkpoint() -> None:
 
 
 def case_an_update_with_a_scaled_loss_is_taken_by_all_or_none() -> None:
-    """Keras asks whether gradients are finite before it sums them: a rank's are its own then."""
+    """Keras checks whether gradients are finite before it sums them, on each rank."""
     for wrap in (lambda f: f, tf.function):
         with scope() as strategy:
             weight = keras.Variable([0.0])

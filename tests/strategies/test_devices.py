@@ -1,4 +1,4 @@
-"""Who takes which device and how many threads: the numbers, and TensorFlow's settings in a fresh process."""
+"""The GPU and the threads of a process: the numbers, and TensorFlow's settings in a fresh process."""
 
 import json
 import os
@@ -7,26 +7,26 @@ import sys
 import pytest
 import tensorflow as tf
 
-from kdist.strategies import server
-from kdist.strategies.devices import share, take_devices, threads_per_rank
+from kdist.parameter_server import server
+from kdist.strategies.devices import configure_devices, device_of, threads_per_rank
 from tests.helpers import spmd
 
 
 @pytest.mark.parametrize(
     ("num_gpus", "local_ranks", "taken"), [(4, 4, [0, 1, 2, 3]), (2, 4, [0, 1, 0, 1]), (1, 2, [0, 0]), (4, 2, [0, 1])]
 )
-def test_each_local_rank_takes_a_gpu_in_turn(num_gpus, local_ranks, taken):
-    assert [share(range(num_gpus), rank) for rank in range(local_ranks)] == taken
+def test_gpus_are_assigned_round_robin(num_gpus, local_ranks, taken):
+    assert [device_of(range(num_gpus), rank) for rank in range(local_ranks)] == taken
 
 
 def test_only_visible_gpus_are_shared():
-    assert share(["gpu:2", "gpu:3"], 0) == "gpu:2"
+    assert device_of(["gpu:2", "gpu:3"], 0) == "gpu:2"
 
 
 @pytest.mark.parametrize(
     ("affinity", "num_cpus", "local_size", "threads"),
     [
-        (8, 8, 2, 4),  # all ranks share all cores
+        (8, 8, 2, 4),  # all ranks device_of all cores
         (4, 8, 2, 4),  # each rank is bound to its own half
         (4, 8, 4, 2),  # two ranks to each half
         (1, 8, 8, 1),  # each is bound to a core
@@ -42,9 +42,9 @@ def test_ranks_share_the_cores(affinity, num_cpus, local_size, threads):
 PROGRAM = """
 import json, os, sys
 import tensorflow as tf
-from kdist.strategies.devices import take_devices
+from kdist.strategies.devices import configure_devices
 exec(sys.argv[1])
-take_devices(1, 2, {})
+configure_devices(1, 2, {})
 tf.constant(1.0) + 1
 threading = tf.config.threading
 print(json.dumps([threading.get_intra_op_parallelism_threads(), threading.get_inter_op_parallelism_threads()]))
@@ -57,12 +57,12 @@ def settings_after(user_code):
     return json.loads(finished.output.splitlines()[-1])
 
 
-def test_a_process_takes_its_share_of_the_threads():
+def test_a_process_gets_its_share_of_the_threads():
     threads = threads_per_rank(len(os.sched_getaffinity(0)), os.cpu_count(), 2)
     assert settings_after("") == [threads, threads + 1 if threads > 1 else 1]
 
 
-def test_thread_pools_that_the_user_set_stay():
+def test_thread_pools_of_the_user_are_kept():
     assert settings_after("tf.config.threading.set_intra_op_parallelism_threads(7)")[0] == 7
 
 
@@ -78,17 +78,17 @@ def test_tensorflow_used_before_keeps_its_thread_pools():
         ([], []),
     ],
 )
-def test_what_tensorflow_is_asked_for_a_gpu(visible, asked, monkeypatch):
-    """At TensorFlow's own boundary, for want of GPUs: the order matters, as growth is set on what stays visible."""
+def test_calls_to_tensorflow_for_a_gpu(visible, asked, monkeypatch):
+    """Calls to TensorFlow, because there are no GPUs. Their order matters: growth is set on visible devices."""
     found = []
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: visible)
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: found.append(("visible", devices)))
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: found.append(("growth", gpu)))
-    take_devices(1, 2, {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"})
+    configure_devices(1, 2, {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"})
     assert found == asked
 
 
-def test_a_workers_server_takes_its_gpu_by_the_number_that_the_host_gives_it(monkeypatch):
+def test_a_workers_server_gets_its_gpu_by_the_number_on_the_host(monkeypatch):
     def gpus(*numbers):
         devices = [tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU") for number in numbers]
         monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: devices)
@@ -98,8 +98,8 @@ def test_a_workers_server_takes_its_gpu_by_the_number_that_the_host_gives_it(mon
     assert gpus(2) == "2"  # chosen before
 
 
-def test_ranks_that_share_cores_are_counted_where_they_tell_each_other():
-    """A container's ranks all have its mask, which is smaller than the host; ranks that are bound have their own."""
+def test_ranks_that_exchange_their_cpus_are_counted():
+    """Ranks in a container share its affinity mask, smaller than the host; ranks that are bound have their own."""
     for sharing, threads in ((1, 12), (3, 4), (24, 1)):
         found = []
         with pytest.MonkeyPatch.context() as patch:
@@ -107,14 +107,14 @@ def test_ranks_that_share_cores_are_counted_where_they_tell_each_other():
             patch.setattr(os, "cpu_count", lambda: 64)
             patch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 0)
             patch.setattr(tf.config.threading, "set_intra_op_parallelism_threads", found.append)
-            take_devices(1, 3, {"TF_NUM_INTEROP_THREADS": "2"}, sharing)
+            configure_devices(1, 3, {"TF_NUM_INTEROP_THREADS": "2"}, sharing)
         assert found == [threads]
 
 
 # No GPU is needed to find the line: TensorFlow's refusal is put in its place.
 TOO_LATE = """
 import tensorflow as tf
-from kdist.strategies.devices import leave_gpus, take_devices
+from kdist.strategies.devices import hide_gpus, configure_devices
 
 def refuse(*devices):
     raise RuntimeError("Visible devices cannot be modified after being initialized")
@@ -127,7 +127,10 @@ layer = tf.constant(1.0)
 
 @pytest.mark.parametrize(
     ("call", "purpose"),
-    [("take_devices(1, 2, {})", "choose a GPU for local rank 1"), ("leave_gpus()", "leave the GPUs to the workers")],
+    [
+        ("configure_devices(1, 2, {})", "choose a GPU for local rank 1"),
+        ("hide_gpus()", "leave the GPUs to the workers"),
+    ],
 )
 def test_tensorflow_used_too_early_for_a_gpu_names_the_line_to_move(call, purpose, tmp_path):
     script = tmp_path / "train.py"
@@ -135,5 +138,5 @@ def test_tensorflow_used_too_early_for_a_gpu_names_the_line_to_move(call, purpos
     finished = spmd.execute([sys.executable, str(script)], timeout=60)
     assert finished.returncode == 1
     assert f"before kdist.scope() could {purpose}." in finished.output
-    assert f"which is in {script}, line {len(TOO_LATE.splitlines()) + 1}" in finished.output
+    assert f"the first call of kdist, in {script}, line {len(TOO_LATE.splitlines()) + 1}" in finished.output
     assert "Fix: move that line up" in finished.output

@@ -1,6 +1,7 @@
-"""The features and the matrix as one target, so that one launch runs both."""
+"""The features, the matrix and the random programs as one target, so that one launch runs all."""
 
 from tests.training.features import FEATURES
 from tests.training.fidelity import MATRIX
+from tests.training.random_programs import RANDOM
 
-CASES = {**FEATURES, **MATRIX}
+CASES = {**FEATURES, **MATRIX, **RANDOM}

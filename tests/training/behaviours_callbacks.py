@@ -72,18 +72,46 @@ def stop(model: keras.Model) -> None:
 # Stopping.
 
 
-def one_rank_stops_in_the_midst_of_an_epoch() -> None:
-    """All ranks stop after the same step: the one whose message carried the wish."""
-    for rank in range(kdist.size()):
+def stopping_in_the_midst_of_an_epoch_as_in_one_process() -> None:
+    """By one rank or by all: no step follows the one after which the callback asked."""
+    for rank in (*range(kdist.size()), None):
         for moment in ("on_train_batch_end", "on_train_batch_begin"):
             steps = Steps()
             with kdist.scope(scale_lr=None):
                 model = compiled()
                 history = train(model, [At(moment, 3, rank, stop), steps], epochs=3)
-            assert_equal_everywhere(steps.epochs)
-            assert steps.epochs == [5 if moment == "on_train_batch_end" else 5], steps.epochs
+            assert assert_equal_everywhere(steps.epochs) == [4]
             assert model.stop_training is True
-            assert_equal_everywhere([weights_of(model), history.history, int(model.optimizer.iterations)])
+            assert int(model.optimizer.iterations) == 4
+            assert_equal_everywhere([weights_of(model), history.history])
+
+
+def one_rank_stops_unseen() -> None:
+    """In a step of its own, or in a callback that is said not to look: the next step's message carries the wish."""
+
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(2, kernel_initializer="ones")
+            self.steps = 0
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+        def train_step(self, data: Any) -> Any:
+            self.steps += 1
+            self.stop_training = self.stop_training or (self.steps == 4 and kdist.rank() == 1)
+            return super().train_step(data)
+
+    unseen = At("on_train_batch_end", 3, 1, stop)
+    unseen.reads_state_between_steps = False  # type: ignore[attr-defined]
+    for make, callbacks in ((Own, []), (mlp, [unseen])):
+        with kdist.scope(scale_lr=None):
+            model = make()
+            model.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=make is Own)
+            train(model, callbacks, epochs=3)
+        assert assert_equal_everywhere(int(model.optimizer.iterations)) == 5
+        assert_equal_everywhere(weights_of(model))
 
 
 def one_rank_stops_in_the_last_step() -> None:
@@ -96,13 +124,15 @@ def one_rank_stops_in_the_last_step() -> None:
 
 
 def one_rank_stops_at_the_end_of_an_epoch() -> None:
-    for moment in ("on_epoch_end", "on_epoch_begin"):
-        steps = Steps()
-        with kdist.scope(scale_lr=None):
-            model = compiled()
-            history = train(model, [At(moment, 1, size() - 1, stop), steps], epochs=4)
-        assert len(assert_equal_everywhere(steps.epochs)) == 2
-        assert_equal_everywhere([weights_of(model), history.history])
+    for moment, steps_of_last in (("on_epoch_end", STEPS), ("on_epoch_begin", 1)):
+        for seen in (True, False):
+            steps = Steps()
+            steps.reads_state_between_steps = seen  # type: ignore[attr-defined]
+            with kdist.scope(scale_lr=None):
+                model = compiled()
+                history = train(model, [At(moment, 1, size() - 1, stop), steps], epochs=4)
+            assert assert_equal_everywhere(steps.epochs) == [STEPS, steps_of_last]
+            assert_equal_everywhere([weights_of(model), history.history])
 
 
 def a_second_fit_is_not_stopped_by_the_first() -> None:
@@ -350,7 +380,7 @@ class Holding(keras.callbacks.Callback):
     """Looks at what `fit` trains on, and holds none of it."""
 
     def on_train_end(self, logs: Any = None) -> None:
-        self.data = weakref.ref(self.model._kdist.data.training)
+        self.data = weakref.ref(self.model._kdist.feed.training)
 
 
 def what_fit_has_held_is_let_go() -> None:
@@ -373,7 +403,8 @@ def what_fit_has_held_is_let_go() -> None:
 CASES = {
     function.__name__: function
     for function in (
-        one_rank_stops_in_the_midst_of_an_epoch,
+        stopping_in_the_midst_of_an_epoch_as_in_one_process,
+        one_rank_stops_unseen,
         one_rank_stops_in_the_last_step,
         one_rank_stops_at_the_end_of_an_epoch,
         a_second_fit_is_not_stopped_by_the_first,

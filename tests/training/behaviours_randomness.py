@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import kdist
+from kdist._process import open_engine
 from tests.training.behaviours import assert_equal_everywhere, everyone, weights_of
 
 ROWS = 8
@@ -145,6 +147,206 @@ def global_seeds_stay_the_users() -> None:
     assert_equal_everywhere([float(np.random.random()), random.random()])
 
 
+NUMBERS = np.arange(40)
+
+
+def wait_long_first(number: Any) -> Any:
+    """Takes longer for one number than for the next: what runs in parallel comes out of order."""
+
+    def wait(number: Any) -> Any:
+        time.sleep(0.02 * (number % 3 == kdist.rank()))
+        return number
+
+    return tf.numpy_function(wait, [number], tf.int64)
+
+
+def iterating_by_hand_follows_one_order() -> None:
+    """Unseeded shuffles, made before the scope or inside, anywhere in a pipeline."""
+    tf.random.set_seed(None)  # no seed, whatever a case before has set
+    before = tf.data.Dataset.from_tensor_slices(NUMBERS).shuffle(40)
+    engine = open_engine(kdist.cluster_info())
+    with kdist.scope():
+        inside = tf.data.Dataset.from_tensor_slices(NUMBERS + 100).shuffle(40).map(lambda number: number - 100)
+        files = tf.data.Dataset.range(4).interleave(
+            lambda part: tf.data.Dataset.range(10 * part, 10 * part + 10).map(wait_long_first),
+            cycle_length=4,
+            num_parallel_calls=4,
+            deterministic=False,
+        )
+        sloppy = tf.data.Options()
+        sloppy.deterministic = False
+        slow = tf.data.Dataset.range(12).map(wait_long_first, num_parallel_calls=4).with_options(sloppy)
+        filtered = tf.data.Dataset.from_tensor_slices(NUMBERS).shuffle(40).filter(lambda number: number >= 0)
+        drawn = []
+        for dataset in (before, inside, files, slow, filtered):
+            batches = dataset.batch(7)
+            for each in (dataset, dataset, batches, batches.take(2), batches.take(2)):
+                drawn.append([np.ravel(element).tolist() for element in each.as_numpy_iterator()])
+            drawn.append(batches.take(1).get_single_element().numpy().tolist())
+            drawn.append(int(dataset.reduce(np.int64(0), lambda sum, number: 7 * sum + number)))
+        rows = next(iter(before.batch(8)))
+        vocabulary = keras.layers.TextVectorization()
+        vocabulary.adapt(before.take(5).map(tf.strings.as_string))
+        bootstraps = [[int(number) for number in before.take(5)] for _ in range(3)]
+        assert bootstraps[0] != bootstraps[1] != bootstraps[2]
+        kept = [sum(part, []) for part in drawn[:2]]
+        assert kept[0] != kept[1], "another order in each iteration"
+        assert sorted(kept[0]) == sorted(kept[1]) == NUMBERS.tolist()
+        for each in (*drawn, rows.numpy().tolist(), vocabulary.get_vocabulary(), bootstraps):
+            assert_equal_everywhere(each)
+        if kdist.is_chief():
+            next(iter(before))  # alone: no other rank waits
+    alone = [int(number) for number in before]
+    assert engine.gather_objects(alone).count(alone) == 1, "after the scope it is TensorFlow's own order again"
+
+
+def a_split_by_hand_is_that_of_the_verbs() -> None:
+    """An order that stays is one for what is iterated by hand and what `fit` sees."""
+    seen: list[int] = []
+
+    class Noting(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs: Any) -> Any:
+            tf.numpy_function(lambda rows: seen.extend(rows[:, 0].astype(int).tolist()), [inputs], [])
+            return self.dense(inputs)
+
+    shuffled = tf.data.Dataset.from_tensor_slices(NUMBERS.astype("float32"))
+    shuffled = shuffled.shuffle(40, reshuffle_each_iteration=False)
+    with kdist.scope():
+        model = Noting()
+        model.compile("sgd", "mse")
+        held_out = {int(number) for number in shuffled.take(8)}
+        train = shuffled.skip(8).map(lambda number: ([number], [number])).batch(4)
+        model.fit(train, verbose=0)
+    assert_equal_everywhere(sorted(held_out))
+    assert sorted(set(sum(everyone(seen), []))) == sorted(set(NUMBERS.tolist()) - held_out)
+
+
+def a_vocabulary_of_a_shuffled_split_is_one() -> None:
+    """TensorFlow's tutorial on text: shuffled, split by `take` and `skip`, a vocabulary built by hand for a `map`."""
+    tf.random.set_seed(None)
+    words = [f"{'good' if number % 2 else 'bad'}{number % 20}" for number in range(400)]
+    labels = [float(word.startswith("good")) for word in words]
+    with kdist.scope(scale_lr=None):
+        data = tf.data.Dataset.from_tensor_slices((words, labels)).shuffle(400, reshuffle_each_iteration=False)
+        train, held_out = data.skip(80), data.take(80)
+        seen: dict[str, int] = {}
+        for word, _ in train:  # in the order of their first occurrence
+            seen.setdefault(word.numpy().decode(), len(seen))
+        assert_equal_everywhere(list(seen))
+        lookup = keras.layers.StringLookup(vocabulary=list(seen))
+        model = keras.Sequential([keras.layers.Embedding(22, 1), keras.layers.Flatten()])
+        model.compile(
+            keras.optimizers.SGD(5.0), keras.losses.BinaryCrossentropy(from_logits=True), metrics=["accuracy"]
+        )
+
+        def numbered(part: tf.data.Dataset) -> tf.data.Dataset:
+            return part.map(lambda word, label: ([lookup(word)], [label])).batch(8)
+
+        model.fit(numbered(train), epochs=10, verbose=0)
+        accuracy = model.evaluate(numbered(held_out), verbose=0, return_dict=True)["accuracy"]
+    assert accuracy > 0.97, accuracy
+
+
+def tensorflows_draws_agree_outside_of_steps() -> None:
+    """Noise for a callback, weights made by hand, a shuffle of a `PyDataset` between epochs; not in steps."""
+    tf.random.normal([])
+    if kdist.is_chief():
+        keras.random.normal([])  # Keras' global seed generator
+
+    orders: list[list[int]] = []
+    noise: list[list[float]] = []
+    in_steps: list[list[float]] = []
+
+    class Shuffled(keras.utils.PyDataset):
+        order = np.arange(8)
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            rows = np.full((2, 3), self.order[index], "float32")
+            return rows, rows[:, :1]
+
+        def on_epoch_end(self) -> None:
+            self.order = tf.random.shuffle(self.order).numpy()
+            orders.append(self.order.tolist())
+
+    class Drawing(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if kdist.is_chief():
+                tf.random.uniform([])  # alone
+            noise.append(tf.random.normal([3]).numpy().tolist() if epoch else [])
+
+    class Noisy(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            drawn = tf.random.uniform([3])
+            tf.numpy_function(lambda values: in_steps.append(values.tolist()), [drawn], [])
+            return inputs + drawn
+
+    for run_eagerly in (False, True):
+        with kdist.scope(scale_lr=None):
+            by_hand = [tf.Variable(tf.random.normal([4])), tf.random.uniform([4]), tf.random.shuffle(NUMBERS)]
+            by_hand += [keras.random.normal([4]), tf.image.random_brightness(np.ones((4, 1, 1)), 0.5)]
+            assert_equal_everywhere([np.ravel(each).tolist() for each in by_hand])
+            again = tf.random.uniform([4])
+            assert (again.numpy() != by_hand[1].numpy()).all()
+            model = keras.Sequential([keras.Input((3,)), Noisy(), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", run_eagerly=run_eagerly)
+            in_steps.clear()
+            model.fit(Shuffled(), epochs=2, shuffle=False, verbose=0)
+            drawn = everyone(in_steps[run_eagerly:])  # an eager model is first built by a call, alike on all ranks
+            assert all(one != other for one, other in zip(drawn[0], drawn[1], strict=True))
+    assert_equal_everywhere(orders)
+
+
+def seeded_draws_differ_in_steps() -> None:
+    """By `tf.random`, with a seed of the user's."""
+    seen: list[list[float]] = []
+
+    class Noisy(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            drawn = tf.concat([tf.random.uniform([3]), tf.random.uniform([3], seed=4)], 0)
+            tf.numpy_function(lambda values: seen.append(values.tolist()), [drawn], [])
+            return inputs + drawn[0]
+
+    def trained(seed: int, **compiled: Any) -> list[list[float]]:
+        keras.utils.set_random_seed(seed)
+        with kdist.scope(scale_lr=None):
+            model = keras.Sequential([keras.Input((3,)), Noisy(), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", **compiled)
+            seen.clear()
+            model.fit(np.zeros((4 * kdist.size(), 3)), np.zeros(4 * kdist.size()), batch_size=2, verbose=0)
+        return seen[compiled["run_eagerly"] :]  # an eager model is first built by a call, alike on all ranks
+
+    for run_eagerly in (False, True):
+        drawn = everyone(trained(11, run_eagerly=run_eagerly))
+        for one, other in zip(drawn[0], drawn[1], strict=True):
+            assert set(one).isdisjoint(other)
+        assert trained(11, run_eagerly=run_eagerly) == drawn[kdist.rank()], "reproducible"
+
+
+def what_the_user_seeds_draws_as_without_kdist() -> None:
+    def drawn() -> list[Any]:
+        numbers = tf.data.Dataset.from_tensor_slices(NUMBERS)
+        found = [tf.random.normal([3]), tf.random.normal([3], seed=4), np.random.normal(size=3)]
+        for dataset in (numbers.shuffle(40), numbers.shuffle(40, seed=5)):
+            found += [[int(number) for number in dataset] for _ in range(2)]
+        return [np.asarray(each).tolist() for each in found]
+
+    keras.utils.set_random_seed(9)
+    plain = drawn()
+    with kdist.scope():
+        keras.utils.set_random_seed(9)
+        assert drawn() == plain
+    keras.utils.set_random_seed(9)
+    with kdist.scope():
+        assert drawn() == plain
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -152,5 +354,11 @@ CASES = {
         augmentation_in_the_model_differs_too,
         augmentation_in_a_map_differs_too,
         global_seeds_stay_the_users,
+        iterating_by_hand_follows_one_order,
+        a_split_by_hand_is_that_of_the_verbs,
+        a_vocabulary_of_a_shuffled_split_is_one,
+        tensorflows_draws_agree_outside_of_steps,
+        seeded_draws_differ_in_steps,
+        what_the_user_seeds_draws_as_without_kdist,
     )
 }

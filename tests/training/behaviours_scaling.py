@@ -12,9 +12,9 @@ import pytest
 
 import kdist
 from kdist.errors import StrategyError
+from kdist.keras_hooks.optimizers import innermost
 from kdist.scaling import LearningRateRule, num_warmup_steps, warmup_multiplier
-from kdist.training.learning_rate import EffectiveRate
-from kdist.training.optimizers import innermost
+from kdist.step.learning_rate import EffectiveRate
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere
 from tests.training.fidelity import BATCH, compare, fresh, mlp, rows, size

@@ -14,6 +14,7 @@ from tests.helpers.jobs import ENGINES, job
 TARGETS = {
     "features": "tests.training.features:FEATURES",
     "matrix": "tests.training.fidelity:MATRIX",
+    "random": "tests.training.random_programs:RANDOM",
     "behaviours": "tests.training.behaviours_order:CASES",
 }
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers import spmd
 
-MODULES = ("refusals", "callbacks", "scaling", "randomness", "order")
+MODULES = ("refusals", "callbacks", "scaling", "randomness", "order", "loops")
 TARGET = ",".join(f"tests.training.behaviours_{module}:CASES" for module in MODULES)
 
 

@@ -23,6 +23,13 @@ ON_THREE = (
     "loss_reductions",
     "gradient_accumulation",
     "predictions_of_a_dataset",
+    "losses_of_whole_batches",
+    "weighted_losses_of_whole_batches",
+    "metrics_of_whole_batches",
+    "training_steps_of_the_guide",
+    "a_loop_on_rows_of_each_rank",
+    "counters_where_ranks_have_shapes_of_their_own",
+    "counters_of_steps_of_static_shape",
 )
 
 # What engines do differently: kinds of tensors, order and number of messages, who ends when. Horovod over MPI is the
@@ -38,6 +45,9 @@ ON_EVERY_ENGINE = (
     "two_optimizers",
     "predictions_that_are_no_plain_arrays",
     "gradients_of_16_bits",
+    "losses_of_several_outputs",
+    "a_loop_on_the_same_rows",
+    "counters_need_no_aggregation",
 )
 
 JOBS = (("mpi", 2), ("mpi", 3), ("horovod over gloo", 2), ("horovod over mpi", 3), ("collective", 3))
@@ -53,6 +63,7 @@ ON_FOUR = [
 CELLS = [
     *((("mpi", 2), name) for name in spmd.names(FEATURES) if name not in LIKE_OTHERS),
     *((("mpi", 3), name) for name in ON_THREE),
+    (("mpi", 3), "random_programs_0"),
     *((job, name) for job in (("horovod over gloo", 2), ("collective", 3)) for name in ON_EVERY_ENGINE),
     *((("mpi", 4), name) for name in ON_FOUR),
     # No engine knows of optimizers: they take turns.

@@ -1,53 +1,66 @@
-"""What a rank tells of itself."""
+"""What a rank reports in its heartbeat."""
 
 import json
 
 from kdist.watch.activity import Activity
-from kdist.watch.link import _LONGEST
+from kdist.watch.heartbeat import MAX_MESSAGE_BYTES
 
 
-def test_a_call_is_told_with_what_is_sent():
+def test_a_report_describes_the_collective_and_its_tensors():
     activity = Activity()
     activity.begin("allreduce", [("float32", (3, 2)), ("int64", (5,))], 1)
-    told = activity.report()
-    assert (told["calls"], told["waiting"]) == (1, "allreduce of 2 tensor(s) float32[3, 2] int64[any]")
+    report = activity.report()
+    assert (report["calls"], report["waiting"]) == (1, "allreduce of 2 tensor(s) float32[3, 2] int64[any]")
     activity.end()
     assert activity.report()["waiting"] is None
     activity.begin("barrier", [], 0)
     assert activity.report()["waiting"] == "barrier"
 
 
-def test_graphs_are_asked_how_far_they_are():
+def test_the_progress_of_graphs_is_reported():
     found = iter([(0, 0, ""), (3, 2, ""), (3, 2, ""), (3, 3, ""), (4, 3, "sum of 1 tensor(s) float32[2]")])
     activity = Activity()
-    activity.of_graphs = lambda: next(found)
+    activity.graph_progress = lambda: next(found)
     assert activity.report()["waiting"] is None
     first, later = activity.report(), activity.report()
     assert (first["calls"], first["waiting"]) == (later["calls"], later["waiting"]) == (3, "a collective of a graph")
-    assert later["since"] >= first["since"]
+    assert later["elapsed"] >= first["elapsed"]
     assert activity.report()["waiting"] is None
     assert activity.report()["waiting"] == "a collective of a graph: sum of 1 tensor(s) float32[2]"
-    activity.has_ended = True
+    activity.has_finished = True
     assert activity.report()["calls"] == 4  # graphs are not asked any more
 
 
-def test_what_waits_at_the_exit_is_no_call():
+def test_a_barrier_at_exit_is_not_counted():
     activity = Activity()
     activity.begin("barrier", [], 0)
     activity.end()
-    activity.has_ended = True
+    activity.has_finished = True
     activity.begin("barrier", [], 0)
-    told = activity.report()
-    assert (told["calls"], told["waiting"]) == (1, "barrier")
+    report = activity.report()
+    assert (report["calls"], report["waiting"]) == (1, "barrier")
 
 
-def test_a_deep_recursion_is_told_in_a_message():
+def test_the_report_of_a_deep_recursion_fits_a_message():
     activity = Activity()
     activity._since -= 60.0
 
     def deeper(depth):
         return deeper(depth - 1) if depth else activity.report()
 
-    told = deeper(900)
-    assert len(told["stack"]) == 12
-    assert 0 < len(json.dumps(told)) < _LONGEST
+    report = deeper(900)
+    assert len(report["stack"]) == 12
+    assert 0 < len(json.dumps(report)) < MAX_MESSAGE_BYTES
+
+
+def test_calls_of_groups_are_reported_with_their_ranks_and_not_counted():
+    activity = Activity()
+    activity.begin("recv from 3", [("float32", (2,))], 1, among=(1, 3))
+    report = activity.report()
+    assert (report["calls"], report["among"]) == (0, [1, 3])
+    assert report["waiting"] == "recv from 3 of 1 tensor(s) float32[2] among ranks 1, 3"
+    activity.end()
+    activity.graph_progress = lambda: (7, 7, "")
+    activity.group_progress = [(lambda: (2, 2, ""), (0, 1)), (lambda: (2, 1, "allreduce"), (1, 2))]
+    report = activity.report()
+    assert (report["calls"], report["waiting"], report["among"]) == (7, "allreduce among ranks 1, 2", [1, 2])

@@ -1,0 +1,1 @@
+"""Save, resume and preempt: whole files, directory locks, positions in the data."""

@@ -1,0 +1,71 @@
+"""Callbacks that all ranks run, if any rank has them, after all other callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from kdist.keras_hooks.callbacks import on_list_ready
+from kdist.state.session import TrainingSession, session_of
+
+
+class AllRanksCallback(keras.callbacks.Callback):
+    """A callback that knows the other callbacks of its list, and is called after them.
+
+    Attributes:
+        others: list of the other callbacks.
+        siblings: list of all `AllRanksCallback`, which `others` is without.
+        session: `TrainingSession` of the model.
+    """
+
+    session: TrainingSession
+    position = 0  # of callbacks of this kind among their siblings: backups come before what uses them
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes the callback known to the lists that it is put into; a copy too."""
+        made = super().__new__(cls)
+        on_list_ready(made, _move_to_end)
+        return made
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[Any] = []
+        self.siblings: list[AllRanksCallback] = []
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the constructor's arguments by name, as JSON values."""
+        raise NotImplementedError
+
+    def apply_settings(self, settings: dict[str, Any]) -> None:
+        """Applies the settings that all ranks use."""
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def set_others(self, others: Sequence[Any], siblings: Sequence[AllRanksCallback]) -> None:
+        """Sets the other callbacks of the list."""
+        self.others, self.siblings = list(others), list(siblings)
+
+    def clean_up(self) -> None:
+        """Called at the end of a verb, after an error too."""
+
+    def set_model(self, model: keras.Model) -> None:
+        """Sets the model and its session."""
+        super().set_model(model)
+        self.session = session_of(model)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank reads and writes files."""
+        return self.session.engine.rank == 0
+
+
+def _move_to_end(listed: keras.callbacks.CallbackList) -> None:
+    """Moves such callbacks to the end of a list that Keras has made, in one process; kdist makes those of ranks."""
+    siblings = [each for each in listed.callbacks if isinstance(each, AllRanksCallback)]
+    siblings.sort(key=lambda each: each.position)
+    others = [each for each in listed.callbacks if not isinstance(each, AllRanksCallback)]
+    for each in siblings:
+        each.set_others(others, siblings)
+    listed.callbacks = [*others, *siblings]

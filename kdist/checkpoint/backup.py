@@ -1,0 +1,255 @@
+"""Backup and resume: saves a training between two steps or epochs, and resumes it there."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from kdist.checkpoint.all_ranks_callback import AllRanksCallback
+from kdist.checkpoint.callback_state import CallbackState
+from kdist.checkpoint.files import Checkpoint, CheckpointDirectory
+from kdist.engines.engine import Engine
+from kdist.errors import CheckpointError
+from kdist.keras_hooks.trainer import set_initial_epoch
+from kdist.state.broadcast import broadcast_arrays
+from kdist.state.part import State, StatePart
+from kdist.state.random_state import random_state, set_random_state
+from kdist.state.single_process import KerasData, is_replaying
+
+logger = logging.getLogger("kdist")
+
+
+class Backup(AllRanksCallback):
+    """The base of `kdist.callbacks.BackupAndRestore`, which replaces Keras' own on several ranks.
+
+    Args:
+        backup_dir: str or path, the directory of this training's checkpoints.
+        save_freq: `"epoch"`, or the steps between two saves.
+        delete_checkpoint: bool, whether the checkpoints are deleted at the end of `fit`.
+    """
+
+    def __init__(self, backup_dir: str, save_freq: str | int = "epoch", delete_checkpoint: bool = True) -> None:
+        super().__init__()
+        self.backup_dir = str(backup_dir)
+        if "://" in self.backup_dir:
+            raise CheckpointError(
+                f"backup_dir is not on a file system. Received: backup_dir={self.backup_dir!r}. Expected a path, as a "
+                "checkpoint is a directory that is renamed when it is complete. Fix: mount the storage, or give a "
+                "local path and copy the directory before and after the training."
+            )
+        self.save_freq = save_freq
+        self.delete_checkpoint = delete_checkpoint
+        self._epoch = 0
+        self._steps_since = 0
+        self._last_batch = -1
+        self._saved_at: tuple[int, int] | None = None
+        self._random_at_fit: dict[str, Any] = {}
+        self._random_at_epoch: dict[str, Any] = {}
+        self._resumed: Checkpoint | None = None  # until the first new step of a resumed epoch
+        self._resumed_step = 0
+        self._replay: KerasData | None = None
+        self._directory = CheckpointDirectory(self.backup_dir)
+
+    @classmethod
+    def from_keras(cls, callback: keras.callbacks.BackupAndRestore) -> Backup:
+        """Returns the replacement of Keras' callback."""
+        return cls(callback.backup_dir, callback.save_freq, callback.delete_checkpoint)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the arguments, by name."""
+        names = ("backup_dir", "save_freq", "delete_checkpoint")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def reads_state_between_steps(self) -> bool:
+        """Whether it saves within epochs."""
+        return self.save_freq != "epoch"
+
+    # Saving.
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Stores the random state of the epoch; in a resumed epoch, restores the state again."""
+        self._epoch, self._last_batch = epoch, -1
+        if self._resumed is None:
+            self._random_at_epoch = random_state()
+            return
+        # `on_epoch_begin` of other callbacks has run twice for this epoch: it may have changed a rate again.
+        self._load(self._resumed, with_rates=False)
+        self._last_batch = self._resumed_step - 1
+        self._random_at_epoch = self._resumed["training"]["random of epoch"]
+        set_random_state(self._random_at_epoch)
+        if self._replay is not None:  # not earlier: other callbacks replace `train_function` in `on_train_begin`
+            self._replay.replay()
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ends the replay of a resumed epoch's earlier steps."""
+        if self._resumed is not None and not is_replaying(self.model):
+            self._set_random_state(self._resumed)
+            if self._replay is not None:
+                self._load(self._resumed, with_rates=False)  # replayed steps have changed the counts of other callbacks
+            self._resumed = self._replay = None
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves every `save_freq` steps."""
+        if self._resumed is not None:
+            return  # a replayed step
+        self._steps_since += batch - self._last_batch
+        self._last_batch = batch
+        if self.save_freq != "epoch" and self._steps_since >= int(self.save_freq):
+            self.save(batch + 1)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves after each epoch, or if a save was due in its last step."""
+        if self._resumed is not None:  # the epoch had no steps left
+            self._set_random_state(self._resumed)
+            self._resumed = None
+        is_due = self.save_freq == "epoch" or self._steps_since >= int(self.save_freq)
+        self._epoch, self._last_batch = epoch + 1, -1
+        if is_due:
+            self.save(0)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Deletes the checkpoints."""
+        set_initial_epoch(self.model, None)  # else Keras uses it in the next `fit` too
+        if self.is_chief and self.delete_checkpoint:
+            self._directory.delete()
+        self._directory.lock.release()
+        self.session.engine.barrier()  # all ranks see the deletion afterwards
+
+    def save(self, epoch_step: int) -> bool:
+        """Saves, and returns whether this step is saved: the last step of an epoch is saved after the epoch.
+
+        Collective: every rank must call this, in the same order.
+        """
+        session = self.session
+        if epoch_step and session.is_last_step(epoch_step, self.params):
+            return False
+        if self._saved_at == (self._epoch, epoch_step):
+            return True
+        session.synchronize()
+        parts: list[StatePart] = [*session.parts(), session.data(epoch_step), CallbackState(self.others)]
+        if epoch_step:
+            parts.append(session.metrics)
+        checkpoint = {part.name: part.state_dict() for part in parts}
+        checkpoint["training"] = {
+            "epoch": self._epoch,
+            "stopped": self._num_epochs if self.model.stop_training and not epoch_step else 0,
+            "ranks": session.engine.size,
+            "engine": session.engine.name,
+            "random of fit": self._random_at_fit,
+            "random of epoch": self._random_at_epoch,
+            "random": random_state(),
+        }
+        if self.is_chief:
+            logger.debug("saved %s", self._directory.write(checkpoint))
+        self._steps_since = 0
+        self._saved_at = self._epoch, epoch_step
+        return True
+
+    # Resuming.
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Resumes an interrupted training; on several ranks `RankSynchronization` calls `begin`."""
+        self.session.check_save_frequency(self.save_freq)
+        if self.session.engine.size == 1:
+            self.begin()
+
+    def begin(self) -> None:
+        """Resumes the interrupted training in `backup_dir`, if there is one.
+
+        Collective: every rank must call this, in the same order.
+        """
+        self._directory.lock.release()  # of a `fit` that raised
+        self._directory = CheckpointDirectory(self.backup_dir)
+        self._epoch, self._last_batch, self._steps_since, self._saved_at = 0, -1, 0, None
+        self._resumed = self._replay = None
+        self._random_at_fit = random_state() if self.session.draws_in_background else {}
+        if self.is_chief:
+            self._directory.lock.acquire()
+        found = self._directory.read() if self.is_chief else None
+        saved = _broadcast_checkpoint(self.session.engine, None if found is None else found[1])
+        if saved is None:
+            if self.is_chief:
+                _warn_of_keras_backup(self.backup_dir)
+            return
+        self._load(saved, with_rates=True)
+        self._begin_at(saved, found[0].name if found is not None else "")
+
+    def _load(self, saved: Checkpoint, *, with_rates: bool) -> None:
+        parts: list[StatePart] = [*self.session.parts(), CallbackState(self.others)]
+        for part in parts:
+            if with_rates or part.name != "rates":  # a warm-up that has begun since goes on
+                part.load_state_dict(saved.get(part.name, {}))
+
+    def _begin_at(self, saved: Checkpoint, name: str) -> None:
+        """Sets where the training begins, and logs it."""
+        training, engine = saved["training"], self.session.engine
+        epoch = training["epoch"]
+        if training["stopped"] >= self._num_epochs:  # unless `fit` now has more epochs
+            epoch = max(epoch, self._num_epochs)
+        set_initial_epoch(self.model, epoch)
+        self._random_at_fit = training["random of fit"] or self._random_at_fit
+        data = self.session.data()
+        data.load_state_dict(saved["data"])
+        place = data.place
+        self._set_random_state(saved)  # after the data's hooks, which set other states
+        if place.epoch_step:
+            self._resumed, self._resumed_step = saved, place.epoch_step
+            self._replay = data if isinstance(data, KerasData) else None
+            self.session.metrics.load_state_dict(saved.get("metrics", {}))
+        if self.is_chief:
+            level = logging.WARNING if engine.size == 1 else logging.INFO  # kdist logs warnings only in one process
+            logger.log(level, "training resumes from %s: epoch %d, %s", name, epoch + 1, place.description)
+            if training["ranks"] != engine.size:
+                logger.log(
+                    level, "the checkpoint was saved by %d rank(s) and is resumed by %d: batch, learning rate and "
+                    "position in the data are converted. %s", training["ranks"], engine.size, place.change,
+                )  # fmt: skip
+            engines = {training["engine"], engine.name}
+            if len(engines) > 1 and "single" not in engines:  # engines add in different orders
+                logger.log(
+                    level, "the checkpoint was saved with engine %s and is resumed with %s: sums may differ in their "
+                    "last bits", training["engine"], engine.name,
+                )  # fmt: skip
+
+    @property
+    def _num_epochs(self) -> int:
+        return (self.params or {}).get("epochs", 1)  # a user's `CallbackList` may have none
+
+    def _set_random_state(self, saved: Checkpoint) -> None:
+        if self.session.draws_in_background:
+            # The user's generator starts again, as at the beginning of `fit`.
+            if saved["training"]["random of fit"]:
+                set_random_state(saved["training"]["random of fit"])
+            return
+        set_random_state(saved["training"]["random"])
+
+
+def _broadcast_checkpoint(engine: Engine, checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """Returns the chief's checkpoint on every rank.
+
+    Collective: every rank must call this, in the same order.
+    """
+    parts = {} if checkpoint is None else checkpoint
+    flat = {f"{part}/{name}": value for part, state in parts.items() for name, value in state.items()}
+    received = broadcast_arrays(engine, None if checkpoint is None else flat)
+    if received is None:
+        return None
+    result: dict[str, State] = {}
+    for key, value in received.items():
+        part, _, name = key.partition("/")
+        result.setdefault(part, {})[name] = value
+    return result
+
+
+def _warn_of_keras_backup(backup_dir: str) -> None:
+    weights = Path(backup_dir, "latest.weights.h5")
+    if weights.exists():
+        logger.warning(
+            "%s has a backup of Keras' own BackupAndRestore, which kdist cannot read: training starts from the "
+            "beginning. Fix: model.load_weights(%r), and fit(initial_epoch=...). kdist.callbacks.BackupAndRestore "
+            "resumes trainings of one process and of several.", backup_dir, str(weights),
+        )  # fmt: skip

@@ -1,0 +1,79 @@
+"""A directory lock: one training at a time uses a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+from kdist.checkpoint.file_lock import is_at
+from kdist.errors import CheckpointError
+
+logger = logging.getLogger("kdist")
+
+NAME = ".in-use"
+PATIENCE = 30.0  # seconds: the end of a job may overlap with its restart
+
+
+class DirectoryLock:
+    """An exclusive lock of a directory, released at the end of the process.
+
+    One process may acquire it several times: a `fit` that raised does not block the next. File systems without locks,
+    as some network file systems, are not locked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self._descriptor: int | None = None
+
+    def acquire(self, patience: float = PATIENCE) -> None:
+        """Waits until no other process has the lock, at most `patience` seconds; then raises `CheckpointError`."""
+        deadline = time.monotonic() + patience
+        is_logged = False
+        while (owner := self._try()) is not None:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"Two trainings use one backup_dir. Received: {self._path.parent}, which {owner} has locked. "
+                    "Expected a directory for this training only. Fix: use another backup_dir, or end that training."
+                )
+            if not is_logged:
+                logger.warning("%s is locked by %s: waiting until it is free", self._path.parent, owner)
+            is_logged = True
+            time.sleep(0.2)
+
+    def release(self) -> None:
+        """Releases the lock, if it was acquired."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _try(self) -> str | None:
+        """Acquires the lock if it is free, else returns its owner."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return None  # writing will raise the same error
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            owner = os.read(descriptor, 1000).decode(errors="replace")
+            os.close(descriptor)
+            return owner or "another process"
+        except OSError:
+            os.close(descriptor)
+            return None
+        if not is_at(descriptor, self._path):  # released meanwhile
+            os.close(descriptor)
+            return "another process"
+        self._descriptor = descriptor
+        with contextlib.suppress(OSError):  # a full disk
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
+        return None

@@ -1,0 +1,130 @@
+"""Preemption: after a signal to any rank, all ranks finish their step, save and exit."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import string
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import keras
+
+from kdist.checkpoint.all_ranks_callback import AllRanksCallback
+from kdist.checkpoint.backup import Backup
+from kdist.errors import ScopeError
+
+logger = logging.getLogger("kdist")
+
+
+class Preempt(AllRanksCallback):
+    """The base of `kdist.callbacks.Preemption`, which documents the arguments."""
+
+    position = 1
+
+    def __init__(self, exit_code: int = 75, signals: Sequence[str] = ("SIGTERM", "SIGUSR1")) -> None:
+        super().__init__()
+        self.exit_code = exit_code
+        self.signals = tuple(signals)
+        self._handlers: dict[int, Any] = {}
+        self._received: str | None = None
+        self._epoch = 0
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the arguments, by name."""
+        return {"exit_code": self.exit_code, "signals": list(self.signals)}
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Installs the signal handlers; raises `ScopeError` without a callback that saves."""
+        saving = (Backup, keras.callbacks.ModelCheckpoint)
+        if self.is_chief and not any(isinstance(each, saving) for each in self._all()):
+            raise ScopeError(
+                f"Preemption needs a callback that saves. Received: callbacks "
+                f"{[type(each).__name__ for each in self.others]}. Expected kdist.callbacks.BackupAndRestore, or "
+                "keras.callbacks.ModelCheckpoint, among them. Fix: add one of these."
+            )
+        self._received = None
+        self.session.votes.withdraw("preempt")
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning(
+                "Preemption handles no signals: fit does not run in the main thread, where Python handles signals"
+            )
+            return
+        for name in self.signals:
+            number = getattr(signal, name)
+            self._handlers[number] = signal.signal(number, self._handle)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Stores the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves and exits, if all ranks know of a signal."""
+        if self._is_agreed():
+            self._save_and_exit(batch, logs or {})
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves and exits, if all ranks know of a signal."""
+        if self._is_agreed():
+            self._save_and_exit(None, logs or {})
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Restores the signal handlers."""
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """Restores the signal handlers, after an error too."""
+        while self._handlers:
+            number, handler = self._handlers.popitem()
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._received is not None:  # a second signal has its usual effect
+            self.clean_up()
+            os.kill(os.getpid(), number)
+            return
+        self._received = signal.Signals(number).name
+        self.session.votes.cast("preempt")
+
+    def _is_agreed(self) -> bool:
+        return "preempt" in self.session.votes.agreed
+
+    def _all(self) -> list[Any]:
+        return [*self.others, *self.siblings]
+
+    def _save_and_exit(self, batch: int | None, logs: dict[str, Any]) -> None:
+        backups = [each for each in self._all() if isinstance(each, Backup)]
+        # The last step of an epoch is saved after the epoch, with its validation.
+        is_saved = [each.save(0 if batch is None else batch + 1) for each in backups]  # no short circuit
+        if not all(is_saved):
+            return
+        if not backups:
+            for each in self._all():
+                if isinstance(each, keras.callbacks.ModelCheckpoint):
+                    self._save_with(each, batch, logs)
+        received = self.session.engine.gather_objects(self._received)  # also waits until all is saved
+        if self.is_chief:
+            signals = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(received) if name)
+            when = "at the end of" if batch is None else f"after step {batch + 1} of"
+            logger.warning(
+                "%s: saved %s epoch %d; exiting with code %d, to be restarted",
+                signals, when, self._epoch + 1, self.exit_code,
+            )  # fmt: skip
+        self.clean_up()
+        raise SystemExit(self.exit_code)
+
+    def _save_with(self, checkpoint: Any, batch: int | None, logs: dict[str, Any]) -> None:
+        known = {"epoch": self._epoch + 1, "batch": (batch or 0) + 1, **logs}
+        fields = (name for _, name, _, _ in string.Formatter().parse(checkpoint.filepath) if name)
+        # A validation metric may be missing.
+        path = checkpoint.filepath.format(**{**dict.fromkeys(fields, float("nan")), **known})
+        if checkpoint.save_best_only and os.path.exists(path):  # the best model stays
+            suffix = next(each for each in (".weights.h5", ".keras", "") if path.endswith(each))
+            path = f"{path.removesuffix(suffix)}-preempted{suffix}"
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True) if self.is_chief else None
+        self.model.save_weights(path) if checkpoint.save_weights_only else self.model.save(path)

@@ -1,0 +1,76 @@
+"""Pipelines of `tf.data` that the user iterates by hand, in one order on all ranks.
+
+What is made of their first elements (a vocabulary, statistics, a sample for `predict`) is then equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import logging
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.data.graphs.dataset_internals import resources_of
+from kdist.data.graphs.determinism import derived_seed
+from kdist.data.graphs.pipeline import Pipeline, nondeterministic_parts
+from kdist.errors import DataError
+from kdist.keras_hooks.patching import DATASET_METHODS, patched
+
+_log = logging.getLogger("kdist")
+
+
+@contextlib.contextmanager
+def one_order(seed: int) -> Iterator[None]:
+    """A context in which unseeded shuffles that are iterated eagerly follow one order on all ranks.
+
+    No message is sent: one rank may iterate alone. The order of an iteration follows from the seed, from what is
+    shuffled, and from how many pipelines like it were iterated before.
+
+    Args:
+        seed: int, equal on all ranks.
+    """
+    num_iterated = collections.Counter[str]()
+
+    def ordered(dataset: Any) -> Any:
+        if not tf.executing_eagerly():
+            return dataset
+        kept = resources_of(dataset)
+        if "in one order" not in kept:
+            kept["in one order"] = _in_one_order(dataset, seed, num_iterated)
+        return kept["in one order"] or dataset
+
+    def replacement(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def of_ordered(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(ordered(dataset), *args, **kwargs)
+
+        return of_ordered
+
+    with contextlib.ExitStack() as stack:
+        for name in DATASET_METHODS:
+            stack.enter_context(patched(tf.data.Dataset, name, replacement(getattr(tf.data.Dataset, name))))
+        yield
+
+
+def _in_one_order(dataset: Any, seed: int, num_iterated: collections.Counter[str]) -> Any:
+    """Returns a dataset with one order; `None` where the user's has one, or where each rank has data of its own."""
+    if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
+        return None
+    parts = " ".join(nondeterministic_parts(dataset))
+    is_sloppy = dataset.options().deterministic is False
+    if not parts and not is_sloppy:
+        return None
+    options = tf.data.Options()
+    options.deterministic = True
+    num_iterated[parts] += 1
+    seed = derived_seed(seed, zlib.crc32(f"{parts} {num_iterated[parts]}".encode()))
+    try:
+        return Pipeline(dataset, seed).dataset().with_options(options)
+    except DataError as err:
+        _log.warning("Ranks may see another order when they iterate over a dataset by hand. %s", err)
+        return None

@@ -1,0 +1,60 @@
+"""`GraphDef` messages: their nodes, and the functions that these call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+
+def graph_of(dataset: tf.data.Dataset) -> Any:
+    """Returns the `GraphDef` of a dataset.
+
+    Raises:
+        tf.errors.OpError: if it is too large, or something in it cannot be serialised.
+    """
+    variant = tf.data.experimental.to_variant(dataset)
+    serialized = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=1)
+    return tf.compat.v1.GraphDef.FromString(serialized.numpy())
+
+
+def node_lists(graph: Any) -> Iterator[Any]:
+    """Yields the nodes of a graph, and those of each of its functions."""
+    yield graph.node
+    for function in graph.library.function:
+        yield function.node_def
+
+
+def called_functions(nodes: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+    """Yields each node with the name of each function that it may call."""
+    for node in nodes:
+        yield node, node.op
+        yield from ((node, function.name) for function in _function_attributes(node))
+
+
+def rename_functions(graph: Any, suffix: str) -> None:
+    """Renames all functions of a graph: the runtime refuses a second body under a name that it knows."""
+    names = {function.signature.name for function in graph.library.function}
+
+    def renamed(name: str) -> str:
+        return name + suffix if name in names else name
+
+    for function in graph.library.function:
+        function.signature.name += suffix
+    for gradient in graph.library.gradient:
+        gradient.function_name = renamed(gradient.function_name)
+        gradient.gradient_func = renamed(gradient.gradient_func)
+    for nodes in node_lists(graph):
+        for node in nodes:
+            node.op = renamed(node.op)
+            for function in _function_attributes(node):
+                function.name = renamed(function.name)
+
+
+def _function_attributes(node: Any) -> Iterator[Any]:
+    for attr in node.attr.values():
+        if attr.WhichOneof("value") == "func":
+            yield attr.func
+        elif attr.WhichOneof("value") == "list":
+            yield from attr.list.func

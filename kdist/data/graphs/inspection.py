@@ -1,0 +1,49 @@
+"""What a user's `tf.data` pipeline does besides yielding elements: cache files, shards, Python functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.data.graphs.dataset_internals import attributes, functions, kind, with_inputs
+from kdist.data.graphs.graph_def import node_lists
+
+
+def unwritten_cache_files(dataset: Any) -> list[str]:
+    """Returns the files in which a pipeline caches its elements, and that do not exist yet, or are incomplete."""
+    caches = [attributes(each) for each in with_inputs(dataset) if kind(each) == "Cache"]
+    names = [tf.convert_to_tensor(getattr(cache, "filename", "")).numpy().decode() for cache in caches]
+    return [name for name in names if name and not tf.io.gfile.exists(f"{name}.index")]
+
+
+def shard_arguments(dataset: Any) -> list[list[int]]:
+    """Returns the arguments `[num_shards, index]` of each `shard` in a pipeline; none with `AutoShardPolicy.OFF`."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy == tf.data.experimental.AutoShardPolicy.OFF:
+        return []
+    shards = [attributes(each) for each in with_inputs(dataset) if kind(each) == "Shard"]
+    return [[int(shard.num_shards), int(shard.index)] for shard in shards if hasattr(shard, "index")]
+
+
+def batch_sizes(dataset: Any) -> set[int]:
+    """Returns the sizes of the batches that a pipeline makes."""
+    batches = [
+        attributes(each) for each in with_inputs(dataset) if kind(each) in ("Batch", "PaddedBatch", "ParallelBatch")
+    ]
+    return {int(batch.batch_size) for batch in batches if hasattr(batch, "batch_size")}
+
+
+def calls_python(dataset: Any) -> bool:
+    """Returns whether Python functions of the user make a dataset's elements; `False` where this is not known."""
+    python = {"GeneratorDataset", "PyFunc", "EagerPyFunc"}
+    try:
+        return any(
+            node.op in python
+            for each in with_inputs(dataset)
+            for function in functions(each)
+            for nodes in node_lists(function.graph.as_graph_def())
+            for node in nodes
+        )
+    except (AttributeError, TypeError):
+        return False

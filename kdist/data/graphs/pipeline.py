@@ -1,0 +1,261 @@
+"""A user's `tf.data` pipeline, split into the operations at its end, so that it has one order on all ranks.
+
+Whatever is unknown ends the splitting: what comes before is one dataset, inspected as a graph.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.data.graphs import dataset_internals as internals
+from kdist.data.graphs.dataset_internals import attributes, flat_structure, from_variant, functions, kind, with_inputs
+from kdist.data.graphs.determinism import derived_seed, is_nondeterministic, make_deterministic, shuffle_with
+from kdist.data.graphs.random_ops import with_rank_seeds
+from kdist.errors import DataError
+
+_log = logging.getLogger("kdist")
+
+
+class Pipeline:
+    """A pipeline that has the same order on all ranks.
+
+    Shuffles without a seed get one and parallel ops become deterministic. Where the user's dataset has a new order at
+    each iteration, so has this one. An order that is the same in all iterations (`reshuffle_each_iteration=False`, a
+    cache) is the same in all datasets made of the shuffle, a training part and a validation part. A seeded shuffle has
+    the orders that it would have in one process, the first one first: iterations by the user do not count. Known
+    operations at the end are made anew one by one; the graph before them is rewritten only where it must be.
+
+    Args:
+        dataset: the user's `tf.data.Dataset`.
+        seed: int, equal on all ranks.
+
+    Attributes:
+        steps: tuple of the user's dataset objects, each known by its last operation, in the order of the data.
+
+    Raises:
+        DataError: if something in it cannot be made deterministic.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, seed: int):
+        self._fixed_seeds = dict(_fixed_seeds(dataset))
+        steps: list[Any] = []
+        while _is_replayable(dataset) and not _has_nondeterministic_function(dataset):
+            steps.insert(0, dataset)
+            (dataset,) = internals.inputs(dataset)
+        self.steps = tuple(steps)
+        self._seed = seed
+        self._base = _deterministic_base(dataset, seed)
+        changed = [self._base is not dataset, *(_is_nondeterministic_op(step) or _reshuffles(step) for step in steps)]
+        self._unchanged = changed.index(True) if True in changed else len(changed)
+
+    def dataset(self, num_steps: int | None = None) -> tf.data.Dataset:
+        """Returns the pipeline as one dataset.
+
+        Args:
+            num_steps: int or `None`, how many of `steps` to apply, counted from the first; `None` for all.
+        """
+        if num_steps is None:
+            num_steps = len(self.steps)
+        if num_steps == 0:
+            return self._base
+        step = self.steps[num_steps - 1]
+        if num_steps < self._unchanged:
+            return step
+        is_fixed = kind(step) == "Shuffle" and not _reshuffles(step)
+        seed = self._fixed_seeds.get(id(step), 0) if is_fixed else derived_seed(self._seed, num_steps)
+        return _REPLAYS[kind(step)](step, self.dataset(num_steps - 1), seed)
+
+
+def is_elementwise(step: Any) -> bool:
+    """Returns whether `apply_to_first` can apply a step: one element in, one element out, of dense tensors."""
+    if kind(step) in ("Prefetch", "Options"):
+        return True
+    if kind(step) not in ("Map", "ParallelMap"):
+        return False
+    specs = tf.nest.flatten(([each.element_spec for each in internals.inputs(step)], step.element_spec))
+    return all(isinstance(spec, tf.TensorSpec) for spec in specs)
+
+
+def apply_to_first(step: Any, dataset: tf.data.Dataset, rank: int) -> tf.data.Dataset:
+    """Applies a step to the first component of a dataset's elements; the others pass through.
+
+    Args:
+        step: one of `Pipeline.steps` that `is_elementwise`.
+        dataset: dataset of tuples, the first component a structure that the step takes.
+        rank: int, whose samples these are: random ops in the step draw numbers of this rank.
+
+    Returns:
+        A dataset of tuples with the first component replaced.
+    """
+    if kind(step) in ("Prefetch", "Options"):
+        return _REPLAYS[kind(step)](step, dataset, 0)
+    # The traced function, not the user's Python function: what that closes over may have changed.
+    function = with_rank_seeds(functions(step)[0], step, rank)
+
+    def apply(element: Any, *others: Any) -> Any:
+        outputs = tf.nest.flatten(function(*tf.nest.flatten(element)))
+        return (tf.nest.pack_sequence_as(step.element_spec, outputs), *others)
+
+    if kind(step) == "ParallelMap":
+        return dataset.map(apply, num_parallel_calls=attributes(step).num_parallel_calls, deterministic=True)
+    return dataset.map(apply)
+
+
+def _replay_map(step: Any, dataset: Any, seed: int) -> Any:
+    del seed
+    (function,) = functions(step)
+    arguments = {
+        "input_dataset": tf.data.experimental.to_variant(dataset),
+        "other_arguments": function.captured_inputs,
+        "f": function,
+        "preserve_cardinality": True,
+        **flat_structure(step),
+    }
+    if kind(step) == "ParallelMap":
+        calls = attributes(step).num_parallel_calls
+        variant = tf.raw_ops.ParallelMapDatasetV2(num_parallel_calls=calls, deterministic="true", **arguments)
+    else:
+        variant = tf.raw_ops.MapDataset(**arguments)
+    return from_variant(variant, step)
+
+
+def _replay_batch(step: Any, dataset: Any, seed: int) -> Any:
+    del seed
+    op = attributes(step)
+    calls = getattr(op, "num_parallel_calls", None)
+    return dataset.batch(int(op.batch_size), bool(op.drop_remainder), calls, None if calls is None else True)
+
+
+def _replay_shuffle(step: Any, dataset: Any, seed: int) -> Any:
+    op = attributes(step)
+    seeds = op.seed, op.seed2
+    if _is_nondeterministic_op(step):
+        if _reshuffles(step):
+            return dataset.shuffle(op.buffer_size, seed, op.reshuffle_each_iteration)
+        seeds = seed, 0
+    generator = _seed_generator(step) if _reshuffles(step) else None
+    return shuffle_with(seeds, dataset, op.buffer_size, reshuffle=_reshuffles(step), generator=generator, owner=step)
+
+
+def _seed_generator(step: Any) -> Any:
+    """Returns the resource that makes a seeded shuffle's order in each pass; a second `fit` continues with it."""
+    kept = internals.resources_of(step)
+    if "generator" not in kept:
+        op = attributes(step)
+        kept["generator"] = tf.raw_ops.AnonymousSeedGenerator(seed=op.seed, seed2=op.seed2, reshuffle=True)
+    return kept["generator"].handle
+
+
+# How each operation that a pipeline is split into is applied to another dataset, with a seed if it has none.
+_REPLAYS: dict[str, Callable[[Any, Any, int], Any]] = {
+    "Batch": _replay_batch,
+    "Map": _replay_map,
+    "Options": lambda step, dataset, _: dataset.with_options(step.options()),
+    "ParallelBatch": _replay_batch,
+    "ParallelMap": _replay_map,
+    "Prefetch": lambda step, dataset, _: dataset.prefetch(int(attributes(step).buffer_size)),
+    "Repeat": lambda step, dataset, _: dataset.repeat(attributes(step).count),
+    "Shuffle": _replay_shuffle,
+    "Skip": lambda step, dataset, _: dataset.skip(attributes(step).count),
+    "Take": lambda step, dataset, _: dataset.take(attributes(step).count),
+}
+
+
+def _is_replayable(dataset: Any) -> bool:
+    return kind(dataset) in _REPLAYS and internals.is_known(dataset)
+
+
+def _is_nondeterministic_op(dataset: Any) -> bool:
+    op = attributes(dataset)
+    if kind(dataset) in ("Random", "Shuffle"):
+        return int(getattr(op, "seed", 0)) == int(getattr(op, "seed2", 0)) == 0
+    return getattr(op, "deterministic", "default") == "false"
+
+
+def _reshuffles(dataset: Any) -> bool:
+    return kind(dataset) == "Shuffle" and getattr(attributes(dataset), "reshuffle_each_iteration", None) is not False
+
+
+def _has_nondeterministic_function(dataset: Any) -> bool:
+    keeps_order = kind(dataset) in ("Map", "ParallelMap")
+    return any(
+        is_nondeterministic(function.graph.as_graph_def(), random_counts=not keeps_order)
+        for function in functions(dataset)
+    )
+
+
+def _deterministic_base(dataset: Any, seed: int) -> Any:
+    """Returns what comes before the known steps, rewritten as a graph where it must be."""
+    if not _is_deterministic(dataset):
+        return make_deterministic(dataset, seed, [fixed for _, fixed in _fixed_seeds(dataset)])
+    if not any(_reshuffles(each) for each in with_inputs(dataset)):
+        return dataset
+    try:
+        return make_deterministic(dataset, seed)
+    except DataError:  # a graph too large, or with an op that cannot be made anew
+        _log.warning(
+            "A seeded shuffle in %s has one order on all ranks only if no rank iterates the dataset by itself. To look "
+            "into the data, make a second dataset in the same way; or shuffle later in the pipeline.",
+            dataset,
+        )
+        return dataset
+
+
+def nondeterministic_parts(dataset: Any) -> list[str]:
+    """Returns descriptions of the operations in a pipeline that may order elements differently on each rank.
+
+    Only what can be seen without serialising the pipeline is found. Of a parallel interleave nothing is seen: it may.
+    """
+    return [
+        " ".join(_description(part) for part in with_inputs(each))
+        for each in with_inputs(dataset)
+        if kind(each) == "ParallelInterleave" or _is_nondeterministic_op(each) or _has_nondeterministic_function(each)
+    ]
+
+
+def _is_deterministic(dataset: Any) -> bool:
+    """Returns whether a dataset is known to have one order, without serialising its graph, which may be large."""
+    return all(
+        (internals.is_known(each) and kind(each) != "Random")
+        and not _is_nondeterministic_op(each)
+        and not _has_nondeterministic_function(each)
+        for each in with_inputs(dataset)
+    )
+
+
+def _fixed_seeds(dataset: Any) -> list[tuple[int, int]]:
+    """Returns the id of each shuffle without a seed, inputs first, with the seed for one order in all passes.
+
+    All datasets made of such a shuffle must have one order, whichever verb they are given to and whatever they are
+    joined with there: a part for training and one for validation would overlap. So the seed is derived from what is
+    shuffled.
+    """
+    found: dict[int, int] = {}
+    visits, num_equal = [], collections.Counter[str]()
+    for each in _inputs_first(dataset):
+        if kind(each) == "Shuffle" and _is_nondeterministic_op(each):
+            if id(each) not in found:
+                shuffled = " ".join(_description(part) for part in with_inputs(each))
+                found[id(each)] = derived_seed(zlib.crc32(shuffled.encode()), num_equal[shuffled])
+                num_equal[shuffled] += 1
+            visits.append((id(each), found[id(each)]))
+    return visits
+
+
+def _description(dataset: Any) -> str:
+    op = attributes(dataset)
+    bounds = [str(getattr(op, name, "")) for name in ("start", "stop", "step")]
+    lengths = [str(leaf.shape) for leaf in getattr(op, "tensors", ()) if hasattr(leaf, "shape")]
+    return " ".join([type(dataset).__name__, str(dataset.element_spec), *bounds, *lengths])
+
+
+def _inputs_first(dataset: Any) -> Iterator[Any]:
+    for each in internals.inputs(dataset):
+        yield from _inputs_first(each)
+    yield dataset

@@ -1,0 +1,95 @@
+"""What ranks compare of their inputs before the first step: whether samples would be lost, or a file written twice."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kdist.data.graphs.inspection import shard_arguments, unwritten_cache_files
+from kdist.data.source import Source
+from kdist.engines.engine import Engine
+from kdist.errors import DataError
+from kdist.keras_hooks.data_adapters import tf_dataset
+
+logger = logging.getLogger("kdist")
+
+
+class InputReport(NamedTuple):
+    """A rank's host, the files that its pipeline would write, the arguments of its `shard`, and its first targets."""
+
+    host: str
+    cache_files: Sequence[str]
+    shards: Sequence[Sequence[int]]
+    targets: Sequence[str]
+
+
+def check_inputs(adapter: Any, source: Source, engine: Engine, *, auto_shard: bool) -> None:
+    """Refuses inputs that would lose samples or write one file twice, and warns of those that may lose samples.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        adapter: Keras' `DataAdapter`.
+        source: `Source` that was made of it.
+        engine: `Engine`, over which the ranks exchange their reports.
+        auto_shard: bool, whether kdist shards the input.
+
+    Raises:
+        DataError: if ranks of one host would write one cache, or if each rank has selected a shard already.
+    """
+    dataset = tf_dataset(adapter)
+    files = [] if dataset is None else unwritten_cache_files(dataset)
+    shards = [] if dataset is None or not auto_shard else shard_arguments(dataset)
+    report = InputReport(os.uname().nodename, files, shards, source.targets_fingerprint())
+    reports = [InputReport(*each) for each in engine.gather_objects(tuple(report))]
+    refuse_shared_caches(reports)
+    _refuse_repeated_sharding(reports)
+    if engine.rank == 0:
+        _warn_of_other_targets(reports)
+
+
+def refuse_shared_caches(reports: Sequence[InputReport]) -> None:
+    """Refuses a cache file that several ranks of one host would write.
+
+    Args:
+        reports: sequence of `InputReport`, of all ranks and hosts: all ranks must raise, or some would wait for others.
+
+    Raises:
+        DataError: if there is such a file.
+    """
+    writers = collections.Counter((report.host, path) for report in reports for path in set(report.cache_files))
+    if shared := sorted(path for (_, path), count in writers.items() if count > 1):
+        raise DataError(
+            f"Ranks of one host would write one cache. Received: a tf.data pipeline with cache({shared[0]!r}), a file "
+            "that does not exist yet, or is incomplete. Expected: one writer a file. Fix: use a file for each rank, as "
+            f'cache(f"{shared[0]}-{{kdist.rank()}}"), or cache in memory, or iterate over the dataset once before.'
+        )
+
+
+def _refuse_repeated_sharding(reports: Sequence[InputReport]) -> None:
+    for rank, report in enumerate(reports):
+        if report.shards != reports[0].shards:
+            raise DataError(
+                "The data would be sharded twice: by `shard` in the pipeline, and by kdist. Received: a tf.data "
+                f"pipeline with {_calls(reports[0].shards)} on rank 0, and with {_calls(report.shards)} on rank {rank}."
+                " Expected: the same pipeline on all ranks. Fix: leave `shard` out, or make the model in a scope "
+                "with auto_shard=False."
+            )
+
+
+def _calls(shards: Sequence[Sequence[int]]) -> str:
+    return ", ".join(f"shard({num_shards}, {index})" for num_shards, index in shards) or "no shard"
+
+
+def _warn_of_other_targets(reports: Sequence[InputReport]) -> None:
+    if others := [rank for rank, report in enumerate(reports) if report.targets != reports[0].targets]:
+        logger.warning(
+            "the first batch of rank(s) %s has other targets than that of rank 0. If the data was shuffled before the "
+            "scope, in another order on each rank, some samples are lost and others are seen twice. Fix: make the data "
+            "inside kdist.scope(), or pass a seed to the shuffle; where each rank has data of its own, pass "
+            "auto_shard=False. Targets drawn at random, as by mixup, may differ.",
+            others,
+        )

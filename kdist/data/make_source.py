@@ -1,0 +1,203 @@
+"""Makes this rank's source of what Keras takes as input."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.data.arrays import ArraySource
+from kdist.data.batch import Rows, Shard
+from kdist.data.generator import GeneratorSource
+from kdist.data.graphs.options import sharded_options
+from kdist.data.per_rank_stream import PerRankStream
+from kdist.data.py_dataset import PyDatasetSource, ShardedPyDataset
+from kdist.data.sharding import Plan
+from kdist.data.source import Source
+from kdist.data.tf_data import tf_data_source
+from kdist.engines.engine import Engine
+from kdist.errors import DataError
+from kdist.keras_hooks.data_adapters import DataAdapter, array_parts, iterable_parts, py_dataset_parts, tf_dataset
+from kdist.keras_hooks.trainer import is_built
+from kdist.state.random_state import random_state, set_random_state
+
+
+def make_source(
+    adapter: Any,
+    engine: Engine,
+    *,
+    scale_batch: bool,
+    auto_shard: bool,
+    seed: int,
+    steps_per_epoch: int | None,
+) -> Source:
+    """Makes this rank's source of what one of Keras' data adapters holds.
+
+    Args:
+        adapter: Keras' `DataAdapter`, which has checked and standardised the user's input.
+        engine: `Engine`, for rank and size.
+        scale_batch: bool, whether each rank takes a whole batch of the user's.
+        auto_shard: bool, whether kdist shards the input; if not, it is this rank's shard already.
+        seed: int, the base of all orders, the same on all ranks.
+        steps_per_epoch: int or `None`, the user's own batches in an epoch.
+
+    Raises:
+        DataError: if the input cannot be sharded.
+    """
+    job = Plan(
+        num_shards=engine.size,
+        shard_id=engine.rank,
+        scale_batch=scale_batch,
+        seed=seed,
+        steps_per_epoch=steps_per_epoch,
+    )
+    dataset = tf_dataset(adapter)
+    if dataset is not None:
+        return tf_data_source(dataset, job, auto_shard=auto_shard)
+    if auto_shard:
+        return _source(adapter, job)
+    return PerRankStream(_source(adapter, job.unsharded()), job)
+
+
+def _source(adapter: Any, plan: Plan) -> Source:
+    """Makes the source of any input but a `tf.data.Dataset`."""
+    if arrays := array_parts(adapter):
+        inputs, num_samples, batch_size, shuffle = arrays
+        return ArraySource(inputs, num_samples, batch_size, plan, shuffle=shuffle)
+    if py_dataset := py_dataset_parts(adapter):
+        sharded = ShardedPyDataset(
+            py_dataset.dataset, plan, shuffle=py_dataset.shuffle, standardize=py_dataset.standardize
+        )
+        return PyDatasetSource(sharded)
+    if iterable := iterable_parts(adapter):
+        return GeneratorSource(iterable.batches, plan, **iterable.known)
+    raise DataError(
+        f"Input of this kind cannot be sharded among the ranks. Received: {type(adapter).__name__}. Expected: "
+        "arrays, a tf.data.Dataset, a PyDataset, a generator, a torch DataLoader or a Grain dataset. Fix: convert it "
+        "to one of these."
+    )
+
+
+def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
+    """Returns a function that splits each batch of a dataset, for a custom training loop."""
+
+    def split(dataset: tf.data.Dataset) -> tf.data.Dataset:
+        plan = Plan(num_shards=engine.size, shard_id=engine.rank, scale_batch=False)
+        source = tf_data_source(dataset, plan)
+        rows = Rows(source.signature)
+        # A user's own step has no weights: a rank without rows gets none, as with TensorFlow's strategies.
+        shards = source.dataset().map(lambda shard: rows.slice(shard.data, 0, shard.rows))
+        return shards.with_options(sharded_options())
+
+    return split
+
+
+def describe_source(source: Source) -> dict[str, Any]:
+    """Returns what must be equal of a source on all ranks, as JSON values by name."""
+    return {
+        "kind": type(source).__name__,
+        "signature": repr(source.signature),
+        "number of samples or batches": source.cardinality,
+        "number of steps": source.num_steps,
+        # After an unseeded split or shuffle before the scope each rank has other rows of the same shape.
+        "seeds and means of some rows": source.fingerprint(),
+        "lookup tables, variables and tensors in its functions": source.functions_fingerprint(),
+    }
+
+
+def holds_random_state(source: Source) -> bool:
+    """Returns whether Python's and NumPy's random states must not be set while a source is in use.
+
+    A generator draws its order from them in a thread that runs ahead of training: every rank draws the same unless
+    something else uses these states.
+    """
+    return source.draws_in_background and not isinstance(source, PyDatasetSource)
+
+
+def has_fixed_shapes(source: Source) -> bool:
+    """Returns whether all batches have the same shape but for the number of rows."""
+    shapes = [leaf.shape for leaf in tf.nest.flatten(source.signature) if leaf is not None]
+    return all(shape.rank is not None and shape[1:].is_fully_defined() for shape in shapes)
+
+
+def batch_to_build_on(source: Source, model: keras.Model) -> Any:
+    """Returns a batch, or its signature where that is enough, without taking a batch from an epoch.
+
+    Args:
+        source: `Source`.
+        model: `keras.Model` that is to be built. If it has weights, losses and metrics need no lengths; if it has all,
+            the result is `None`.
+    """
+    has_weights, has_losses = is_built(model)
+    if has_weights and has_losses:
+        return None
+    ranks_are_known = all(leaf.shape.rank is not None for leaf in tf.nest.flatten(source.signature) if leaf is not None)
+    if has_fixed_shapes(source) or (has_weights and ranks_are_known):
+        return source.signature
+    return source.example()
+
+
+class SourceAdapter(DataAdapter):
+    """A source as Keras' `DataAdapter`.
+
+    Args:
+        source: `Source`, this rank's shards.
+        before_hook: callable, runs on all ranks before the source's epoch hooks: these may shuffle.
+
+    Attributes:
+        hooks: list of tuples `(name, states)`, which of the user's hooks were called, and the compressed random states
+            at that time. Each epoch adds two.
+    """
+
+    def __init__(self, source: Source, before_hook: Callable[[], None]) -> None:
+        self.source = source
+        self._before_hook = before_hook
+        self.hooks: list[tuple[str, bytes]] = []
+
+    def get_tf_dataset(self) -> tf.data.Dataset:
+        """Returns a dataset of `Shard`; one pass over it is an epoch."""
+        dataset = self.source.dataset()
+        if self.source.knows_global_rows:
+            return dataset
+        # With `()` for the number, steps with it and without it are two traces.
+        return dataset.map(lambda shard: Shard(shard.data, shard.rows, ()))
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of steps of an epoch; `None` if unknown."""
+        return self.source.num_steps
+
+    @property
+    def batch_size(self) -> int | None:
+        """`None`: a step's rows are in its `Shard`."""
+        return None
+
+    def on_epoch_begin(self) -> None:
+        """Calls the source's hook before an epoch."""
+        self._prepare("on_epoch_begin")
+        self.source.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Calls the source's hook after an epoch."""
+        self._prepare("on_epoch_end")
+        self.source.on_epoch_end()
+
+    def _prepare(self, name: str) -> None:
+        self._before_hook()
+        if self.source.has_hooks:
+            self.hooks.append((name, zlib.compress(json.dumps(random_state()).encode())))
+
+    def repeat_hooks(self, hooks: list[tuple[str, bytes]]) -> None:
+        """Calls the user's hooks as they were called before an interruption, with the same random states.
+
+        Args:
+            hooks: list as in `hooks`, from the beginning of `fit`.
+        """
+        for name, states in hooks[len(self.hooks) :]:
+            set_random_state(json.loads(zlib.decompress(states)))
+            self.source.repeat_hook(name)
+        self.hooks = list(hooks)

@@ -1,0 +1,207 @@
+"""Collectives and messages of NumPy arrays over an MPI communicator; what imports mpi4py hands it in."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kdist.engines.arrays import fusion
+from kdist.engines.arrays.fusion import Array
+from kdist.errors import EngineError
+
+_LOG = logging.getLogger("kdist")
+
+_WAIT_IS_LONG = 30.0  # seconds after which a rank that has finished logs that it waits for the others
+
+
+class MPITransport:
+    """Moves arrays between the ranks of one communicator, by one thread at a time.
+
+    The methods' arguments are not checked: `Engine` documents them.
+
+    Args:
+        mpi: the module `mpi4py.MPI`, initialised.
+        communicator: `mpi4py.MPI.Intracomm`, used by nothing else.
+
+    Attributes:
+        message_limit: int, the most bytes of one message: MPI counts in 32 bits, so longer ones are sent in pieces.
+    """
+
+    message_limit = 1 << 30
+
+    def __init__(self, mpi: Any, communicator: Any) -> None:
+        self._mpi = mpi
+        self._comm = communicator
+        self._sends: list[Any] = []
+        self.rank: int = communicator.Get_rank()
+        self.size: int = communicator.Get_size()
+        host = communicator.Split_type(mpi.COMM_TYPE_SHARED)
+        self.local_rank: int = host.Get_rank()
+        self.local_size: int = host.Get_size()
+        host.Free()
+
+    def group(self, ranks: Sequence[int]) -> MPITransport:
+        """Returns a transport among some ranks, this one included; each rank gives the ranks of its own group."""
+        return MPITransport(self._mpi, self._comm.Split(min(ranks), self.rank))
+
+    def sum_in_place(self, buffers: Sequence[Array]) -> None:
+        """Sums 1-D arrays over all ranks, in pieces that stay in the cache."""
+        for buffer in buffers:
+            for piece in fusion.pieces(buffer):
+                self._comm.Allreduce(self._mpi.IN_PLACE, piece)
+
+    def allreduce(self, arrays: Sequence[Array]) -> list[Array]:
+        """Sums arrays over all ranks; see `Engine.allreduce`."""
+        buffers = fusion.pack(arrays)
+        self.sum_in_place(buffers)
+        return fusion.unpack(buffers, arrays)
+
+    def reduce_scatter(self, arrays: Sequence[Array]) -> list[Array]:
+        """Returns this rank's rows of the sums; see `Engine.reduce_scatter`."""
+        bounds = [fusion.part_bounds(len(array), self.size) for array in arrays]
+        sums: list[Array] = list(arrays)
+        for layout in fusion.layouts(fusion.signature(arrays)):
+            parts = [
+                [arrays[index][bounds[index][rank] : bounds[index][rank + 1]] for index in layout.indices]
+                for rank in range(self.size)
+            ]
+            sizes = [sum(part.size for part in of_rank) for of_rank in parts]
+            buffer = fusion.empty(sum(sizes), layout.dtype)
+            flat = [part.ravel() for of_rank in parts for part in of_rank]
+            np.concatenate(flat, out=buffer, casting="unsafe")
+            total = fusion.empty(sizes[self.rank], layout.dtype)
+            self._comm.Reduce_scatter(buffer, total, sizes)
+            mine = parts[self.rank]
+            summed = np.split(total, np.cumsum([part.size for part in mine])[:-1])
+            for index, part, each in zip(layout.indices, mine, summed, strict=True):
+                sums[index] = each.reshape(part.shape).astype(part.dtype, copy=False)
+        return sums
+
+    def allgather(self, arrays: Sequence[Array]) -> list[Array]:
+        """Concatenates arrays over all ranks, by one message of all of them; see `Engine.allgather`."""
+        if not arrays:
+            return []
+        tails = [array.shape[1:] for array in arrays]
+        dtypes = [array.dtype for array in arrays]
+        # The bytes of a row beside the lengths: rows of different widths would be cut at wrong places unnoticed.
+        widths = [math.prod(tail) * dtype.itemsize for tail, dtype in zip(tails, dtypes, strict=True)]
+        mine = [[len(array) for array in arrays], widths]
+        lengths = np.empty((self.size, 2, len(arrays)), np.int64)
+        self._comm.Allgather(np.array(mine, np.int64), lengths)
+        rows = lengths[:, 0]
+        if (differing := np.argwhere(lengths[:, 1] != lengths[0, 1])).size:
+            rank, place = differing[0]
+            raise EngineError(
+                f"Ranks differ in the tensors to gather. Received: {lengths[0, 1, place]} bytes a row of tensor "
+                f"{place} on rank 0 and {lengths[rank, 1, place]} on rank {rank}; on this rank {self.rank} the shape "
+                f"{arrays[place].shape} of {dtypes[place]}. Expected: equal dtypes, and dimensions but the first. "
+                "Fix: look for a shape that depends on the rank's own data."
+            )
+        shapes = [[(int(n), *tail) for n, tail in zip(counts, tails, strict=True)] for counts in rows]
+        received = self.gather_bytes(fusion.to_bytes(arrays), [fusion.byte_length(each, dtypes) for each in shapes])
+        by_rank = [fusion.from_bytes(part, each, dtypes) for part, each in zip(received, shapes, strict=True)]
+        return [np.concatenate(parts) for parts in zip(*by_rank, strict=True)]
+
+    def gather_bytes(self, mine: Array, counts: list[int]) -> list[Array]:
+        """Returns every rank's bytes, in rank order; `counts` are their lengths."""
+        ends = np.cumsum(counts)
+        everyone = fusion.empty(int(ends[-1]), np.uint8)
+        parts = np.split(everyone, ends[:-1])
+        if everyone.size <= self.message_limit:
+            self._comm.Allgatherv(mine, (everyone, counts))
+        else:
+            parts[self.rank][:] = mine
+            for root, part in enumerate(parts):
+                self._broadcast_bytes(part, root)
+        return parts
+
+    def gather_text(self, text: str) -> list[str]:
+        """Returns every rank's text, in rank order."""
+        mine = np.frombuffer(text.encode(), np.uint8)
+        lengths = np.empty(self.size, np.int64)
+        self._comm.Allgather(np.array([mine.size], np.int64), lengths)
+        return [part.tobytes().decode() for part in self.gather_bytes(mine, lengths.tolist())]
+
+    def alltoall(self, arrays: Sequence[Array]) -> list[Array]:
+        """Sends row `i` of each array to rank `i`; see `Engine.alltoall`."""
+        received = []
+        for array in arrays:
+            result = fusion.empty(array.size, array.dtype).reshape(array.shape)
+            if array.size:
+                self._comm.Alltoall(np.ascontiguousarray(array).view(np.uint8), result.view(np.uint8))
+            received.append(result)
+        return received
+
+    def alltoallv(self, arrays: Sequence[Array], counts: Array) -> tuple[list[Array], Array]:
+        """Sends consecutive rows of each array to each rank, `counts` of them; see `Engine.alltoallv`."""
+        received_counts = np.empty_like(counts)
+        self._comm.Alltoall(counts, received_counts)
+        received = []
+        for array in arrays:
+            width = math.prod(array.shape[1:]) * array.itemsize
+            length = int(received_counts.sum())
+            result = fusion.empty(length * width, np.uint8)
+            if width:
+                row = self._mpi.BYTE.Create_contiguous(width).Commit()  # MPI then counts rows, in 32 bits
+                mine = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                self._comm.Alltoallv([mine, counts, row], [result, received_counts, row])
+                row.Free()
+            received.append(result.view(array.dtype).reshape(length, *array.shape[1:]))
+        return received, received_counts
+
+    def broadcast(self, arrays: Sequence[Array], root: int) -> list[Array]:
+        """Returns the root's arrays, sent as one buffer of bytes; see `Engine.broadcast`."""
+        shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
+        size = fusion.byte_length(shapes, dtypes)
+        buffer = fusion.to_bytes(arrays) if self.rank == root else fusion.empty(size, np.uint8)
+        self._broadcast_bytes(buffer, root)
+        return fusion.from_bytes(buffer, shapes, dtypes)
+
+    def send(self, arrays: Sequence[Array], to: int) -> None:
+        """Begins to send arrays as one buffer of bytes, and does not wait for the receiver; see `Engine.send`."""
+        self._sends = [request for request in self._sends if not request.Test()]
+        for piece in fusion.pieces(fusion.to_bytes(arrays), self.message_limit):
+            self._sends.append(self._comm.Isend(piece, to))  # which keeps the piece until it has left
+
+    def recv(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype], source: int) -> list[Array]:
+        """Returns the next arrays from a rank; see `Engine.recv`.
+
+        Raises:
+            EngineError: if the message has another size.
+        """
+        buffer = fusion.empty(fusion.byte_length(shapes, dtypes), np.uint8)
+        for piece in fusion.pieces(buffer, self.message_limit):
+            status = self._mpi.Status()
+            self._comm.Recv(piece, source, status=status)
+            if (count := status.Get_count(self._mpi.BYTE)) != piece.nbytes:
+                raise EngineError(
+                    f"The message from rank {source} has another size than rank {self.rank} expects. Received: {count} "
+                    f"bytes. Expected: {piece.nbytes} bytes, for the shapes {list(shapes)}. Fix: give `recv` the "
+                    "shapes and dtypes that `send` is given on the other rank."
+                )
+        return fusion.from_bytes(buffer, shapes, dtypes)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._comm.Barrier()
+
+    def wait_for_exits(self) -> None:
+        """Waits, nearly idle, until every rank is at its exit; MPI itself would burn a core in this wait."""
+        if self._mpi.Is_finalized() or self._comm == self._mpi.COMM_NULL:
+            return
+        everyone, started, pause, is_logged = self._comm.Ibarrier(), time.monotonic(), 0.001, False
+        while not everyone.Test():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            if not is_logged and time.monotonic() - started > _WAIT_IS_LONG:
+                is_logged = True
+                _LOG.warning("rank %d of %d has finished and waits for the other ranks", self.rank, self.size)
+
+    def _broadcast_bytes(self, buffer: Array, root: int) -> None:
+        for piece in fusion.pieces(buffer):
+            self._comm.Bcast(piece, root)

@@ -1,0 +1,205 @@
+"""Sums over ranks of one host, in memory that all of them map; standard library and NumPy."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kdist.engines.arrays import fusion
+from kdist.engines.arrays.fusion import Array
+from kdist.errors import EngineError
+
+PIECE_BYTES = 1 << 20
+"""How much of a buffer each rank writes at a time: so much stays in the processor's cache."""
+
+FAILURE = "A collective failed in shared memory: "
+
+_NUM_SLOTS = 2  # used in turn: a rank writes the next piece while another still reads this one
+_TOKEN_BYTES = 16
+_WORD = struct.Struct("=q")
+
+
+class SharedMemory:
+    """A region of memory for each rank, which all ranks map, and a pipe for each pair of ranks.
+
+    A rank writes a piece of its buffer into its region; every rank sums its part of all ranks' pieces, in rank order,
+    so that all get the same bits, and writes that into its region, from which the others copy it. Before a rank reads
+    the regions of others, all ranks synchronise: each writes a word into the pipe to every other, and waits for
+    theirs. Regions and pipes have no names, and are freed when the last process that holds them ends.
+
+    Made by `open`.
+
+    Args:
+        rank: int, this process's number.
+        regions: sequence of memory maps, one a rank.
+        to: sequence of file descriptors, the pipes to each rank; the item at this rank's own index is not used.
+        of: sequence of file descriptors, the pipes from each rank.
+        timeout: float or `None`, seconds that a rank waits for another one.
+        names: sequence of ints, the ranks' numbers in error messages.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        regions: Sequence[mmap.mmap],
+        to: Sequence[int],
+        of: Sequence[int],
+        timeout: float | None,
+        names: Sequence[int],
+    ) -> None:
+        self._names = names
+        self._rank, self._size = rank, len(regions)
+        self._regions = [np.frombuffer(region, np.uint8) for region in regions]
+        others = [other for other in range(self._size) if other != rank]
+        self._to = {other: to[other] for other in others}
+        self._of = {other: of[other] for other in others}
+        self._timeout = timeout
+        self._slot = 0
+        self._one_at_a_time = threading.Lock()
+
+    @classmethod
+    def open(
+        cls,
+        rank: int,
+        size: int,
+        gather: Callable[[Any], list[Any]],
+        timeout: float | None = None,
+        names: Sequence[int] | None = None,
+    ) -> SharedMemory | None:
+        """Maps the memory of all ranks.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            rank: int, this process's number.
+            size: int, the number of ranks.
+            gather: function that returns every rank's value, in rank order; as `Engine.gather_objects`.
+            timeout: float or `None`, seconds that a rank may wait for another one, later.
+            names: sequence of ints, the ranks' numbers in error messages; by default from 0.
+
+        Returns:
+            A `SharedMemory`, the same for all ranks, or `None` on all of them if one rank cannot map the memory of
+            another: on another host, in another container, or another user's.
+        """
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        with contextlib.ExitStack() as until_opened:
+            pipes = []
+            try:
+                memory = os.memfd_create("kdist")
+                until_opened.callback(os.close, memory)
+                os.posix_fallocate(memory, 0, _region_bytes(size))  # raises if there is no room
+                os.pwrite(memory, token, 0)
+                for _ in range(size):
+                    pipes.append(os.pipe())
+                    until_opened.callback(os.close, pipes[-1][1])  # so that a read ends when the other rank does
+            except (OSError, AttributeError):
+                mine = None
+            else:
+                mine = [os.getpid(), token.hex(), memory, [write for _, write in pipes]]
+            everyone = gather(mine)
+            regions: list[mmap.mmap] = []
+            to: list[int] = []
+            with contextlib.suppress(OSError, TypeError):
+                for theirs in everyone:
+                    regions.append(_region(theirs, size))
+                    to.append(os.open(f"/proc/{theirs[0]}/fd/{theirs[3][rank]}", os.O_WRONLY))
+            is_shared_by_all = all(gather(len(to) == size))
+        if is_shared_by_all:
+            return cls(rank, regions, to, [read for read, _ in pipes], timeout, names or range(size))
+        for descriptor in [*to, *(read for read, _ in pipes)]:
+            os.close(descriptor)
+        return None
+
+    def sum(self, *buffers: Array) -> None:
+        """Sums buffers over all ranks, in place.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            *buffers: 1-D arrays of any numeric dtype, whose sizes are equal on all ranks.
+
+        Raises:
+            EngineError: if the ranks' sizes differ, a rank has ended, or one does not take part in time.
+        """
+        with self._one_at_a_time:
+            for buffer in buffers:
+                self._sum_buffer(buffer)
+
+    def _sum_buffer(self, buffer: Array) -> None:
+        regions = [region.view(buffer.dtype) for region in self._regions]
+        step = PIECE_BYTES // buffer.itemsize
+        for start in range(
+            0, max(buffer.size, 1), step
+        ):  # an empty buffer has a piece, too: those of other ranks may be longer
+            piece = buffer[start : start + step]
+            written = self._slot * _slot_bytes(self._size) // buffer.itemsize
+            summed = written + step
+            self._slot = (self._slot + 1) % _NUM_SLOTS
+            bounds = fusion.part_bounds(piece.size, self._size)
+            first, last = bounds[self._rank], bounds[self._rank + 1]
+            own = regions[self._rank]
+            own[written : written + first] = piece[:first]  # what the other ranks sum
+            own[written + last : written + piece.size] = piece[last:]
+            self._synchronize(buffer.nbytes)
+            part = own[summed : summed + last - first]
+            terms = [region[written + first : written + last] for region in regions]
+            terms[self._rank] = piece[first:last]
+            np.add(terms[0], terms[1], out=part)
+            for term in terms[2:]:
+                np.add(part, term, out=part)
+            self._synchronize(buffer.nbytes)
+            for region, start_of, stop in zip(regions, bounds, bounds[1:], strict=False):
+                piece[start_of:stop] = region[summed : summed + stop - start_of]
+
+    def _synchronize(self, word: int) -> None:
+        """Returns when all ranks have called it, with the same word."""
+        for rank, pipe in self._to.items():
+            try:
+                os.write(pipe, _WORD.pack(word))
+            except BrokenPipeError:
+                raise self._failure(f"rank {self._names[rank]} has ended") from None
+        for rank, pipe in self._of.items():
+            if self._timeout is not None and not select.select([pipe], [], [], self._timeout)[0]:
+                raise self._failure(f"no answer from rank {self._names[rank]} within {self._timeout:g} s")
+            received = os.read(pipe, _WORD.size)
+            if not received:
+                raise self._failure(f"rank {self._names[rank]} has ended")
+            if (theirs := _WORD.unpack(received)[0]) != word:
+                raise self._failure(f"{word} bytes to sum on this rank, and {theirs} on rank {self._names[rank]}")
+
+    def _failure(self, what: str) -> EngineError:
+        return EngineError(f"{FAILURE}{what}")
+
+
+def _slot_bytes(size: int) -> int:
+    """Returns the bytes of a region that a piece needs: the piece itself, and the sum of a part of it."""
+    return PIECE_BYTES + (PIECE_BYTES // size // fusion.ALIGNMENT + 1) * fusion.ALIGNMENT
+
+
+def _region_bytes(size: int) -> int:
+    return _NUM_SLOTS * _slot_bytes(size)
+
+
+def _region(theirs: Sequence[Any], size: int) -> mmap.mmap:
+    """Maps a rank's memory.
+
+    Raises:
+        OSError: if it cannot be mapped here.
+    """
+    pid, token, memory, _ = theirs
+    descriptor = os.open(f"/proc/{pid}/fd/{memory}", os.O_RDWR)
+    try:
+        if os.pread(descriptor, _TOKEN_BYTES, 0).hex() != token:
+            raise OSError("another process has this process id here")
+        return mmap.mmap(descriptor, _region_bytes(size))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,48 @@
+"""Keras' `BatchNormalization(synchronized=True)` behind a mask, where Keras takes a replica's own moments."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.keras_hooks.patching import patched
+from kdist.keras_hooks.trainer import layers_of
+
+_MOMENTS = "_moments"
+
+
+@contextlib.contextmanager
+def synchronized_moments(model: keras.Model) -> Iterator[None]:
+    """Makes synchronised layers take the moments of all replicas' unmasked elements while the context is open."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers_of(model):
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+                stack.enter_context(patched(layer, _MOMENTS, _masked(layer, getattr(layer, _MOMENTS))))
+        yield
+
+
+def _masked(layer: keras.layers.BatchNormalization, moments: Callable[..., Any]) -> Callable[..., Any]:
+    def masked_moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
+        if mask is None:
+            return moments(inputs, mask)
+        axes = layer._reduction_axes
+        unmasked = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+
+        def summed(*values: tf.Tensor) -> Any:
+            # The rank's sums, and those of all.
+            sums = [
+                tf.reduce_sum(tf.where(unmasked, each, tf.zeros_like(each)), axes, keepdims=True) for each in values
+            ]
+            return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, sums)
+
+        total, count = summed(inputs, tf.ones_like(inputs))
+        count += keras.backend.epsilon()  # as Keras does
+        mean = total / count
+        (squares,) = summed(tf.square(inputs - mean))
+        return tf.squeeze(mean, axes), tf.squeeze(squares / count, axes)
+
+    return masked_moments

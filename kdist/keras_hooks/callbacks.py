@@ -1,0 +1,96 @@
+"""Keras' callbacks: their list, their state, and how they write."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.utils.io_utils import print_msg as print_msg
+from keras.src.utils.python_utils import is_default
+
+from kdist.keras_hooks.patching import patched
+
+SAVED_ATTRIBUTES = {
+    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
+    keras.callbacks.History: ("history", "epoch"),
+    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
+}
+"""The attributes with the state of Keras' callbacks, by class; for subclasses too."""
+
+SAVE_MODEL, LOAD_MODEL = "_save_model", "_load_model"
+
+
+def is_called_each_step(callback: Any) -> bool:
+    """Returns whether a callback overrides a method that is called at each step of training."""
+    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    return not all(is_default(getattr(callback, name)) for name in names)
+
+
+def call_in_this_thread(callbacks: keras.callbacks.CallbackList) -> None:
+    """Makes a list call its callbacks in this thread."""
+    callbacks._async_train = callbacks._async_test = callbacks._async_predict = False
+
+
+def saves_as_keras_does(callback: Any) -> bool:
+    """Returns whether a callback is a `ModelCheckpoint` that does not override the saving."""
+    checkpoint = keras.callbacks.ModelCheckpoint
+    return isinstance(callback, checkpoint) and type(callback)._save_model is checkpoint._save_model
+
+
+def checkpoint_decision(callback: Any) -> Callable[..., None]:
+    """Returns a replacement for a `ModelCheckpoint`'s save, which updates `best` and writes no file."""
+
+    def decide(epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
+        callback._should_save_model(epoch, batch, logs, callback._get_file_path(epoch, batch, logs))
+
+    return decide
+
+
+def weights_path(callback: keras.callbacks.BackupAndRestore) -> str:
+    """Returns the file that Keras' own `BackupAndRestore` writes."""
+    return callback._weights_path
+
+
+def on_list_ready(callback: Any, function: Callable[[keras.callbacks.CallbackList], None]) -> None:
+    """Calls `function(list)` when a `CallbackList` with the callback gets its model, during the callback's life.
+
+    Keras sets a callback's model and parameters, but it does not pass the other callbacks. Of several callbacks in one
+    list that have the same function, it is called once.
+
+    Args:
+        callback: `keras.callbacks.Callback`, held weakly.
+        function: callable, which may replace `list.callbacks`.
+    """
+    hook = getattr(keras.callbacks.CallbackList.set_model, "hook", None)
+    hook = _ListHook() if hook is None else hook
+    hook.functions[callback] = function
+    weakref.finalize(callback, hook.restore_if_unused)
+
+
+class _ListHook:
+    """The patch of `CallbackList.set_model`, for the life of the callbacks in `functions`."""
+
+    def __init__(self) -> None:
+        self.functions: weakref.WeakKeyDictionary[Any, Callable[..., None]] = weakref.WeakKeyDictionary()
+        original = keras.callbacks.CallbackList.set_model
+
+        def set_model(listed: Any, model: keras.Model) -> None:
+            original(listed, model)
+            functions = [self.functions[each] for each in listed.callbacks if each in self.functions]
+            for function in dict.fromkeys(functions):
+                function(listed)
+
+        set_model.hook = self  # type: ignore[attr-defined]
+        self._context = patched(keras.callbacks.CallbackList, "set_model", set_model)
+        self._context.__enter__()
+
+    def restore_if_unused(self) -> None:
+        """Restores Keras' method when the last callback is deleted."""
+        is_unused = not list(self.functions)  # its length still counts the callback that is being deleted
+        if is_unused and getattr(keras.callbacks.CallbackList.set_model, "hook", None) is self:
+            self._context.__exit__(None, None, None)

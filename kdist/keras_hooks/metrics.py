@@ -1,0 +1,162 @@
+"""Keras' metrics: nested ones, those whose states add up, their results in logs, and their weights."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
+
+from kdist.keras_hooks.patching import patched
+
+_KERAS_METRICS, _KERAS_LOSSES = "keras.src.metrics.", "keras.src.losses."
+_OF_WHOLE_BATCHES = ("circle", "dice", "tversky")  # functions of Keras whose value is not one per row
+
+
+def flat_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Returns the metrics of a model, nested ones too."""
+    return _flat(model.metrics)
+
+
+def joint_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Returns the metrics whose states are not known to add up over the rows, without those nested in them.
+
+    Known are Keras' own classes, if they have no function of the user's and take no statistics over the rows.
+    """
+    return [metric for metric in _flat(model.metrics, _adds_up) if not _adds_up(metric)]
+
+
+def summed_variables(model: keras.Model) -> list[keras.Variable]:
+    """Returns the variables of a model's metrics without those of `joint_metrics`."""
+    joint = {id(variable) for metric in joint_metrics(model) for variable in metric.variables}
+    return [variable for variable in model.metrics_variables if id(variable) not in joint]
+
+
+def _flat(
+    metrics: Sequence[keras.metrics.Metric], descends: Callable[[keras.metrics.Metric], bool] = lambda _: True
+) -> list[keras.metrics.Metric]:
+    flat: list[keras.metrics.Metric] = []
+    pending = list(metrics)
+    while pending:
+        metric = pending.pop(0)
+        flat.append(metric)
+        if descends(metric):
+            pending += [*getattr(metric, "metrics", []), *getattr(metric, "_metrics", [])]
+    return flat
+
+
+def _adds_up(metric: keras.metrics.Metric) -> bool:
+    if isinstance(metric, (CompileMetrics, MetricsList)):
+        return True  # they have no states of their own
+    if not type(metric).__module__.startswith(_KERAS_METRICS) or "update_state" in vars(metric):
+        return False
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper):
+        return True
+    return is_per_row(getattr(metric, "_fn", None), getattr(metric, "_fn_kwargs", {}))
+
+
+@contextlib.contextmanager
+def wrapped_updates(model: keras.Model, arguments: Callable[[Any], Any]) -> Iterator[None]:
+    """Calls `update_state` of a model's `joint_metrics` with other arguments while the context is open.
+
+    Args:
+        model: `keras.Model`.
+        arguments: function of the structure of a call's arguments, `(args, kwargs)`, that returns such a structure.
+    """
+    with contextlib.ExitStack() as stack:
+        seen: list[keras.metrics.Metric] = []
+
+        def wrap() -> None:
+            for metric in joint_metrics(model):
+                if not any(metric is each for each in seen):
+                    seen.append(metric)
+                    stack.enter_context(patched(metric, "update_state", updating(metric.update_state)))
+
+        def updating(update: Callable[..., Any]) -> Callable[..., Any]:
+            def update_state(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = arguments((args, kwargs))
+                return update(*args, **kwargs)
+
+            return update_state
+
+        def building(build: Callable[..., None]) -> Callable[..., None]:
+            def build_and_wrap(*args: Any, **kwargs: Any) -> None:
+                build(*args, **kwargs)
+                wrap()
+
+            return build_and_wrap
+
+        wrap()
+        for metric in model.metrics:
+            if isinstance(metric, CompileMetrics):  # the first step may build it
+                stack.enter_context(patched(metric, "build", building(metric.build)))
+        yield
+
+
+def is_per_row(function: Any, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a function of targets and predictions is Keras' own and has a value for each row.
+
+    Args:
+        function: callable.
+        arguments: mapping, the further arguments of its calls, by name.
+    """
+    return (
+        inspect.isfunction(function)
+        and function.__module__.startswith((_KERAS_METRICS, _KERAS_LOSSES))
+        and function.__name__ not in _OF_WHOLE_BATCHES
+        and arguments.get("axis", -1) == -1
+    )
+
+
+@contextlib.contextmanager
+def recorded_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[list[tuple[Any, Callable[[], Any]]]]:
+    """Records each tensor that a metric returns as its result, with a function that reads it again."""
+    recorded: list[tuple[Any, Callable[[], Any]]] = []
+
+    def recording(result: Callable[[], Any]) -> Callable[[], Any]:
+        def read(place: int) -> Any:
+            leaf = keras.tree.flatten(result())[place]
+            return tf.identity(leaf) if tf.is_tensor(leaf) else leaf  # of a variable its value now
+
+        def recorded_result() -> Any:
+            value = result()
+            for place, leaf in enumerate(keras.tree.flatten(value)):
+                recorded.append((leaf, functools.partial(read, place)))
+            return value
+
+        return recorded_result
+
+    with contextlib.ExitStack() as stack:
+        for metric in metrics:
+            stack.enter_context(patched(metric, "result", recording(metric.result)))
+        yield recorded
+
+
+@contextlib.contextmanager
+def weighted_scalars(model: keras.Model, weight: Callable[[], tf.Tensor], *, joint: bool) -> Iterator[None]:
+    """Weights scalars that are passed to a model's `Mean` metrics by the rank's share.
+
+    A scalar is the mean of a batch. Weighted by the ranks' shares, N of them equal that of the global batch.
+
+    Args:
+        model: `keras.Model`.
+        weight: callable that returns the share, a scalar tensor.
+        joint: bool, whether `joint_metrics` and what is nested in them count the global batch, without a weight.
+    """
+    original = keras.metrics.Mean.update_state
+
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
+            counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)
+            if any(self is each for each in counted) and (not joint or _adds_up(self)):
+                sample_weight = tf.cast(weight(), self.dtype)
+        return original(self, values, sample_weight=sample_weight)
+
+    # The class, as `MeanMetricWrapper` calls its parent's method.
+    with patched(keras.metrics.Mean, "update_state", update_state):
+        yield

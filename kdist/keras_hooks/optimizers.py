@@ -1,0 +1,126 @@
+"""Keras' optimizers: those of a model, and their private state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.keras_hooks.trainer import layers_of
+
+CURRENT_RATE = "_get_current_learning_rate"
+APPLY_GRADIENTS = "_backend_apply_gradients"
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers in a model's attributes, the compiled one too, each once, in a fixed order."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.setdefault(id(value), value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+
+    for layer in layers_of(model):
+        for value in list(vars(layer).values()):
+            visit(value)
+    inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
+    return [optimizer for key, optimizer in found.items() if key not in inner]
+
+
+def innermost(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Returns the optimizer that holds the learning rate: the inner one of a `LossScaleOptimizer`."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def is_learning_rate(variable: Any, optimizers: Sequence[keras.optimizers.Optimizer]) -> bool:
+    """Returns whether a variable is a learning rate, which votes synchronise."""
+    holders = [innermost(optimizer) for optimizer in optimizers]
+    holders += [part for holder in holders for part in getattr(holder, "optimizers", ())]  # a `MultiOptimizer`
+    return any(variable is stored_learning_rate(holder) for holder in holders)
+
+
+def set_optimizer_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Sets the strategy of an optimizer and of its inner optimizer."""
+    while optimizer is not None:
+        optimizer._distribution_strategy = strategy
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def accumulates_as_keras(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether an optimizer accumulates gradients by Keras' methods, and does nothing else between updates."""
+    names = (
+        *("apply", "apply_gradients", "_backend_apply_gradients"),
+        *("_backend_increment_gradient_accumulators", "_backend_reset_gradient_accumulators"),
+    )
+    return (
+        bool(optimizer.gradient_accumulation_steps)
+        and optimizer.loss_scale_factor is None
+        and not hasattr(optimizer, "inner_optimizer")
+        and all(getattr(type(optimizer), name) is getattr(keras.optimizers.Optimizer, name) for name in names)
+    )
+
+
+def accumulators(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any] | None = None
+) -> list[tf.Variable | None]:
+    """Returns the accumulators of variables, by default of all; empty before the optimizer is built."""
+    if not optimizer.built:
+        return []
+    found = optimizer._accumulated_gradients
+    if variables is not None:
+        optimizer._check_variables_are_known(variables)
+        found = [found[optimizer._get_variable_index(variable)] for variable in variables]
+    return [None if each is None else each.value for each in found]
+
+
+def is_update_due(optimizer: keras.optimizers.Optimizer, *, steps: int = 1) -> tf.Tensor:
+    """Returns whether an accumulating optimizer updates in `steps` steps, a `bool` scalar."""
+    return tf.equal((iterations(optimizer).value + steps) % optimizer.gradient_accumulation_steps, 0)
+
+
+def stored_learning_rate(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns an innermost optimizer's stored rate: a `keras.Variable`, a schedule, or a function."""
+    return getattr(optimizer, "_learning_rate", None)
+
+
+def current_learning_rate(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns the rate that an optimizer's class reads for an update, without patches of the instance."""
+    return type(optimizer)._get_current_learning_rate(optimizer)
+
+
+def iterations(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns the variable that counts an optimizer's steps; `optimizer.iterations` counts updates."""
+    return optimizer._iterations
+
+
+def count_ended_step(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes what needs no data of an update: weight decay, and the count.
+
+    A graph of plain Keras that finds the end of its data has made these. An update that waits for its gradients (a loss
+    scale, accumulation) or for others has not; nor has an optimizer that the steps do not use.
+    """
+    waits = any(hasattr(optimizer, name) for name in ("inner_optimizer", "optimizers"))
+    if waits or optimizer.gradient_accumulation_steps or not optimizer.built or not int(optimizer.iterations):
+        return
+    optimizer._apply_weight_decay(trained_variables(optimizer))
+    optimizer._iterations.assign_add(1)
+
+
+def trained_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the variables that an innermost optimizer was built with, empty before."""
+    return getattr(optimizer, "_trainable_variables", None) or []
+
+
+def momentum_of(optimizer: keras.optimizers.SGD, variable: Any) -> keras.Variable:
+    """Returns SGD's velocity of a variable."""
+    return optimizer.momentums[optimizer._get_variable_index(variable)]

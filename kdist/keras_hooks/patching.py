@@ -1,0 +1,267 @@
+"""The mechanism that patches, and the table of all patches, which `ARCHITECTURE.md` shows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kdist._tf_internals import ASSIGNMENTS, SCATTERS
+from kdist.errors import KDistError
+
+DATASET_METHODS = ("__iter__", "get_single_element", "reduce")
+VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """One row of the table.
+
+    Attributes:
+        owner: str, the dotted name of the class or module whose attributes are replaced; of two, the one that is there.
+        names: tuple of str, the attributes.
+        place: str, `"class"`, `"module"`, or `"instance"` for single objects of the class.
+        until: str, how long the attributes stay replaced.
+        why: str, the purpose.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    place: str
+    until: str
+    why: str
+
+
+_TRAINER = "keras.src.backend.tensorflow.trainer"
+_TRAINER_CLASSES = f"{_TRAINER}.TensorFlowTrainer or {_TRAINER}.Trainer"  # the latter from Keras 3.16 on
+_TUNER = "keras_tuner.src"
+_MODEL, _OPTIMIZER = "keras.Model", "keras.optimizers.Optimizer"
+_TENSORFLOW = "kdist._tf_internals"
+_LIFE, _SCOPE, _VERB, _FIT, _PASS, _STEP = "a model's life", "a scope", "a verb", "a fit", "a pass", "a step"
+
+PATCHES = (
+    Patch(_TRAINER_CLASSES, ("__init__", *VERBS), "class", _SCOPE, "see models made or used in it"),
+    Patch(_MODEL, VERBS, "instance", _LIFE, "agree, broadcast state, shard data"),
+    Patch(_MODEL, ("train_step", "test_step", "predict_step"), "instance", _LIFE, "run a rank's share"),
+    Patch(_MODEL, ("_make_function", "_maybe_symbolic_build"), "instance", _LIFE, "call graphs and build"),
+    Patch(_MODEL, ("_get_metrics_result_or_logs",), "instance", _LIFE, "read metrics when they are summed"),
+    Patch(_MODEL, ("save", "save_weights", "export"), "instance", _LIFE, "write whole files"),
+    Patch(_MODEL, ("set_weights", "load_weights"), "instance", _LIFE, "notice a rank that loads alone"),
+    Patch(
+        _MODEL,
+        ("make_train_function", "make_test_function", "make_predict_function"),
+        "instance",
+        _LIFE,
+        "dispatch",
+    ),
+    Patch(_MODEL, ("train_step", "compute_loss"), "instance", _FIT, "let callbacks look into the step"),
+    Patch(_MODEL, ("steps_per_execution",), "instance", _PASS, "end data whose length is unknown together"),
+    Patch(
+        _TRAINER,
+        ("TFEpochIterator", "callbacks_module"),
+        "module",
+        _VERB,
+        "put kdist's iterator and callback list there",
+    ),
+    Patch("keras.callbacks.CallbackList", ("set_model",), "class", "a backup's life", "learn of the other callbacks"),
+    Patch("keras.callbacks.Callback", (), "instance", _VERB, "write on one rank"),
+    Patch(_OPTIMIZER, ("__init__", "apply", "apply_gradients"), "class", _SCOPE, "see optimizers made or used in it"),
+    Patch(
+        _OPTIMIZER,
+        ("apply", "apply_gradients"),
+        "instance",
+        "an optimizer's life",
+        "serve loops without `strategy.run`",
+    ),
+    Patch(_OPTIMIZER, ("apply", "apply_gradients", "scale_loss"), "instance", _STEP, "run the update pipeline"),
+    Patch(_OPTIMIZER, ("_get_current_learning_rate",), "instance", _STEP, "scale the learning rate"),
+    Patch(_OPTIMIZER, ("_backend_apply_gradients",), "instance", _STEP, "correct the momentum"),
+    Patch("keras.optimizers.SGD", ("update_step",), "instance", _STEP, "run one fused kernel a variable"),
+    Patch("keras.optimizers.LossScaleOptimizer", ("check_finite",), "class", "`strategy.run`", "agree on overflow"),
+    Patch(
+        "keras.src.trainers.compile_utils.CompileLoss",
+        ("build",),
+        "instance",
+        _STEP,
+        "compute losses of global batches",
+    ),
+    Patch("keras.src.trainers.compile_utils.CompileMetrics", ("build",), "instance", _STEP, "see metrics it makes"),
+    Patch("keras.losses.Loss", ("call", "reduction"), "instance", _STEP, "take a mean apart"),
+    Patch(
+        "keras.src.losses.loss",
+        ("scale_loss_for_distribution", "unscale_loss_for_distribution"),
+        "module",
+        _SCOPE,
+        "leave losses outside of a replica whole",
+    ),
+    Patch(
+        "keras.layers.Layer", ("activity_regularizer",), "instance", _STEP, "scale sums over rows, before Keras 3.14"
+    ),
+    Patch("keras.metrics.Mean", ("update_state",), "class", _STEP, "weight a batch's mean by the rank's share"),
+    Patch("keras.metrics.Metric", ("result",), "instance", _STEP, "know which logs are results of metrics"),
+    Patch("keras.metrics.Metric", ("update_state",), "instance", _STEP, "count global batches"),
+    Patch("keras.random.SeedGenerator", ("next",), "instance", _STEP, "fold the rank into random draws"),
+    Patch("kdist._tf_internals.random_ops", ("random_seed",), "module", _SCOPE, "draw alike on all ranks"),
+    Patch("kdist._tf_internals.random_ops", ("random_seed",), "module", _STEP, "fold the rank into seeded draws"),
+    Patch("tensorflow.data.Dataset", DATASET_METHODS, "class", _SCOPE, "iterate in one order"),
+    Patch(f"{_TUNER}.engine.base_tuner.BaseTuner", ("search",), "class", _SCOPE, "draw alike in KerasTuner"),
+    Patch(f"{_TUNER}.utils", ("save_json",), "module", _SCOPE, "let the chief write"),
+    Patch(f"{_TUNER}.backend.io", ("rmtree",), "module", _SCOPE, "let the chief delete"),
+    Patch("kdist._tf_internals.DefaultGraphs", ("reset",), "instance", _SCOPE, "survive `clear_session`"),
+    Patch("keras.layers.BatchNormalization", ("_moments",), "instance", _STEP, "synchronise behind a mask"),
+    Patch("keras.Variable", ("_direct_assign",), "class", _STEP, "record what a step writes"),
+    Patch(f"{_TENSORFLOW}.ResourceVariable", ASSIGNMENTS, "class", _STEP, "record the same of `tf.Variable`"),
+    Patch(
+        f"{_TENSORFLOW}.BaseResourceVariable",
+        ASSIGNMENTS + SCATTERS,
+        "class",
+        _STEP,
+        "record the same of `tf.Variable`",
+    ),
+    Patch("keras.Variable", ("_direct_assign", "_value"), "instance", _STEP, "count locally with parameter servers"),
+    Patch("keras.Variable", ("assign_add",), "instance", _STEP, "count on the parameter servers"),
+    Patch(
+        "kdist.engines.engine.Engine",
+        ("allreduce", "allgather", "broadcast"),
+        "instance",
+        _STEP,
+        "know what is equal on all ranks, and measure",
+    ),
+    Patch("keras.src.saving.saving_lib", ("save_model", "save_weights_only"), "module", _SCOPE, "write whole files"),
+    Patch("keras.src.legacy.saving.legacy_h5_format", ("save_model_to_hdf5",), "module", _SCOPE, "write whole files"),
+    Patch("tensorflow.python.saved_model.save", ("save_and_return_nodes",), "module", _SCOPE, "write whole files"),
+    Patch("keras.src.utils.file_utils", ("urlretrieve", "extract_archive"), "module", _SCOPE, "download once a host"),
+    Patch(
+        "tensorflow.python.distribute.distribute_lib.Strategy",
+        ("scope",),
+        "class",
+        _SCOPE,
+        "refuse a scope of another strategy",
+    ),
+)
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute of an instance, a class or a module while the context is open.
+
+    The old attribute is restored, an override on the instance too. Raises `KDistError` if the table has no such patch.
+    """
+    _check_table(owner, name)
+    attributes = vars(owner)
+    is_own, before = name in attributes, attributes.get(name)
+    _set(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            _set(owner, name, before)
+        elif isinstance(owner, (type, types.ModuleType)):
+            delattr(owner, name)
+        else:
+            vars(owner).pop(name, None)
+
+
+def patch(owner: Any, name: str, value: Any) -> None:
+    """Replaces an attribute of an instance for its life; raises `KDistError` if the table has no such patch."""
+    _check_table(owner, name)
+    _set(owner, name, value)
+
+
+@contextlib.contextmanager
+def watched(
+    owner: type, names: Sequence[str], made: Callable[[Any], None], used: Callable[[Any, str], None]
+) -> Iterator[None]:
+    """Reports objects of a class that are made or used while the context is open, by patches of the class.
+
+    Args:
+        owner: type, the class whose `__init__` and methods are replaced.
+        names: sequence of str, the methods.
+        made: callable that takes each object at the beginning of its construction, and may patch its methods.
+        used: callable that takes an object made elsewhere and the method's name before the method runs, and patches
+            the object's methods.
+    """
+    originals = {name: getattr(owner, name) for name in ("__init__", *names)}
+
+    @functools.wraps(originals["__init__"])
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        originals["__init__"](self, *args, **kwargs)
+        made(self)
+
+    def reported(name: str) -> Callable[..., Any]:
+        @functools.wraps(originals[name])
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if name in vars(self):  # called by the object's own patch, or by `super()`
+                return originals[name](self, *args, **kwargs)
+            used(self, name)
+            return getattr(self, name)(*args, **kwargs)
+
+        return method
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(owner, "__init__", init))
+        for name in names:
+            stack.enter_context(patched(owner, name, reported(name)))
+        yield
+
+
+def resolved(dotted: str) -> Any:
+    """Returns the class, function or module of a dotted name, of two (`"a or b"`) the first that is there.
+
+    Raises:
+        AttributeError: if there is none.
+    """
+    dotted, _, alternative = dotted.partition(" or ")
+    if alternative:
+        try:
+            return resolved(dotted)
+        except AttributeError:
+            return resolved(alternative)
+    module, _, rest = dotted, "", ""
+    while True:
+        try:
+            found: Any = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, last = module.rpartition(".")
+            rest = f"{last}.{rest}" if rest else last
+            if not module:
+                raise AttributeError(dotted) from None
+    for part in rest.split(".") if rest else ():
+        found = getattr(found, part)
+    return found
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, (type, types.ModuleType)):
+        setattr(owner, name, value)
+    else:
+        vars(owner)[name] = value  # without Keras' tracking of attributes
+
+
+def _check_table(owner: Any, name: str) -> None:
+    for row in PATCHES:
+        if not is_imported(row):
+            continue
+        found = _owner(row.owner)
+        if row.names and name not in row.names:
+            continue
+        if owner is found or (row.place == "instance" and isinstance(owner, found)):
+            return
+    raise KDistError(
+        f"The table of patches has no such row. Received: {name!r} of {owner!r}. Expected a row in "
+        "kdist/keras_hooks/patching.py. Fix: add the row."
+    )
+
+
+def is_imported(row: Patch) -> bool:
+    """Returns whether the script has imported the library of a row."""
+    return row.owner.partition(".")[0] in sys.modules
+
+
+_owner = functools.cache(resolved)

@@ -1,0 +1,46 @@
+"""Keras' seed generators."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+
+from kdist.keras_hooks.patching import patched
+
+_GLOBAL = "global_seed_generator"
+
+
+def global_seeds() -> list[int] | None:
+    """Returns the state of Keras' global seed generator; `None` if nothing has used it yet."""
+    generator = global_state.get_global_attribute(_GLOBAL)
+    return None if generator is None else keras.ops.convert_to_numpy(generator.state).tolist()
+
+
+def set_global_seeds(state: list[int] | None) -> None:
+    """Sets the state of Keras' global seed generator; with `None` its first use makes a new one."""
+    generator = None if state is None else keras.random.SeedGenerator(0)
+    if generator is not None:
+        generator.state.assign(state)
+    global_state.set_global_attribute(_GLOBAL, generator)
+
+
+@contextlib.contextmanager
+def folded_seeds(generators: Sequence[keras.random.SeedGenerator], rank: int) -> Iterator[None]:
+    """Folds the rank into the seeds that `next` returns, so that ranks with equal states draw different numbers."""
+    offset = rank * 0x9E3779B1 % (2**31 - 1)  # distant for adjacent ranks
+
+    def folded(generator: keras.random.SeedGenerator) -> Callable[..., tf.Tensor]:
+        def next_seed(ordered: bool = True) -> tf.Tensor:
+            seed = type(generator).next(generator, ordered=ordered)
+            return seed + tf.constant([offset, 0], seed.dtype)
+
+        return next_seed
+
+    with contextlib.ExitStack() as stack:
+        for generator in generators:
+            stack.enter_context(patched(generator, "next", folded(generator)))
+        yield

@@ -1,0 +1,43 @@
+"""The arguments of a model's verbs, for any signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def comparable(arguments: dict[str, Any]) -> dict[str, str]:
+    """Returns the arguments that ranks compare, as text."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        name: repr(value)
+        for name, value in arguments.items()
+        if name not in ("verbose", "callbacks")
+        and (
+            isinstance(value, plain)
+            or (isinstance(value, (list, dict)) and name in ("class_weight", "validation_freq"))
+        )
+    }
+
+
+def named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Returns a call's arguments by name, also for `fit(self, *args, **kwargs)`."""
+    named = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(named.pop(name, {}))
+    return named
+
+
+def with_signature_of(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls `wrapper` and has the signature of the bound `original`."""
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(*args, **kwargs)
+
+    # Without `self`.
+    method.__signature__ = inspect.signature(original.__get__(object()))  # type: ignore[attr-defined]
+    return method

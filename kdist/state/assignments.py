@@ -1,0 +1,282 @@
+"""What a step writes beside weights, and how one process's value is made of those of the ranks."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.engines.engine import Engine
+from kdist.keras_hooks.optimizers import innermost, optimizers_of, trained_variables
+from kdist.keras_hooks.patching import patched
+from kdist.keras_hooks.variables import (
+    aggregation_of,
+    is_of_one_rank,
+    is_seed,
+    key_of,
+    path_of,
+    raw_variable,
+    recorded_assignments,
+    statistics_of_keras,
+)
+from kdist.state.rank_dependence import RankDependence
+
+logger = logging.getLogger("kdist")
+
+Merge = Literal["sum", "mean", "first", "count"]
+"""The sum of the increments; the mean by rows; rank 0's value; the sum of the increments, if a rank knows that they
+count rows, else the common one."""
+
+WAYS_OUT = (
+    'Fix: give the variable an `aggregation` ("sum": the ranks\' increments are summed; "mean"; "only_first_replica"), '
+    "or compute the new value of the global batch with `kdist.all_gather` or `kdist.all_reduce` in the layer, or, if "
+    'each rank is to keep its own value, `keras.Variable(..., synchronization="on_read")`'
+)
+
+_KEPT = {
+    "sum": "The ranks' increments are summed",
+    "count": "The ranks' increments are summed, unless all of them are 1",
+    "mean": "The mean of the ranks' values, weighted by their rows, is kept",
+    "first": "Rank 0's value is kept",
+}
+_COLLECTIVES = ("allreduce", "allgather", "broadcast")  # their results are equal on all ranks
+_ADDITIONS = ("assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
+
+
+@dataclasses.dataclass
+class Written:
+    """A variable that a step writes.
+
+    Attributes:
+        variable: `keras.Variable` or `tf.Variable`.
+        before: tensor, its value before the step; of a variable that is summed, after the last merge.
+        assignments: list of `(method, values, graph, place)`, those in a graph: the method's name, the tensors and
+            numbers that it was given, the graph and how many operations it had before.
+        merge: `Merge`, how an earlier step has merged it, or `None`.
+        counts_rows: bool, whether this rank's graph shows that its increments depend on the rank's rows.
+    """
+
+    variable: Any
+    before: tf.Tensor
+    assignments: list[tuple[str, list[Any], tf.Graph, int]] = dataclasses.field(default_factory=list)
+    merge: Merge | None = None
+    counts_rows: bool = False
+
+
+class WrittenState:
+    """The variables beside weights that the steps of a model write, in the order in which they were found.
+
+    Attributes:
+        merges: dict by the kinds of steps of dicts, by the variables' keys, of pairs of a variable in which ranks
+            differ and its `Merge`.
+        variables: dict by their keys of all that are written, but not by each rank for itself.
+    """
+
+    def __init__(self) -> None:
+        self.merges: dict[str, dict[int, tuple[Any, Merge]]] = collections.defaultdict(dict)
+        self.variables: dict[int, Any] = {}
+        self._told: set[tuple[int, str]] = set()
+
+    def tell_once(self, variable: Any, engine: Engine, message: str) -> None:
+        """Logs a warning about a variable on rank 0, once; its path is filled in."""
+        key = key_of(variable), message
+        if key not in self._told and engine.rank == 0:
+            logger.warning(message, path_of(variable))
+        self._told.add(key)
+
+
+class Assignments:
+    """Records which variables a step writes while it is traced or run, and says how each is merged.
+
+    Weights, optimizers' variables and metrics are left alone, and so are variables that are set to values in which
+    the ranks cannot differ: a counter of steps, the weights of a teacher that follow the student's. A variable's
+    `aggregation` says how it is merged. Without one, increments of integers are summed, statistics of Keras' own layers
+    are averaged, and others are averaged with a warning.
+
+    Args:
+        model: `keras.Model`.
+        engine: `Engine`, how the ranks of the step communicate.
+        data: sequence of tensors of the step that differ between ranks.
+        state: `WrittenState` of the model, which is added to.
+        kind: str, the kind of step. What an earlier eager step of this kind has written counts as written in this one:
+            a function of the user's that was traced then is not traced again.
+        is_traced_alike: bool, whether all ranks trace the same graph. If not, the number of rows is a constant on some
+            ranks only: what is sent must not depend on a rank's graph.
+
+    Attributes:
+        graph: `tf.Graph`, that of the step.
+        is_eager: bool, whether the step runs eagerly.
+        any_new: bool, whether something was written since this was last set to `False`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        engine: Engine,
+        data: Sequence[tf.Tensor],
+        state: WrittenState,
+        kind: str,
+        *,
+        is_traced_alike: bool,
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._data = data
+        self._state = state
+        self._known = state.merges[kind]
+        self._is_traced_alike = is_traced_alike
+        self._num_rows = {each.shape[0] for each in data if each.shape.rank} - {None}  # a constant of the graph
+        self._written: dict[int, Written] = {}
+        self._statistics: set[int] = set()
+        self._is_suspended = False
+        self.any_new = False
+
+    def __enter__(self) -> Assignments:
+        self.is_eager = tf.executing_eagerly()
+        self.graph = tf.compat.v1.get_default_graph()
+        weights = [raw_variable(each) for each in self._model.trainable_variables]
+        self._dependence = RankDependence(self.graph, self._data, weights)
+        self._ignored = self._variables_of_others()
+        for key, (variable, merge) in self._known.items() if self.is_eager else ():
+            self._written[key] = Written(variable, self._value(variable), merge=merge)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(recorded_assignments(self._record))
+            for name in _COLLECTIVES if self._engine.size > 1 else ():
+                stack.enter_context(patched(self._engine, name, self._noting_results(getattr(self._engine, name))))
+            self._patches = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._patches.close()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A context in which nothing is recorded, for the updates of weights."""
+        outer, self._is_suspended = self._is_suspended, True
+        try:
+            yield
+        finally:
+            self._is_suspended = outer
+
+    def _noting_results(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_note(*args: Any, **kwargs: Any) -> Any:
+            with self.suspended():  # engines write variables of their own
+                results = collective(*args, **kwargs)
+            self._dependence.add_equal(tf.nest.flatten(results, expand_composites=True))
+            return results
+
+        return call_and_note
+
+    def _record(self, variable: Any, method: str, values: list[Any]) -> None:
+        key = key_of(variable)
+        if self._is_suspended or key in self._ignored or is_seed(variable):
+            return
+        self.any_new = True
+        if key not in self._written:
+            self._written[key] = Written(variable, self._value(variable))
+        if not tf.executing_eagerly():
+            graph = tf.compat.v1.get_default_graph()
+            self._dependence.add_graph(graph)
+            self._written[key].assignments.append((method, values, graph, len(graph.get_operations())))
+
+    def _value(self, variable: Any) -> tf.Tensor:
+        """Returns a variable's value now, as a tensor of the step, not of a branch."""
+        with tf.init_scope() if self.is_eager else self.graph.as_default():
+            return tf.identity(raw_variable(variable))
+
+    def _variables_of_others(self) -> set[int]:
+        """Returns the keys of variables that are synchronised elsewhere; the first step may make more of them."""
+        model = self._model
+        others = [*model.trainable_variables, *model.metrics_variables]
+        for optimizer in optimizers_of(model):
+            others += [*optimizer.variables, *trained_variables(innermost(optimizer))]
+        return {key_of(each) for each in others}
+
+    def to_merge(self) -> list[tuple[Written, Merge]]:
+        """Returns the variables written so far in which the ranks may differ, and how they are merged."""
+        ignored = self._variables_of_others()
+        self._statistics = statistics_of_keras(self._model)
+        found = []
+        for key, written in self._written.items():
+            if key in ignored or is_of_one_rank(self._model, written.variable):
+                continue
+            self._state.variables[key] = written.variable
+            merge = written.merge or self._merge_of(written)
+            if merge is not None:
+                self._known[key] = written.variable, merge
+                found.append((written, merge))
+        return found
+
+    def _merge_of(self, written: Written) -> Merge | None:
+        """Returns how a variable is merged, `None` if all ranks have written the same."""
+        declared, dtype = aggregation_of(written.variable), raw_variable(written.variable).dtype
+        is_number = dtype.is_floating or dtype.is_complex
+        by_aggregation: dict[str, Merge] = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
+        if declared in by_aggregation:
+            return by_aggregation[declared]
+        if key_of(written.variable) in self._statistics:
+            return "mean"
+        if dtype == tf.string:
+            return None  # the ranks are compared between steps
+        differs = any(self._may_differ(*each) for each in written.assignments)
+        additions = [self._addends(written, *each[:2]) for each in written.assignments]
+        by_graph = not self.is_eager and self._is_traced_alike
+        if dtype.is_integer and (self.is_eager or None not in additions):
+            if (self._num_rows or not by_graph) and not written.before.shape.rank:
+                written.counts_rows = differs or any(self._is_number_of_rows(each) for each in additions)
+                return "count"
+            return "sum" if differs or not by_graph else None
+        if by_graph and not differs:
+            return None
+        guessed: Merge = "mean" if is_number else "first"
+        if differs:
+            self.tell(written, guessed)
+        return guessed
+
+    def _may_differ(self, method: str, values: list[Any], graph: tf.Graph, place: int) -> bool:
+        return self._dependence.differs([each for each in values if tf.is_tensor(each)], graph)
+
+    def _is_number_of_rows(self, addends: list[Any] | None) -> bool:
+        """Returns whether some of the addends are computed from a constant that may be the number of rows."""
+        constants = [constant for each in addends or () for constant in self._dependence.constants(each)]
+        numbers = [each for each in constants if each is not None and not np.ndim(each) and each]
+        return any(number % rows == 0 for number in numbers for rows in self._num_rows - {1})
+
+    def _addends(self, written: Written, method: str, values: list[Any]) -> list[Any] | None:
+        """Returns what is added to a variable, `None` if it is replaced."""
+        if method in _ADDITIONS:
+            return values
+        return self._dependence.increment(values[0], raw_variable(written.variable).handle) if values else None
+
+    def tell(self, written: Written, merge: Merge) -> None:
+        """Warns once of a variable that is merged by a guess; not of one whose merge is known."""
+        if aggregation_of(written.variable) == "none" and key_of(written.variable) not in self._statistics:
+            self._state.tell_once(
+                written.variable,
+                self._engine,
+                "the step writes %r from each rank's own rows, and no `aggregation` says how they make the value of "
+                f"one process. {_KEPT[merge]}. {WAYS_OUT}",
+            )
+
+    def tell_of_early_reads(self) -> None:
+        """Warns of variables that the step has used since it wrote them. Must be called before the first merge."""
+        for written, merge in self.to_merge():
+            handle = raw_variable(written.variable).handle
+            is_harmless = key_of(written.variable) in self._statistics or (merge == "count" and not written.counts_rows)
+            if written.assignments and not is_harmless:
+                _, _, graph, place = written.assignments[0]
+                if self._dependence.is_used(handle, graph, place, lambda other: id(other) in self._written):
+                    self._state.tell_once(
+                        written.variable,
+                        self._engine,
+                        "the step uses %r after it has written it, when it has this rank's rows only: results differ "
+                        "from those of one process. Fix: write the value of the global batch, by "
+                        '`kdist.all_reduce(x, "mean")` in the layer',
+                    )

@@ -1,0 +1,67 @@
+"""Broadcasts of variables and arrays from one rank to all, a few at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kdist.engines.arrays.buckets import assign_buckets
+from kdist.engines.engine import Engine
+from kdist.engines.tensors import flat
+from kdist.keras_hooks.variables import raw_variable
+
+_BROADCAST_MB = 16.0  # size from which a message is sent
+
+
+def broadcast_state(engine: Engine, variables: Sequence[Any], root: int = 0) -> None:
+    """Broadcasts the root's values of variables to all ranks.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks communicate.
+        variables: sequence of `keras.Variable` or `tf.Variable`, the same on all ranks.
+        root: int, the rank whose values are sent.
+    """
+    raw = [raw_variable(variable) for variable in variables if variable.dtype != "string"]
+    for index, value in broadcast_in_groups(engine, raw, root):
+        raw[index].assign(value)
+
+
+def broadcast_in_groups(engine: Engine, values: Sequence[Any], root: int = 0) -> Iterator[tuple[int, tf.Tensor]]:
+    """Yields the root's values with their indices, in groups: one message of all weights would double the memory.
+
+    Collective: every rank must call this, in the same order, and iterate to the end.
+    """
+    sizes = [math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in values]
+    for group in assign_buckets(sizes, _BROADCAST_MB):
+        received = engine.broadcast([tf.convert_to_tensor(values[index]) for index in group], root=root)
+        yield from zip(group, received, strict=True)
+
+
+def broadcast_arrays(engine: Engine, local: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Returns rank 0's values and arrays on every rank: the others may have no access to its disk.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks communicate.
+        local: mapping of names to NumPy arrays and to what JSON can write, or `None`; read on rank 0 only.
+    """
+    if engine.size == 1:
+        return None if local is None else dict(local)
+    arrays = {name: value for name, value in (local or {}).items() if isinstance(value, np.ndarray)}
+    values = None if local is None else {name: value for name, value in local.items() if name not in arrays}
+    kinds = [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]
+    values, kinds = engine.broadcast_object([values, kinds])
+    if values is None:
+        return None
+    sent = [
+        arrays[name] if engine.rank == 0 and name in arrays else np.zeros(shape, dtype) for name, dtype, shape in kinds
+    ]
+    received = {kinds[place][0]: flat.to_array(value) for place, value in broadcast_in_groups(engine, sent)}
+    return values | received

@@ -1,0 +1,233 @@
+"""Comparisons over the ranks: settings and models before the first step, the bytes of variables after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.engines.engine import Engine
+from kdist.engines.tensors import flat
+from kdist.errors import MismatchError, NotSynchronizedError
+from kdist.keras_hooks.optimizers import innermost, stored_learning_rate
+from kdist.keras_hooks.trainer import compile_arguments
+from kdist.keras_hooks.variables import raw_variable
+from kdist.state.broadcast import broadcast_state
+
+
+def check_agreement(engine: Engine, what: str, local: Mapping[str, Any]) -> None:
+    """Raises on all ranks unless values are equal on all of them.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks communicate.
+        what: str, what is compared, for the message.
+        local: mapping of names to anything that JSON can write.
+
+    Raises:
+        MismatchError: naming the rank and the first name whose values differ.
+    """
+    root, *others = gather_values(engine, what, dict(local))
+    for rank, other in enumerate(others, 1):
+        for name in [*root, *other]:
+            mine, theirs = root.get(name, "nothing"), other.get(name, "nothing")
+            if mine != theirs:
+                mine, theirs = _excerpts(mine, theirs)
+                raise MismatchError(
+                    f"Ranks differ in {what}: {name}. Received: {mine} on rank 0 and {theirs} on rank {rank}. "
+                    f"Expected the same on all {engine.size} ranks. Fix: look for what depends on the rank, the host "
+                    "or an unseeded random number."
+                )
+
+
+def gather_values(engine: Engine, what: str, value: Any) -> list[Any]:
+    """Returns the values of all ranks, by rank.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks communicate.
+        what: str, what the value is of, for the message.
+        value: anything that JSON can write.
+
+    Raises:
+        MismatchError: if another rank sends the value of something else.
+    """
+    gathered = engine.gather_objects([what, value])
+    for rank, (other, _) in enumerate(gathered):
+        if other != gathered[0][0]:
+            raise MismatchError(
+                f"Ranks make different calls. Received: {gathered[0][0]} on rank 0 and {other} on rank {rank}. "
+                "Expected every rank to make the same calls in the same order. Fix: look for a branch on the rank "
+                "around the call."
+            )
+    return [each for _, each in gathered]
+
+
+def _excerpts(one: Any, other: Any, width: int = 300) -> tuple[str, str]:
+    """Returns two values as text; long ones are cut to the part that differs."""
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in (one, other)]
+    start = max(0, len(os.path.commonprefix(texts)) - width // 3) if max(map(len, texts)) > width else 0
+
+    def cut(text: str) -> str:
+        return ("..." if start else "") + text[start : start + width] + ("..." if len(text) > start + width else "")
+
+    return cut(texts[0]), cut(texts[1])
+
+
+def describe_model(model: keras.Model) -> dict[str, Any]:
+    """Returns what must be equal on all ranks in a model, as JSON values by name."""
+    described: dict[str, Any] = {"class of the model": type(model).__name__}
+    for number, variable in enumerate(model.variables):
+        described[f"variable {number}"] = [variable.name, list(variable.shape), str(variable.dtype), variable.trainable]
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        described["class of the optimizer"] = type(optimizer).__name__
+        described["optimizer"] = _settings(optimizer, without=("learning_rate",) if _has_rate(optimizer) else ())
+    for name, value in compile_arguments(model).items():
+        if name != "optimizer":
+            described[f"compile's {name}"] = _settings(value)
+    described["metrics"] = [metric.name for metric in model.metrics]
+    return described
+
+
+def learning_rates(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, float]:
+    """Returns the users' learning rates by name, of optimizers that hold a number and no schedule."""
+    return {
+        f"learning_rate of {type(optimizer).__name__} ({number})": float(optimizer.learning_rate)
+        for number, optimizer in enumerate(optimizers)
+        if _has_rate(optimizer)
+    }
+
+
+def _has_rate(optimizer: keras.optimizers.Optimizer) -> bool:
+    # A number is state: a callback may have restored it on the chief only. A schedule is a setting.
+    optimizer = innermost(optimizer)
+    has_one_rate = not hasattr(optimizer, "optimizers")  # a `MultiOptimizer` has one for each part
+    return has_one_rate and isinstance(stored_learning_rate(optimizer), keras.Variable)
+
+
+def _settings(thing: Any, without: tuple[str, ...] = ()) -> str:
+    """Returns an object's settings as text; its class where it has no settings that can be written."""
+
+    def described(part: Any) -> Any:
+        if callable(part) and not hasattr(part, "get_config"):
+            return getattr(part, "__name__", type(part).__name__)  # the code of equal functions may differ
+        try:
+            return keras.saving.serialize_keras_object(part)
+        except Exception:  # a user's own class may do anything in get_config
+            return type(part).__name__
+
+    # Without names: Keras numbers automatic ones, and a rank may have made more objects than another.
+    settings = _without(("name", *without), keras.tree.map_structure(described, thing))
+    return json.dumps(settings, sort_keys=True, default=str)
+
+
+def _without(keys: tuple[str, ...], settings: Any) -> Any:
+    if isinstance(settings, dict):
+        return {key: _without(keys, value) for key, value in settings.items() if key not in keys}
+    return [_without(keys, item) for item in settings] if isinstance(settings, (list, tuple)) else settings
+
+
+class Difference(NamedTuple):
+    """Where ranks differ.
+
+    Attributes:
+        place: int, the index of the first variable that differs.
+        ranks: list of int, the ranks whose value is not the most frequent one.
+        root: int, the lowest rank that has the most frequent value.
+    """
+
+    place: int
+    ranks: list[int]
+    root: int
+
+
+def first_difference(engine: Engine, variables: Sequence[Any]) -> Difference | None:
+    """Compares a checksum of each variable's bytes over the ranks.
+
+    Collective: every rank must call this, in the same order.
+
+    Returns:
+        The first difference, or `None`; the same on all ranks.
+    """
+    variables = [variable for variable in variables if variable.dtype != "string"]
+    gathered = _gathered_checksums(engine, variables)
+    differing = _differing(gathered)
+    if not differing:
+        return None
+    place = differing[0]
+    column = gathered[:, place].tolist()
+    usual = max(column, key=column.count)  # in a tie, that of the lowest rank
+    return Difference(place, [rank for rank, value in enumerate(column) if value != usual], column.index(usual))
+
+
+def _gathered_checksums(engine: Engine, variables: Sequence[Any]) -> np.ndarray:
+    """Returns a checksum of each variable's bytes, of shape `(size, number of variables)`."""
+    checksums = np.array([[zlib.crc32(_bytes_of(variable)) for variable in variables]], np.int64)
+    return np.asarray(engine.allgather([tf.constant(checksums)])[0])
+
+
+def _bytes_of(variable: Any) -> Any:
+    value = tf.convert_to_tensor(raw_variable(variable))
+    if value.dtype == tf.string:
+        return json.dumps(_texts(value)).encode()
+    return np.ascontiguousarray(flat.to_array(value)).reshape(-1).view(np.uint8).data
+
+
+def _texts(value: tf.Tensor) -> list[str]:
+    return [each.decode("latin-1") for each in np.array(value.numpy(), object).reshape(-1)]
+
+
+def _differing(checksums: np.ndarray) -> list[int]:
+    return [int(place) for place in np.flatnonzero((checksums != checksums[0]).any(axis=0))]
+
+
+def make_equal(engine: Engine, variables: Sequence[Any]) -> list[Any]:
+    """Sets variables that differ between the ranks to rank 0's values.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks communicate.
+        variables: sequence of `keras.Variable` or `tf.Variable`, the same on all ranks; of strings, too.
+
+    Returns:
+        The variables that differed, the same on all ranks.
+    """
+    if not variables:
+        return []
+    found = [variables[place] for place in _differing(_gathered_checksums(engine, variables))]
+    broadcast_state(engine, found)
+    for variable in found:
+        raw = raw_variable(variable)
+        if raw.dtype == tf.string:
+            texts = engine.broadcast_object(_texts(tf.convert_to_tensor(raw)))
+            raw.assign(tf.reshape(tf.constant([text.encode("latin-1") for text in texts]), raw.shape))
+    return found
+
+
+def check_equal(engine: Engine, named: Mapping[str, Any]) -> None:
+    """Raises on all ranks if variables differ after the first step: an update was not synchronised.
+
+    Collective: every rank must call this, in the same order.
+
+    Raises:
+        NotSynchronizedError: naming the first variable that differs and the ranks.
+    """
+    found = first_difference(engine, list(named.values()))
+    if found is not None:
+        raise NotSynchronizedError(
+            f"After the first training step {list(named)[found.place]!r} differs between the ranks. Received: other "
+            f"values on rank(s) {found.ranks} than on rank {found.root}. Expected reduced gradients in every "
+            "update. Fix: update weights through an optimizer that is an attribute of the model "
+            f"(`self.optimizer.apply(...)`), not by `assign`. Versions: Keras {keras.__version__}, TensorFlow "
+            f"{tf.__version__}; if the training step is Keras' own, kdist does not support this version of Keras."
+        )

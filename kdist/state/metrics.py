@@ -1,0 +1,118 @@
+"""Metrics as summed states: each rank updates its own, and their states are added at defined points.
+
+Metrics whose states are not known to add up are updated with the global batch, and are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.engines.engine import Engine
+from kdist.keras_hooks.metrics import summed_variables
+from kdist.state.part import Placement, State, StatePart
+
+
+def add_over_ranks(engine: Engine, variables: Sequence[keras.Variable], before: Sequence[tf.Tensor]) -> None:
+    """Sums the changes of metric variables since a common state over the ranks, in one message.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks communicate.
+        variables: sequence of metric variables; equal on all ranks afterwards.
+        before: sequence of tensors, the values in the common state.
+    """
+    if not variables:
+        return
+    added = engine.allreduce([_numeric(v.value) - _numeric(b) for v, b in zip(variables, before, strict=True)])
+    for variable, start, total in zip(variables, before, added, strict=True):
+        if variable.aggregation == "mean":
+            total = total / tf.cast(engine.size, total.dtype)
+        variable.assign(tf.cast(_numeric(start) + total, variable.dtype))
+
+
+class MetricReducer(StatePart):
+    """A model's metrics in a pass over the data: each rank counts its own rows, and the end of the pass sums them."""
+
+    name = "metrics"
+    placement = Placement.PER_RANK
+
+    def __init__(self, model: keras.Model, engine: Engine) -> None:
+        self._model = model
+        self._engine = engine
+        self._start: dict[int, tf.Tensor] = {}
+        self._loaded: list[Any] | None = None
+        self._all_are_summed = False
+
+    def begin(self, *, all_are_summed: bool = False) -> None:
+        """Stores the state that all ranks have in common.
+
+        Args:
+            all_are_summed: bool, whether no metric is updated with the global batch, as with local SGD.
+        """
+        self._all_are_summed = all_are_summed
+        self._start = {id(v): tf.identity(v.value) for v in self._model.metrics_variables}
+        self.restore()
+        self.forget()
+
+    def end(self) -> None:
+        """Sums what the ranks have counted since `begin`.
+
+        Collective: every rank must call this, in the same order.
+        """
+        variables = self._summed()
+        add_over_ranks(self._engine, variables, [self._start.get(id(v), tf.zeros_like(v.value)) for v in variables])
+        self.begin(all_are_summed=self._all_are_summed)  # the epoch may continue after an evaluation
+
+    def _summed(self) -> list[keras.Variable]:
+        return list(self._model.metrics_variables) if self._all_are_summed else summed_variables(self._model)
+
+    def state_dict(self) -> State:
+        """Returns the metrics of all ranks in the middle of a pass, arrays of shape `(size, ...)`."""
+        values = [tf.convert_to_tensor(variable.value)[tf.newaxis] for variable in self._model.metrics_variables]
+        gathered = self._engine.allgather(values)
+        return {str(place): np.asarray(value) for place, value in enumerate(gathered)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the metrics with which the next pass begins, saved by any number of ranks.
+
+        A state of other metrics is kept for later: in one process Keras makes metrics in the first step.
+        """
+        self._loaded = [state[str(place)] for place in range(len(state))]
+
+    def restore(self) -> None:
+        """Sets the metrics to the loaded state, if it is a state of these metrics."""
+        variables = self._model.metrics_variables
+        if self._loaded is not None and len(self._loaded) == len(variables):
+            summed = {id(variable) for variable in self._summed()}
+            for variable, values in zip(variables, self._loaded, strict=True):
+                is_summed = id(variable) in summed
+                variable.assign(_value_of_rank(variable, values, self._engine) if is_summed else values[0])
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether the loaded state has metrics that the model has not made yet."""
+        return self._loaded is not None and len(self._loaded) != len(self._model.metrics_variables)
+
+    def forget(self) -> None:
+        """Drops the loaded state."""
+        self._loaded = None
+
+
+def _value_of_rank(variable: keras.Variable, shares: Any, engine: Engine) -> Any:
+    """Returns this rank's part of a state that was saved by any number of ranks."""
+    if len(shares) == engine.size:
+        return shares[engine.rank]
+    if variable.aggregation == "mean":
+        return shares.mean(axis=0)
+    total = shares.any(axis=0) if shares.dtype == bool else shares.sum(axis=0, dtype=shares.dtype)
+    return total if engine.rank == 0 else np.zeros_like(total)
+
+
+def _numeric(value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(value, tf.int32) if value.dtype == tf.bool else tf.convert_to_tensor(value)

@@ -1,0 +1,126 @@
+"""The random states of Python, NumPy and PyTorch, read, set and broadcast; and what `tf.random` draws."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kdist._tf_internals import random_ops, seeds_of_op
+from kdist.engines.engine import Engine
+from kdist.keras_hooks.patching import patched
+from kdist.keras_hooks.random_seeds import global_seeds, set_global_seeds
+from kdist.state.comparison import gather_values
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the random states of Python, NumPy and, if it is imported, PyTorch, as JSON values."""
+    torch = sys.modules.get("torch")
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": None if torch is None else torch.get_rng_state().tolist(),
+    }
+
+
+def set_random_state(states: Mapping[str, Any]) -> None:
+    """Sets the states that `random_state` has returned."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    torch = sys.modules.get("torch")
+    if torch is not None and states["torch"] is not None:
+        torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+
+
+def input_seed(state: str, number: int) -> int:
+    """Returns the seed for the order of an input.
+
+    It is computed from Python's random state, which `keras.utils.set_random_seed` sets, without a draw from it: a draw
+    would change what the user's script draws later.
+    """
+    return int(hashlib.sha256(f"{state} {number}".encode()).hexdigest()[:7], 16)
+
+
+def agree_random_state(engine: Engine) -> None:
+    """Broadcasts rank 0's random states of Python, NumPy and, if it is imported, PyTorch.
+
+    Collective: every rank must call this, in the same order.
+    """
+    root = engine.broadcast_object(random_state() if engine.rank == 0 else None)
+    if engine.rank != 0:
+        set_random_state(root)
+
+
+def agree_global_seeds(engine: Engine) -> None:
+    """Broadcasts rank 0's state of Keras' global seed generator.
+
+    Collective: every rank must call this, in the same order.
+    """
+    root = engine.broadcast_object(global_seeds() if engine.rank == 0 else None)
+    if root != global_seeds():
+        set_global_seeds(root)
+
+
+_NUM_KERNELS = 256
+
+
+class AgreedDraws:
+    """Makes eager ops of `tf.random` without a seed draw alike on all ranks, but for steps of a model.
+
+    What the user has seeded draws as without kdist; the order of `tf.data` pipelines is not drawn here.
+
+    Args:
+        seed: int, equal on all ranks.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._num_draws = 0
+
+    def agree(self, engine: Engine) -> None:
+        """Makes the draws equal again if one rank has drawn alone.
+
+        Collective: every rank must call this, in the same order.
+        """
+        counts = gather_values(engine, "a verb or a scope: the draws of tf.random", self._num_draws)
+        if len(set(counts)) > 1:
+            self._seed, self._num_draws = input_seed(str(self._seed), max(counts)), 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which ops draw so."""
+
+        def get_seed(op_seed: int | None) -> tuple[int | None, int | None]:
+            in_step = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+            return seeds_of_op(op_seed, None if in_step else self._next_seed)
+
+        with patched(random_ops, "random_seed", types.SimpleNamespace(get_seed=get_seed)):
+            yield
+
+    def _next_seed(self) -> int:
+        # TensorFlow keeps a kernel for each seed, which draws other numbers at each use: a few are enough.
+        number, self._num_draws = self._num_draws % _NUM_KERNELS, self._num_draws + 1
+        return input_seed(str(self._seed), number)
+
+
+@contextlib.contextmanager
+def folded_draws(rank: int) -> Iterator[None]:
+    """A context in which seeded ops of `tf.random` draw other numbers on each rank, rank 0 those of one process."""
+    outer = random_ops.random_seed
+
+    def get_seed(op_seed: int | None) -> tuple[int | None, int | None]:
+        first, second = outer.get_seed(op_seed)
+        return first, second if second is None or rank == 0 else input_seed(str(second), rank)
+
+    with patched(random_ops, "random_seed", types.SimpleNamespace(get_seed=get_seed)):
+        yield

@@ -1,0 +1,199 @@
+"""Which tensors of a step's graph may differ between the ranks: those that depend on the rank's rows."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdist._tf_internals import written_resources
+
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+_BRANCHES = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
+_CHOICES = ("If", "StatelessIf", "Case", "StatelessCase")  # by their first input; loops, by any
+_LOOPS = ("While", "StatelessWhile")
+_CALLS = (*_CHOICES, *_LOOPS, "PartitionedCall", "StatefulPartitionedCall")
+_COPIES = ("Identity", "Cast", "EnsureShape")
+
+
+class RankDependence:
+    """Follows the data of a step through its graph, and through the graphs of functions, branches and loops.
+
+    A step's data, and what is drawn at random or read from an iterator, differ between ranks, and so does all that is
+    computed from them, what a variable holds that was set to such a value, and what happens in a branch that such a
+    value chooses. Results of collectives are equal on all ranks.
+
+    Args:
+        root: `tf.Graph`, that of the step, which all ranks run alike. It is followed from where it is now: it may hold
+            earlier steps.
+        data: sequence of tensors of the step that differ between ranks.
+        weights: sequence of `tf.Variable`, which stay equal on all ranks: their updates are reduced.
+    """
+
+    def __init__(self, root: tf.Graph, data: Sequence[tf.Tensor], weights: Sequence[tf.Variable]) -> None:
+        self._root = root
+        self._weights = {id(each.handle) for each in weights}
+        self._equal: set[Any] = set()
+        self._differing: set[Any] = {_key(each) for each in data}
+        self._written: set[int] = set()  # ids of handles of variables that were set to what differs
+        self._is_chosen_by_rank: dict[str, bool] = {}  # by the name of a branch or loop
+        self._num_followed: dict[tf.Graph, int] = {root: len(root.get_operations())}
+        self._unknown: set[Any] = set()  # tensors that were computed, but not followed yet
+        self._inner: dict[tf.Graph, list[tf.Graph]] = collections.defaultdict(list)  # graphs that write variables
+        self._captures: dict[tf.Graph, dict[Any, Any]] = {}
+
+    def add_equal(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Adds tensors that are equal on all ranks, before what is computed from them is followed."""
+        self._equal |= {_key(each) for each in tensors}
+
+    def add_graph(self, graph: tf.Graph) -> None:
+        """Adds a graph that writes a variable, so that it is followed where it is called."""
+        while graph is not self._root and (outer := getattr(graph, "outer_graph", None)) is not None:
+            if graph in self._inner[outer]:
+                break
+            self._inner[outer].append(graph)
+            graph = outer
+
+    def differs(self, tensors: Sequence[tf.Tensor], graph: tf.Graph) -> bool:
+        """Returns whether one of a graph's tensors may differ, or whether the ranks may not run the graph alike."""
+        self._follow(self._root)
+        self._follow(graph)
+        return any(_key(each) in self._differing for each in tensors) or self._is_chosen(graph)
+
+    def _is_chosen(self, graph: tf.Graph) -> bool:
+        outer = getattr(graph, "outer_graph", None)
+        if graph is self._root or outer is None:
+            return False
+        self._follow(outer)
+        # A branch that is being traced is not known yet.
+        by_rank = type(graph).__name__ in _BRANCHES and self._is_chosen_by_rank.get(graph.name, True)
+        return by_rank or self._is_chosen(outer)
+
+    def _follow(self, graph: tf.Graph) -> None:
+        operations = graph.get_operations()
+        start, self._num_followed[graph] = self._num_followed.get(graph, 0), len(operations)
+        new = operations[start:]
+        if new:
+            self._captures[graph] = {_key(inner): outer for outer, inner in getattr(graph, "captures", ())}
+        self._unknown |= {_key(output) for operation in new for output in operation.outputs}
+        for operation in new:
+            self._follow_operation(operation)
+            self._unknown -= {_key(output) for output in operation.outputs}
+
+    def _follow_operation(self, operation: tf.Operation) -> None:
+        inputs, outputs = list(operation.inputs), list(operation.outputs)
+        if operation.type == "Placeholder":
+            outer: Any = self._captures[operation.graph].get(_key(outputs[0]))
+            is_argument = outer is None
+            self._mark(outputs, is_argument or (tf.is_symbolic_tensor(outer) and self.differs([outer], outer.graph)))
+            return
+        differing = [_key(each) in self._differing for each in inputs]
+        if operation.type == "IdentityN":  # of custom gradients: results, then arguments
+            for output, differs in zip(outputs, differing, strict=True):
+                self._mark([output], differs)
+            return
+        if operation.type in _CALLS:
+            for graph in self._inner[operation.graph]:
+                if self._can_follow(graph, operation.graph):
+                    self._follow(graph)
+        for name in _branches(operation):
+            self._is_chosen_by_rank[name] = any(differing[:1] if operation.type in _CHOICES else differing)
+        differs = any(differing) or "Random" in operation.type or operation.type.startswith("Iterator")
+        handles = {id(self.source(each)) for each in inputs if each.dtype == tf.resource}
+        if operation.type in _READS:
+            differs = differs or not self._written.isdisjoint(handles)
+        elif differs and handles and operation.type not in _CALLS:
+            self._written |= {id(self.source(each)) for each in written_resources(operation)} - self._weights
+        self._mark(outputs, differs)
+
+    def _can_follow(self, graph: Any, outer: tf.Graph) -> bool:
+        """Returns whether all that a graph has captured of the outer one is known."""
+        captured = [each for each, _ in graph.captures if tf.is_symbolic_tensor(each) and each.graph is outer]
+        return self._unknown.isdisjoint(map(_key, captured))
+
+    def _mark(self, tensors: Sequence[tf.Tensor], differs: bool) -> None:
+        if differs:
+            self._differing |= {_key(each) for each in tensors} - self._equal
+
+    def source(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the tensor, or a variable's handle, that a function has captured as `tensor`."""
+        while tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder":
+            self._follow(tensor.graph)
+            captured = self._captures[tensor.graph].get(_key(tensor))
+            if captured is None:
+                break
+            tensor = captured
+        return tensor
+
+    def increment(self, value: tf.Tensor, handle: Any) -> list[tf.Tensor] | None:
+        """Returns the addends if a tensor is a variable's own value with something added to it, else `None`.
+
+        Args:
+            value: tensor.
+            handle: the variable's handle.
+        """
+        value = self.source(value)
+        while tf.is_symbolic_tensor(value) and value.op.type in _COPIES:
+            value = self.source(value.op.inputs[0])
+        if not tf.is_symbolic_tensor(value):
+            return None
+        operation = value.op
+        if operation.type == "ReadVariableOp":
+            return [] if self.source(operation.inputs[0]) is handle else None
+        if operation.type not in ("AddV2", "Add", "Sub", "TensorScatterAdd", "TensorScatterSub"):
+            return None
+        operands = list(operation.inputs)
+        for place in (0, 1) if operation.type in ("AddV2", "Add") else (0,):
+            addends = self.increment(operands[place], handle)
+            if addends is not None:
+                return [*addends, *operands[:place], *operands[place + 1 :]]
+        return None
+
+    def constants(self, value: Any) -> list[Any]:
+        """Returns the constants that a number or a tensor is computed from, by simple arithmetic."""
+        value = self.source(value)
+        if not tf.is_tensor(value):
+            return [value]
+        if not tf.is_symbolic_tensor(value) or value.op.type == "Const":
+            return [tf.get_static_value(value)]
+        operands = value.op.inputs if value.op.type in (*_COPIES, "Mul", "AddV2", "Add", "Sub") else ()
+        return [constant for each in operands for constant in self.constants(each)]
+
+    def is_used(self, handle: Any, graph: tf.Graph, start: int, is_state: Callable[[Any], bool]) -> bool:
+        """Returns whether a graph reads a variable, from some operation on, for more than to write such variables.
+
+        Args:
+            handle: the variable's handle.
+            graph: the graph.
+            start: int, the first operation's index.
+            is_state: callable that takes a handle, and returns whether it is that of a variable that a layer keeps.
+        """
+        self._follow(graph)
+        reads = [each for each in graph.get_operations()[start:] if each.type in _READS]
+        pending = [each for each in reads if self.source(each.inputs[0]) is handle]
+        seen = set(pending)
+        while pending:
+            operation = pending.pop()
+            consumers = [each for output in operation.outputs for each in output.consumers()]
+            written = [each for each in operation.inputs if each.dtype == tf.resource]
+            if not consumers and not (written and all(is_state(self.source(each)) for each in written)):
+                return True
+            pending += [each for each in consumers if each not in seen]
+            seen.update(consumers)
+        return False
+
+
+def _key(tensor: Any) -> Any:
+    return (tensor.graph, tensor.name) if tf.is_symbolic_tensor(tensor) else id(tensor)
+
+
+def _branches(operation: tf.Operation) -> Iterator[str]:
+    """Yields the names of the functions that an operation chooses from, or repeats."""
+    if operation.type in _CHOICES + _LOOPS:
+        attributes = operation.node_def.attr
+        for name in ("then_branch", "else_branch", "branches", "cond", "body"):
+            if name in attributes:
+                listed = [each.name for each in attributes[name].list.func]
+                yield from listed or [attributes[name].func.name]

@@ -1,0 +1,288 @@
+"""The effective learning rate, which updates use, beside the rate that the user sees.
+
+`optimizer.learning_rate` stays the user's. While an update is traced or run, the optimizer reads that value times a
+multiplier, a pure function of the optimizer's steps and a stored origin. Steps are counted by `_iterations`:
+`optimizer.iterations` counts updates, of several steps each where gradients are accumulated.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.errors import StrategyError
+from kdist.keras_hooks.optimizers import (
+    current_learning_rate,
+    innermost,
+    iterations,
+    optimizers_of,
+    stored_learning_rate,
+)
+from kdist.scaling import LearningRateRule, learning_rate_rule, num_warmup_steps
+from kdist.state.comparison import learning_rates
+from kdist.state.part import State, StatePart
+from kdist.step.scale_rate import RateScale
+
+logger = logging.getLogger("kdist")
+
+
+class EffectiveRate(RateScale):
+    """The learning rate that one optimizer's updates use.
+
+    Args:
+        optimizer: `keras.optimizers.Optimizer`, the innermost one.
+        rule: `LearningRateRule`, the factor and its reason.
+        stretch: float, the user's steps in one step: a `LearningRateSchedule` is read at the user's step.
+
+    Attributes:
+        is_reported: bool, whether the rate is logged already.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, rule: LearningRateRule, stretch: float) -> None:
+        self.optimizer = optimizer
+        self.rule = rule
+        self.is_reported = False
+        self._stretch = stretch
+        self._resumed_share: float | None = None
+        # Variables, so that a second `fit` changes them without another trace. Infinite: not known yet.
+        self._warmup_steps = tf.Variable(float("inf"), dtype=tf.float32, trainable=False, name="kdist_warmup_steps")
+        self._origin = tf.Variable(_num_steps(optimizer), dtype=tf.float64, trainable=False, name="kdist_origin")
+        # For a schedule: a step of this job, and the user's step there, which another job may have reached.
+        self._steps_made = tf.Variable([0.0, 0.0], dtype=tf.float64, trainable=False, name="kdist_steps_made")
+        # The rate that all ranks know: a callback that sets another one on some ranks only is noticed by it.
+        self._agreed = tf.Variable(self._stored(), dtype=tf.float64, trainable=False, name="kdist_agreed_rate")
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether updates use another rate than the user's."""
+        return self.rule.factor != 1.0
+
+    @property
+    def warmup_is_known(self) -> bool:
+        """Whether the length of the warm-up is known."""
+        return bool(tf.math.is_finite(self._warmup_steps))
+
+    @property
+    def warmup_description(self) -> str:
+        """A description of the warm-up, for the log."""
+        if not self.warmup_is_known:
+            return "after a warm-up that begins after the first epoch, when the steps of an epoch are known"
+        steps = math.ceil(float(self._warmup_steps))
+        return f"after a warm-up of {steps} step{'s' * (steps != 1)}" if steps else "at once"
+
+    def set_warmup(self, steps: float) -> None:
+        """Sets the length of the warm-up, in steps from the origin."""
+        if self._resumed_share is not None:  # the same fraction of the new warm-up
+            self._origin.assign(_num_steps(self.optimizer) - self._resumed_share * steps)
+            self._resumed_share = None
+        elif not self.warmup_is_known:  # nothing was scaled so far
+            self._origin.assign(_num_steps(self.optimizer))
+        self._warmup_steps.assign(steps)
+
+    def multiplier(self, step: Any) -> tf.Tensor:
+        """Returns the multiplier at a number of steps, a `float32` scalar (see `scaling.warmup_multiplier`)."""
+        step = tf.cast(tf.cast(tf.convert_to_tensor(step), tf.float64) - self._origin, tf.float32)
+        share = tf.where(self._warmup_steps > 0, tf.math.divide_no_nan(step, self._warmup_steps), 1.0)
+        return 1.0 + (self.rule.factor - 1.0) * tf.clip_by_value(share, 0.0, 1.0)
+
+    def effective(self) -> float:
+        """Returns the rate that the next update uses."""
+        return float(self._scaled(self._user_rate()))
+
+    def report(self, why_unchanged: str = "") -> None:
+        """Logs the rate; see `EffectiveRates.report`."""
+        name, rule = type(self.optimizer).__name__, self.rule
+        if not rule.is_known:
+            logger.warning("learning rate: %s, so it is not scaled; set scale_lr to a rule or a number", rule.why)
+            return
+        if not self.is_scaled:
+            logger.info("learning rate of %s: unchanged: %s", name, why_unchanged or rule.why)
+            return
+        rates = learning_rates([self.optimizer]).values()  # empty for a schedule
+        change = "".join(f"{old:.4g} becomes {old * rule.factor:.4g}, " for old in rates)
+        logger.info(
+            "learning rate of %s: %stimes %.4g by the %s rule (%s), %s; `optimizer.learning_rate` is unchanged, the "
+            "logs have `effective_learning_rate`. Settings counted in batches (save_freq, update_freq, EMA, "
+            "accumulation) are not scaled.", name, change, rule.factor, rule.name, rule.why, self.warmup_description,
+        )  # fmt: skip
+
+    # The state of a resumed training.
+
+    def progress(self) -> dict[str, Any]:
+        """Returns the state of the warm-up and of the user's schedule, as JSON values."""
+        warmup_steps = float(self._warmup_steps)
+        return {
+            "factor": self.rule.factor,
+            "stretch": self._stretch,
+            "origin": float(self._origin),
+            "warmup_steps": warmup_steps if self.warmup_is_known else None,
+            "steps_made": [float(each) for each in self._steps_made.numpy()],
+            "user_steps": float(self._user_steps(iterations(self.optimizer))),
+        }
+
+    def resume(self, progress: dict[str, Any] | None) -> None:
+        """Loads what `progress` has returned on any number of ranks, after the optimizer's iterations are loaded."""
+        made = _num_steps(self.optimizer)
+        self._agreed.assign(tf.cast(self._stored(), tf.float64))
+        if progress is not None and [progress["factor"], progress["stretch"]] == [self.rule.factor, self._stretch]:
+            self._origin.assign(progress["origin"])
+            self._steps_made.assign(progress["steps_made"])
+            if progress["warmup_steps"] is not None:
+                self._warmup_steps.assign(progress["warmup_steps"])
+            return
+        self._steps_made.assign([made, made if progress is None else progress["user_steps"]])
+        if progress is None or progress["warmup_steps"] is None:
+            self._origin.assign(made if progress is None else progress["origin"])
+            return
+        length = progress["warmup_steps"]
+        self._resumed_share = min(1.0, (made - progress["origin"]) / length) if length else 1.0
+        if self.warmup_is_known:
+            self.set_warmup(float(self._warmup_steps))
+
+    def _user_steps(self, step: Any) -> Any:
+        at, made = self._steps_made[0], self._steps_made[1]
+        return made + (tf.cast(tf.convert_to_tensor(step), tf.float64) - at) * self._stretch
+
+    # Agreement on changes of the rate.
+
+    def is_changed(self) -> tf.Tensor:
+        """Returns whether a callback has set another rate on this rank: 1 or 0, a `float32` scalar."""
+        return tf.cast(self._stored() != self._agreed, tf.float32)
+
+    def local_change(self) -> tf.Tensor:
+        """Returns `[is_changed, is_changed * rate]`, a `float64` tensor, to be summed over the ranks."""
+        stored = self._stored()
+        is_changed = tf.cast(stored != self._agreed, tf.float64)
+        return tf.stack([is_changed, is_changed * stored])
+
+    def apply_change(self, change: tf.Tensor) -> None:
+        """Sets the mean of the changed rates, given the sum of `local_change` over the ranks."""
+        rate = tf.where(change[0] > 0, tf.math.divide_no_nan(change[1], change[0]), self._agreed)
+        self._agreed.assign(rate)
+        variable = stored_learning_rate(self.optimizer)
+        if isinstance(variable, keras.Variable):
+            variable.assign(tf.cast(rate, variable.dtype))
+
+    def _stored(self) -> Any:
+        variable = stored_learning_rate(self.optimizer)
+        # A schedule or a function is the same on all ranks.
+        return tf.cast(variable.value, tf.float64) if isinstance(variable, keras.Variable) else tf.zeros((), tf.float64)
+
+    # The methods of `RateScale`, which updates read.
+
+    def scaled(self, rate: Callable[[], Any]) -> tf.Tensor:
+        """Returns the rate of the next update: the user's, at the user's step, times the multiplier."""
+        return self.current() if self.is_scaled or self.follows_schedule else rate()
+
+    def momentum_ratio(self) -> tf.Tensor | None:
+        """Returns the multiplier divided by the last step's, a `float32` scalar; `None` if nothing is scaled."""
+        if not self.is_scaled:
+            return None
+        now = tf.convert_to_tensor(iterations(self.optimizer))
+        return self.multiplier(now) / self.multiplier(now - 1)
+
+    @property
+    def follows_schedule(self) -> bool:
+        """Whether the user's rate is a `LearningRateSchedule`."""
+        return isinstance(stored_learning_rate(self.optimizer), keras.optimizers.schedules.LearningRateSchedule)
+
+    def current(self) -> tf.Tensor:
+        """Returns the rate that the next update uses, a scalar tensor."""
+        return self._scaled(self._user_rate())
+
+    def _user_rate(self) -> Any:
+        rate = stored_learning_rate(self.optimizer)
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            step = iterations(self.optimizer)
+            return rate(tf.cast(self._user_steps(step), step.dtype))
+        return current_learning_rate(self.optimizer)
+
+    def _scaled(self, rate: Any) -> tf.Tensor:
+        rate = tf.convert_to_tensor(rate)
+        return rate * tf.cast(self.multiplier(iterations(self.optimizer)), rate.dtype)
+
+
+def _num_steps(optimizer: keras.optimizers.Optimizer) -> float:
+    return float(tf.convert_to_tensor(iterations(optimizer)))  # a mirrored variable has no float()
+
+
+class EffectiveRates(StatePart):
+    """The effective rates of a model's optimizers, made on first use."""
+
+    name = "rates"
+
+    def __init__(self, model: keras.Model, *, scale_lr: str | float | None, scale_batch: bool, size: int) -> None:
+        self._model = model
+        self._scale_lr = scale_lr
+        self._scale_batch = scale_batch
+        self._size = size
+        self._rates: dict[int, EffectiveRate] = {}
+
+    def get(self, optimizer: keras.optimizers.Optimizer) -> EffectiveRate:
+        """Returns the effective rate of an innermost optimizer; a `MultiOptimizer` with a factor is an error."""
+        rate = self._rates.get(id(optimizer))
+        if rate is None or rate.optimizer is not optimizer:
+            if hasattr(optimizer, "optimizers") and self._scale_lr not in ("auto", None, 1.0):
+                raise StrategyError(
+                    f"scale_lr cannot scale a MultiOptimizer. Received: scale_lr={self._scale_lr!r}, a MultiOptimizer "
+                    "with a learning rate for each part. Expected 'auto' or None, which do not scale. Fix: set the "
+                    "parts' learning rates, and scale_lr=None."
+                )
+            rule = learning_rate_rule(
+                self._scale_lr, type(optimizer).__name__, self._size, scale_batch=self._scale_batch
+            )
+            # With a larger global batch an epoch has fewer steps: a schedule has to cover the same epochs.
+            stretch = float(self._size) if self._scale_batch and self._scale_lr is not None else 1.0
+            held = {id(innermost(each)) for each in optimizers_of(self._model)}
+            self._rates = {
+                key: rate for key, rate in self._rates.items() if key in held
+            }  # without those of an earlier compile
+            with tf.init_scope():
+                rate = self._rates[id(optimizer)] = EffectiveRate(optimizer, rule, stretch)
+        return rate
+
+    def set_warmup(self, warmup_epochs: str | float, params: Mapping[str, Any], steps_per_epoch: int | None) -> None:
+        """Sets the length of each warm-up that has none, if the steps of an epoch are known or not needed."""
+        if steps_per_epoch is None and warmup_epochs:
+            return
+        steps = num_warmup_steps(warmup_epochs, params.get("epochs", 1), steps_per_epoch or 0)
+        for rate in self.all():
+            if not rate.warmup_is_known:
+                rate.set_warmup(steps)
+
+    def add_to_logs(self, logs: dict[str, Any] | None) -> None:
+        """Adds `effective_learning_rate` to an epoch's logs where it differs from the user's."""
+        rates = self.all()
+        if logs is not None and rates and rates[0].is_scaled:
+            logs["effective_learning_rate"] = rates[0].effective()
+
+    def report(self, why_unchanged: str = "") -> None:
+        """Logs once for each rate: the old one, the new one, the rule and its reason."""
+        for rate in self.all():
+            if not rate.is_reported:
+                rate.is_reported = True
+                rate.report(why_unchanged)
+
+    @property
+    def are_reported(self) -> bool:
+        """Whether all rates are logged."""
+        return all(rate.is_reported for rate in self.all())
+
+    def state_dict(self) -> State:
+        """Returns the progress of each optimizer's warm-up and schedule."""
+        return {"rates": [rate.progress() for rate in self.all()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes warm-ups and schedules at the user's step."""
+        saved = state.get("rates", [])
+        for place, rate in enumerate(self.all()):
+            rate.resume(saved[place] if place < len(saved) else None)
+
+    def all(self) -> list[EffectiveRate]:
+        """Returns the rates of all optimizers of the model."""
+        return [self.get(innermost(optimizer)) for optimizer in optimizers_of(self._model)]

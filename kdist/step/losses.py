@@ -1,0 +1,76 @@
+"""Losses of the global batch.
+
+The global loss is the sum over the ranks of the rank's loss times its share of the rows. That is exact for a mean over
+rows. Another sum or mean over elements is rescaled here, before the backward pass, so that the weighted sum is exact.
+Any other loss is computed from the rows of all ranks, on each rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from kdist.keras_hooks.losses import get_keras_mask, is_reduced_per_row, recorded_masks, unreduced
+from kdist.step.global_batch import GlobalBatch
+
+
+class Shares(Protocol):
+    """What a loss uses of the training step.
+
+    Attributes:
+        weight: `float64` scalar, this rank's share of the global batch.
+        active: `bool` scalar, whether this rank has rows in this step.
+    """
+
+    weight: tf.Tensor
+    active: tf.Tensor
+
+    def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
+        """Sums the active ranks' values."""
+
+    def per_share(self, value: tf.Tensor) -> tf.Tensor:
+        """Divides by this rank's share."""
+
+
+class GlobalLoss:
+    """A compiled loss whose weighted sum over the ranks is the loss of the global batch.
+
+    Args:
+        loss: the compiled loss.
+        shares: the step.
+        batch: `GlobalBatch` of the step.
+        has_other_rows: bool, whether the loss may be called on other rows than the step's: by a `train_step` or a
+            `compute_loss` of the user's.
+    """
+
+    def __init__(self, loss: Any, shares: Shares, batch: GlobalBatch, *, has_other_rows: bool) -> None:
+        self._loss = loss
+        self._shares = shares
+        self._batch = batch
+        self._has_other_rows = has_other_rows
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        """Returns this rank's term."""
+        loss = self._loss
+        if not is_reduced_per_row(loss, y_pred):
+            return loss(*self._batch.gather((y_true, y_pred, sample_weight)))
+        if loss.reduction in (None, "none", "sum"):
+            return self._shares.per_share(loss(y_true, y_pred, sample_weight))
+        if self._is_mean_over_rows(y_pred, sample_weight):
+            with recorded_masks(loss) as masks:
+                value = loss(y_true, y_pred, sample_weight)
+            if all(mask is None for mask in masks):
+                return value
+        total, denominator = unreduced(loss, y_true, y_pred, sample_weight)
+        return self._shares.per_share(tf.math.divide_no_nan(total, self._shares.sum_over_ranks(denominator)))
+
+    def _is_mean_over_rows(self, y_pred: Any, sample_weight: Any) -> bool:
+        leaves = keras.tree.flatten(y_pred)
+        return (
+            not self._has_other_rows
+            and not (self._loss.reduction == "mean_with_sample_weight" and sample_weight is not None)
+            and all(get_keras_mask(leaf) is None for leaf in leaves)
+            and all(leaf.shape.rank is not None and leaf.shape[1:].is_fully_defined() for leaf in leaves)
+        )

@@ -1,0 +1,197 @@
+"""The stages that weight a rank's gradients, and sum them over the ranks in one message with statistics and votes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.errors import NotSynchronizedError, StrategyError
+from kdist.gradients.reducer import GradientReducer
+from kdist.keras_hooks.optimizers import accumulators, innermost, is_update_due
+from kdist.keras_hooks.patching import patched
+from kdist.step.buffers import BufferSync
+from kdist.step.learning_rate import EffectiveRate
+from kdist.step.step import Step
+from kdist.step.update import Stage, Update
+from kdist.step.vote_message import VoteMessage
+
+
+class Weigh(Stage):
+    """Multiplies the loss by the rank's weight where the step calls `scale_loss`, else each gradient.
+
+    The weight is the rank's rows over the global rows. The loss is the better place, and Keras' own step calls
+    `scale_loss`: one product, and `float16` gradients keep their magnitude. The stage itself then only makes an idle
+    rank's gradients zeros.
+    """
+
+    slot = "weigh"
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._weighted: list[int] = []  # ids of optimizers whose loss is weighted and that have not updated yet
+        self._any_was_weighted = False
+
+    @contextlib.contextmanager
+    def opened(self, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+        """Weights the loss in `scale_loss`."""
+        scale_loss = optimizer.scale_loss
+
+        def scale_weighted_loss(loss: tf.Tensor) -> tf.Tensor:
+            self._step.loss_is_weighted = self._any_was_weighted = True
+            self._weighted.append(id(optimizer))
+            return scale_loss(loss * tf.cast(self._step.weight, loss.dtype))
+
+        with patched(optimizer, "scale_loss", scale_weighted_loss):
+            yield
+
+    def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        """Sets how this rank's addends are computed."""
+        update.addends = self._zeros_if_idle if self._take_weighted_loss(update.optimizer) else self._weighted_each
+        return proceed()
+
+    def _take_weighted_loss(self, optimizer: keras.optimizers.Optimizer) -> bool:
+        """Returns whether an optimizer has scaled the loss of these gradients."""
+        if id(optimizer) in self._weighted:
+            self._weighted.remove(id(optimizer))
+            self._step.loss_is_weighted = bool(self._weighted)
+            return True
+        if self._any_was_weighted:
+            raise NotSynchronizedError(
+                f"A training step scales the loss for some optimizers only. Received: "
+                f"{type(optimizer).__name__}.apply without a call of its `scale_loss` before. Expected "
+                "`loss = optimizer.scale_loss(loss)` for each of the step's updates, or for none: kdist weights the "
+                "loss there. Fix: call it for each optimizer, before its gradients are computed."
+            )
+        return False
+
+    def _weighted_each(self, gradients: Sequence[Any]) -> list[Any]:
+        return [self._step.weighted(gradient) for gradient in gradients]
+
+    def _zeros_if_idle(self, gradients: Sequence[Any]) -> list[Any]:
+        """Returns the gradients; zeros on an idle rank, where they could be NaN."""
+        values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
+        values = tf.cond(self._step.active, lambda: values, lambda: [tf.zeros_like(value) for value in values])
+        return [
+            tf.IndexedSlices(value, each.indices, each.dense_shape) if isinstance(each, tf.IndexedSlices) else value
+            for each, value in zip(gradients, values, strict=True)
+        ]
+
+
+class Reduce(Stage):
+    """Sums gradients over the ranks in every step."""
+
+    slot = "reduce"
+
+    def __init__(
+        self,
+        step: Step,
+        reducer: GradientReducer,
+        buffers: BufferSync,
+        votes: VoteMessage,
+        rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate],
+    ) -> None:
+        self._step = step
+        self._reducer = reducer
+        self._buffers = buffers
+        self._votes = votes
+        self._rate_of = rate_of
+
+    def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        """Replaces this rank's gradients by the global ones."""
+        with self._buffers.suspended():
+            return self._reduce_and(update, proceed)
+
+    def _reduce_and(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        if isinstance(update.optimizer, keras.optimizers.LossScaleOptimizer):
+            self._check_loss_scale()
+        given = [place for place, gradient in enumerate(update.gradients) if gradient is not None]
+        maxima = [p for p in given if getattr(update.variables[p], "overwrite_with_gradient", False)]
+        summed = [place for place in given if place not in maxima]
+        sums = self._sum(update, summed)
+        largest = self._largest([update.gradients[place] for place in maxima])
+        reduced = dict(zip([*summed, *maxima], [*sums, *largest], strict=True))
+        update.gradients = [reduced.get(place) for place in range(len(update.gradients))]
+        self._step.applying = True  # the strategy refuses updates at any other time, and leaves these alone
+        try:
+            return proceed()
+        finally:
+            self._step.applying = False
+
+    def _check_loss_scale(self) -> None:
+        if self._reducer.keeps_residuals:
+            raise StrategyError(
+                "Error feedback does not support loss scaling. Received: a LossScaleOptimizer (mixed_float16), with "
+                "compression='powersgd' or 'topk'. Expected gradients of one scale. Fix: use mixed_bfloat16, or "
+                "compression='fp16'."
+            )
+
+    def _sum(self, update: Update, places: Sequence[int]) -> list[Any]:
+        """Returns the global gradients at some indices."""
+        rates = [self._rate_of(innermost(update.optimizer))]
+        statistics, votes = self._buffers.contributions(), self._votes.vector(rates)
+        sums, (*merged, counts) = self._send(update, places, [*statistics, votes])
+        self._buffers.merge(merged)
+        self._votes.apply(counts, rates)
+        return sums
+
+    def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
+        """Returns the sums over the ranks of the gradients at some indices, and of tensors that stay exact."""
+        gradients, variables = _at(places, update.gradients), _at(places, update.variables)
+        return self._reducer.sum(gradients, exact, variables=variables, addends=update.addends)
+
+    def _largest(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the elementwise maxima over the active ranks.
+
+        The "gradients" of float8 layers' scales and histories are the largest absolute values of a batch.
+        """
+        local = [tf.where(self._step.active, value, tf.zeros_like(value)) for value in values]
+        gathered = self._step.engine.allgather([value[tf.newaxis] for value in local]) if local else []
+        return [tf.reduce_max(value, axis=0) for value in gathered]
+
+
+class ReduceWhenDue(Reduce):
+    """Sums accumulated gradients once per update; see `LocalAccumulation`."""
+
+    def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
+        optimizer = update.optimizer
+        if not optimizer.built:
+            optimizer.build(update.variables)
+        held = _at(places, accumulators(optimizer, update.variables))
+        variables = _at(places, update.variables)
+        # Dense, as Keras' accumulators are.
+        local = [tf.convert_to_tensor(each) for each in update.addends(_at(places, update.gradients))]
+        *statistics, votes = exact
+
+        def send() -> tuple[list[Any], list[Any]]:
+            together = [each + tf.cast(before, each.dtype) for each, before in zip(local, held, strict=True)]
+            sent = self._reducer.sum(together, exact, variables=variables)
+            for each in held:
+                each.assign(tf.zeros_like(each))
+            return sent
+
+        def keep() -> tuple[list[Any], list[Any]]:
+            merged = self._step.engine.allreduce(statistics) if statistics else []
+            return local, [*merged, tf.zeros_like(votes)]
+
+        return tf.cond(is_update_due(innermost(optimizer)), send, keep)
+
+
+class KeepLocal(Reduce):
+    """Keeps this rank's gradients, for local SGD."""
+
+    def _check_loss_scale(self) -> None:
+        raise StrategyError(
+            "sync_every does not support loss scaling. Received: a LossScaleOptimizer (mixed_float16) and sync_every. "
+            "Expected gradients of one scale. Fix: use mixed_bfloat16, or remove sync_every."
+        )
+
+    def _sum(self, update: Update, places: Sequence[int]) -> list[Any]:
+        return update.addends(_at(places, update.gradients))
+
+
+def _at(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    return [values[place] for place in places]

@@ -1,0 +1,152 @@
+"""A rank's part of a training, test or predict step, traced or run eagerly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.data.batch import Shard
+from kdist.engines.engine import Engine
+from kdist.keras_hooks.losses import replaced_losses, scaled_activity_losses
+from kdist.keras_hooks.metrics import weighted_scalars, wrapped_updates
+from kdist.keras_hooks.random_seeds import folded_seeds
+from kdist.keras_hooks.trainer import computes_own_loss, seed_generators
+from kdist.state.random_state import folded_draws
+from kdist.step.global_batch import GlobalBatch
+from kdist.step.losses import GlobalLoss
+from kdist.strategies.all_reduce import AllReduceExtended
+
+
+class Step:
+    """A rank's part of a global step.
+
+    The global loss is the sum over the ranks of `weight` times the rank's loss; the weight is the rank's share of the
+    global batch's rows. A rank without data runs one real row at weight 0.
+
+    Args:
+        extended: the strategy's `AllReduceExtended`.
+        shard: `Shard`. Empty `global_rows` are summed over the ranks; a step in which no rank has rows ends the pass
+            over the data on all ranks.
+
+    Attributes:
+        data: structure of tensors, the data of the user's step.
+        rows: `int64` scalar, the number of this rank's rows; 0 on a rank without data.
+        share: `float64` scalar, this rank's share of the global rows.
+        weight: `float64` scalar, the weight of this rank's loss: the share, but with local SGD 1 or 0.
+        active: `bool` scalar, whether this rank has rows.
+        applying: bool, whether an optimizer applies reduced gradients.
+        loss_is_weighted: bool, whether the backward pass starts from the loss times the weight, so that gradients are
+            this rank's addends.
+    """
+
+    has_joint_metrics = True  # local SGD counts by rank, and sums the states of all metrics
+
+    def __init__(self, extended: AllReduceExtended, shard: Shard) -> None:
+        self._extended = extended
+        self._rank = extended.engine.rank
+        self.rows = tf.reshape(shard.rows, ())
+        self.active = self.rows > 0
+        self.applying = False
+        self.loss_is_weighted = False
+        self.data = shard.data
+        global_rows = shard.global_rows
+        if isinstance(global_rows, tuple):
+            (global_rows,) = extended.reduce_sum([self.rows])
+            with tf.control_dependencies([_end_of_data_unless(global_rows > 0)]):
+                # No part of the user's step may run before the check.
+                self.data = keras.tree.map_structure(lambda x: None if x is None else tf.identity(x), shard.data)
+        self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(tf.reshape(global_rows, ()), tf.float64)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0, whose value is used for variables of one rank."""
+        return self._extended.engine.rank == 0
+
+    @property
+    def data_tensors(self) -> list[tf.Tensor]:
+        """The tensors of the data: what depends on them does not run at the end of data of unknown length."""
+        return [leaf for leaf in tf.nest.flatten(self.data, expand_composites=True) if tf.is_tensor(leaf)]
+
+    @property
+    def engine(self) -> Engine:
+        """How the ranks of this step communicate; with local SGD each step has one rank."""
+        return self._extended.engine
+
+    def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
+        """Sums the active ranks' values.
+
+        Collective: every rank must call this, in the same order.
+        """
+        (total,) = self.engine.allreduce([tf.where(self.active, value, tf.zeros_like(value))])
+        return total
+
+    def mean_over_ranks(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Averages tensors over the ranks, weighted by their shares.
+
+        Collective: every rank must call this, in the same order.
+        """
+        return self.engine.allreduce([self.weighted(value) for value in values])
+
+    def weighted(self, value: tf.Tensor | tf.IndexedSlices) -> Any:
+        """Multiplies a value by this rank's weight; an idle rank's value is 0, even if it is NaN."""
+        weight = tf.cast(self.weight, value.dtype)
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                tf.math.multiply_no_nan(value.values, weight), value.indices, dense_shape=value.dense_shape
+            )
+        return tf.math.multiply_no_nan(value, weight)
+
+    def per_share(self, value: tf.Tensor) -> tf.Tensor:
+        """Divides a sum over this rank's rows by the weight, so that the weighted sum is the sum over all rows."""
+        return tf.math.divide_no_nan(value, tf.cast(self.weight, value.dtype))
+
+    @contextlib.contextmanager
+    def opened(self, model: keras.Model) -> Iterator[Any]:
+        """Opens the step, and lets its operations wait for its data; yields the update pipeline of a training step.
+
+        At the end of data of unknown length no part of another step may run, not even what needs no data: the count of
+        iterations, weight decay.
+        """
+        with self.running(model) as pipeline, tf.control_dependencies(self.data_tensors):
+            yield pipeline
+
+    @contextlib.contextmanager
+    def running(self, model: keras.Model) -> Iterator[Any]:
+        """Opens the step on a model: losses, metrics and seeds use the ranks' shares while it is open.
+
+        A step may be opened again after a trace that failed.
+        """
+        self.applying = self.loss_is_weighted = False
+        batch, has_other_rows = GlobalBatch(self.engine, self), computes_own_loss(model)
+
+        def global_loss(loss: Any) -> GlobalLoss:
+            return GlobalLoss(loss, self, batch, has_other_rows=has_other_rows)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._extended.in_step(self))
+            stack.enter_context(replaced_losses(model, global_loss))
+            stack.enter_context(scaled_activity_losses(model, self.per_share))
+            stack.enter_context(weighted_scalars(model, lambda: self.share, joint=self.has_joint_metrics))
+            if self.has_joint_metrics:
+                stack.enter_context(wrapped_updates(model, batch.gather))
+            stack.enter_context(folded_seeds(seed_generators(model), self._rank))
+            stack.enter_context(folded_draws(self._rank))
+            yield
+
+
+def _end_of_data_unless(has_rows: tf.Tensor) -> tf.Tensor:
+    """Ends the pass over the data, as the end of a dataset does, unless a `bool` scalar is true."""
+
+    def stop() -> Any:
+        raise StopIteration
+
+    if tf.executing_eagerly():
+        return tf.constant(True) if has_rows else stop()
+    # TensorFlow turns StopIteration into OutOfRangeError, which ends Keras' loop.
+    return tf.cond(
+        has_rows, lambda: tf.constant(True), lambda: tf.ensure_shape(tf.numpy_function(stop, [], tf.bool), ())
+    )

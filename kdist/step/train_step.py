@@ -1,0 +1,125 @@
+"""A rank's part of a training step, and the list of the stages of its updates."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from kdist.data.batch import Shard
+from kdist.gradients.reducer import GradientReducer
+from kdist.keras_hooks.batch_normalization import synchronized_moments
+from kdist.keras_hooks.optimizers import optimizers_of
+from kdist.state.assignments import WrittenState
+from kdist.state.votes import Votes
+from kdist.step.buffers import BufferSync
+from kdist.step.fused_sgd import FusedSGD
+from kdist.step.learning_rate import EffectiveRate
+from kdist.step.reduce import Reduce, ReduceWhenDue, Weigh
+from kdist.step.scale_rate import ScaleRate
+from kdist.step.step import Step
+from kdist.step.update import Stage, UpdatePipeline
+from kdist.step.vote_message import VoteMessage
+from kdist.strategies.all_reduce import AllReduceExtended
+
+
+class ForwardStep(Step):
+    """A step that updates no weights: what its layers write is equal on all ranks at its end.
+
+    Args:
+        extended: the strategy's `AllReduceExtended`.
+        shard: `Shard`.
+        written: `WrittenState` of the model.
+        is_traced_alike: bool, whether the shapes of the data are the same on all ranks while the step is traced.
+    """
+
+    kind = "forward"
+
+    def __init__(
+        self, extended: AllReduceExtended, shard: Shard, *, written: WrittenState, is_traced_alike: bool
+    ) -> None:
+        super().__init__(extended, shard)
+        self._written = written
+        self._is_traced_alike = is_traced_alike
+
+    @contextlib.contextmanager
+    def running(self, model: keras.Model) -> Iterator[Any]:
+        """Opens the step on a model; what it has written is merged at its end."""
+        with (
+            super().running(model),
+            synchronized_moments(model),
+            BufferSync(model, self, self._written, self.kind, is_traced_alike=self._is_traced_alike) as buffers,
+            self._updating(model, buffers) as pipeline,
+        ):
+            yield pipeline
+            self._merge(buffers)
+
+    @contextlib.contextmanager
+    def _updating(self, model: keras.Model, buffers: BufferSync) -> Iterator[Any]:
+        yield None
+
+    def _merge(self, written: BufferSync) -> None:
+        written.merge_the_rest()
+
+
+class TrainStep(ForwardStep):
+    """A step that updates weights: every optimizer applies reduced gradients.
+
+    Args:
+        extended: the strategy's `AllReduceExtended`.
+        shard: `Shard`.
+        written: `WrittenState` of the model.
+        is_traced_alike: bool, see `ForwardStep`.
+        reducer: `GradientReducer`.
+        rate_of: callable that returns the `EffectiveRate` of an innermost optimizer.
+        scaled: bool, whether updates use the scaled rate; not in `train_on_batch`, which splits the user's batch.
+        votes: `Votes` of this rank's callbacks.
+        accumulates: bool, whether gradients are reduced once per update, not in every step.
+        extensions: sequence of `Stage`, those of callbacks.
+    """
+
+    kind = "train"
+
+    def __init__(
+        self,
+        extended: AllReduceExtended,
+        shard: Shard,
+        *,
+        written: WrittenState,
+        is_traced_alike: bool,
+        reducer: GradientReducer,
+        rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate],
+        scaled: bool,
+        votes: Votes,
+        accumulates: bool,
+        extensions: Sequence[Stage] = (),
+    ) -> None:
+        super().__init__(extended, shard, written=written, is_traced_alike=is_traced_alike)
+        self._reducer = reducer
+        self._rate_of = rate_of
+        self._scaled = scaled
+        self._votes = VoteMessage(self, votes)
+        self._accumulates = accumulates
+        self._extensions = extensions
+
+    def stages(self, buffers: BufferSync) -> list[Stage]:
+        """Returns the stages of each update, in the order of `SLOTS`; those of callbacks are sorted in."""
+        return [
+            Weigh(self),
+            self._reduction(buffers),
+            *([ScaleRate(self._rate_of)] if self._scaled else []),
+            FusedSGD(),
+            *self._extensions,
+        ]
+
+    def _reduction(self, buffers: BufferSync) -> Reduce:
+        kind = ReduceWhenDue if self._accumulates else Reduce
+        return kind(self, self._reducer, buffers, self._votes, self._rate_of)
+
+    @contextlib.contextmanager
+    def _updating(self, model: keras.Model, buffers: BufferSync) -> Iterator[UpdatePipeline]:
+        pipeline = UpdatePipeline(self.stages(buffers), self)
+        with pipeline.opened(optimizers_of(model)):
+            yield pipeline

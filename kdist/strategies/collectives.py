@@ -1,0 +1,115 @@
+"""The collectives that a model, a loss or a training step may call: `kdist.all_gather` and `kdist.all_reduce`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from kdist.strategies.all_reduce import AllReduceExtended, AllReduceStrategy
+from kdist.strategies.differentiable import rows_of_all_ranks, sum_over_ranks
+
+
+def all_gather(x: Any) -> Any:
+    """Concatenates the rows of all ranks, in the order of the global batch.
+
+    In one process, and with a strategy other than synchronous all-reduce, the result is `x`.
+
+    Gradients pass through: this rank's rows get the gradients of the losses of all ranks. So a loss that relates the
+    rows of a batch to each other is exact where it is computed from the gathered rows.
+
+    In `fit`, `evaluate` and `predict` a rank without rows in a step adds none. Outside of these each rank adds all rows
+    of its `x`.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        x: tensor of shape `(rows, ...)` and of any numeric or `bool` dtype, or a nested structure of such tensors. The
+            number of rows may differ between the ranks; the other dimensions may not.
+
+    Returns:
+        A structure like `x`. Its tensors have the shape `(rows of all ranks, ...)`, and are equal on all ranks.
+
+    Raises:
+        EngineError: if a tensor is a scalar, or its dtype cannot be sent.
+
+    Example:
+    ```python
+    class Contrastive(keras.Model):
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            images, texts = kdist.all_gather(y_pred)
+            return contrastive_loss(images, texts)
+    ```
+
+    References:
+        - [Chen et al., 2020](https://arxiv.org/abs/2002.05709), which gathers the negatives of all replicas.
+    """
+    extended = _extended()
+    if extended is None:
+        return x
+    tensors = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(x)]
+    return keras.tree.pack_sequence_as(x, rows_of_all_ranks(extended.engine, extended.step, tensors))
+
+
+def all_reduce(x: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
+    """Combines the values of all ranks, element by element.
+
+    In one process, and with a strategy other than synchronous all-reduce, the result is `x`.
+
+    Gradients pass through: the `x` of this rank gets the gradients of the losses of all ranks.
+
+    In `fit`, `evaluate` and `predict` a rank without rows in a step takes no part. `"mean"` weights each rank by its
+    number of rows: the mean of the ranks' means over their rows is the mean over the rows of the global batch. Outside
+    of these each rank counts once.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        x: tensor of integer, float or complex dtype, or a nested structure of such tensors. Shapes and dtypes must be
+            equal on all ranks.
+        op: str, `"sum"`, `"mean"`, `"max"` or `"min"`.
+
+    Returns:
+        A structure like `x`. Its tensors are equal on all ranks; means of integers are floats.
+
+    Raises:
+        ValueError: if `op` is another one.
+        EngineError: if a dtype cannot be summed.
+
+    Example:
+    ```python
+    class GlobalNorm(keras.layers.Layer):
+        def call(self, x):
+            mean = kdist.all_reduce(keras.ops.mean(x, axis=0), "mean")
+            return x - mean
+    ```
+    """
+    if op not in ("sum", "mean", "max", "min"):
+        raise ValueError(
+            f"all_reduce has no such operation. Received: op={op!r}. Expected 'sum', 'mean', 'max' or 'min'."
+        )
+    extended = _extended()
+    if extended is None:
+        return x
+    engine, step = extended.engine, extended.step
+    tensors = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(x)]
+    if op in ("max", "min"):
+        reduce = tf.reduce_max if op == "max" else tf.reduce_min
+        gathered = rows_of_all_ranks(engine, step, [tensor[tf.newaxis] for tensor in tensors])
+        combined = [reduce(rows, axis=0) for rows in gathered]
+    else:
+        if op == "mean":
+            share = 1 / extended.num_replicas if step is None else step.weight
+            tensors = [x if x.dtype.is_floating else tf.cast(x, keras.config.floatx()) for x in tensors]
+            tensors = [x * tf.cast(share, x.dtype) for x in tensors]
+        combined = sum_over_ranks(engine, step, tensors)
+    return keras.tree.pack_sequence_as(x, combined)
+
+
+def _extended() -> AllReduceExtended | None:
+    """Returns the extended strategy of the context if several ranks take part, else `None`."""
+    strategy = tf.distribute.get_strategy()
+    if not isinstance(strategy, AllReduceStrategy) or strategy.extended.num_replicas == 1:
+        return None
+    return strategy.extended

@@ -1,0 +1,119 @@
+"""Collectives that gradients pass through, in a replica's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import tensorflow as tf
+
+from kdist.engines.engine import Engine
+
+
+class ReplicaStep(Protocol):
+    """What the strategy needs of a training step that weights ranks by their rows.
+
+    Attributes:
+        weight: scalar float tensor, the weight of this rank's loss: its share of the global batch.
+        active: scalar `bool` tensor, whether this rank has rows that count.
+        applying: bool, whether an optimizer applies gradients that are already reduced.
+        loss_is_weighted: bool, whether the backward pass starts from the loss times the weight.
+    """
+
+    weight: tf.Tensor
+    active: tf.Tensor
+    applying: bool
+    loss_is_weighted: bool
+
+
+def sum_over_ranks(
+    engine: Engine, step: ReplicaStep | None, tensors: Sequence[tf.Tensor], divisor: float = 1
+) -> list[tf.Tensor]:
+    """Sums tensors over the ranks; a gradient is that of the loss of all ranks.
+
+    Collective: every rank must call this, in the same order; the backward pass, too.
+
+    Args:
+        engine: `Engine`, how the ranks communicate.
+        step: the open step, whose ranks without rows add nothing, or `None`.
+        tensors: sequence of tensors, of equal shapes on all ranks.
+        divisor: number by which the sums are divided.
+    """
+
+    def total(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        sums = engine.allreduce([_of_active(step, value) for value in values])
+        return sums if divisor == 1 else [value / tf.cast(divisor, value.dtype) for value in sums]
+
+    def reduce(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+        return total(values), lambda *upstream: _of_all_losses(total, step, upstream)
+
+    return list(tf.custom_gradient(reduce)(*tensors))
+
+
+def rows_of_all_ranks(
+    engine: Engine, step: ReplicaStep | None, tensors: Sequence[tf.Tensor], *, alike: bool = False
+) -> list[tf.Tensor]:
+    """Concatenates tensors over the ranks along their first axis; a gradient is that of the loss of all ranks.
+
+    Collective: every rank must call this, in the same order; without `alike` the backward pass, too.
+
+    Args:
+        engine: `Engine`, how the ranks communicate.
+        step: the open step, whose ranks without rows add nothing, or `None`.
+        tensors: sequence of tensors of rank at least 1; only their first dimensions may differ between the ranks.
+        alike: bool, whether all ranks compute the same from the result: then the loss of one is that of all.
+
+    Returns:
+        A list of tensors. Their first dimensions are not known in a graph.
+    """
+    sizes = [tf.shape(tensor, tf.int64)[0] for tensor in tensors]
+    sent = sizes if step is None else [tf.where(step.active, size, 0) for size in sizes]
+    rows = [tf.stop_gradient(tensor)[:size] for tensor, size in zip(tensors, sent, strict=True)]
+    *gathered, counts = engine.allgather([*rows, tf.stack(sent)[tf.newaxis]])
+    for tensor, result in zip(tensors, gathered, strict=True):
+        result.set_shape([None, *tensor.shape[1:]])
+    starts = tf.reduce_sum(counts[: engine.rank], axis=0)
+    places = [i for i, tensor in enumerate(tensors) if tensor.dtype.is_floating or tensor.dtype.is_complex]
+
+    def concatenate(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            if not alike:
+                upstream = tuple(_of_all_losses(engine.allreduce, step, upstream))
+            elif step is not None:  # the step multiplies by the weight
+                upstream = tuple(_divided_by_weight(step, value) for value in upstream)
+            own = []
+            for place, value, total in zip(places, values, upstream, strict=True):
+                part = total[starts[place] : starts[place] + sent[place]]
+                after = tf.one_hot(0, tf.rank(part), sizes[place] - sent[place], tf.constant(0, tf.int64))
+                own.append(tf.reshape(tf.pad(part, tf.stack([tf.zeros_like(after), after], axis=1)), tf.shape(value)))
+            return own
+
+        return [tf.identity(gathered[place]) for place in places], gradient
+
+    if places:
+        for place, result in zip(places, tf.custom_gradient(concatenate)(*(tensors[i] for i in places)), strict=True):
+            gathered[place] = result
+    return gathered
+
+
+def _of_all_losses(
+    total: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]], step: ReplicaStep | None, upstream: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Returns the gradients of the sum of the ranks' weighted losses, from those of each rank's own loss.
+
+    Where the backward pass starts from the loss alone, the step multiplies what is returned by this rank's weight.
+    """
+    if step is None:
+        return total(upstream)
+    if step.loss_is_weighted:
+        return [_of_active(step, value) for value in total(upstream)]
+    weighted = [value * tf.cast(step.weight, value.dtype) for value in upstream]
+    return [_of_active(step, _divided_by_weight(step, value)) for value in total(weighted)]
+
+
+def _of_active(step: ReplicaStep | None, value: tf.Tensor) -> tf.Tensor:
+    return value if step is None else tf.where(step.active, value, tf.zeros_like(value))
+
+
+def _divided_by_weight(step: ReplicaStep, value: tf.Tensor) -> tf.Tensor:
+    return tf.math.divide_no_nan(value, tf.cast(step.weight, value.dtype))

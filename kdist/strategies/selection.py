@@ -1,0 +1,146 @@
+"""The selection of a strategy for a job: pure functions, without TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from kdist.cluster.info import ClusterInfo
+from kdist.errors import StrategyError
+
+MPI_LAUNCHERS = ("openmpi", "mpich", "intel_mpi", "mvapich", "slurm")
+"""Launchers whose processes connect over MPI."""
+
+ENGINES: Mapping[str, tuple[str, ...]] = {
+    "mpi": MPI_LAUNCHERS,
+    "horovod": ("horovod", *MPI_LAUNCHERS),
+    "collective": ("tf_config", *MPI_LAUNCHERS),
+}
+"""The engines, each with the launchers that it supports. `"auto"` takes the first that supports the launcher."""
+
+PARAMETER_SERVER = "parameter_server"
+"""Asynchronous training: variables on parameter servers."""
+
+PARAMETER_SERVER_LAUNCHERS = ("tf_config", *MPI_LAUNCHERS)
+"""Launchers that it supports: roles follow from TF_CONFIG or from the rank."""
+
+PASSED_THROUGH = ("mirrored", "tpu")
+"""Several replicas in one process: TensorFlow's own strategies."""
+
+WORDS = ("auto", "single", *ENGINES, PARAMETER_SERVER, *PASSED_THROUGH)
+"""The values of `strategy` that are words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The strategy of a job, and the reason.
+
+    Attributes:
+        strategy: str, `"single"` (Keras' own code path), an engine (synchronous all-reduce by it),
+            `"parameter_server"`, `"mirrored"` or `"tpu"`.
+        why: str, the reason, for the log.
+    """
+
+    strategy: str
+    why: str
+
+
+def choose(
+    word: str,
+    info: ClusterInfo,
+    *,
+    num_gpus: int = 0,
+    horovod_on_gpus: bool = False,
+    is_synchronous: bool = False,
+) -> Selection:
+    """Selects the strategy of a job.
+
+    Args:
+        word: str, one of `WORDS`.
+        info: `ClusterInfo`.
+        num_gpus: int, the GPUs that this process sees.
+        horovod_on_gpus: bool, whether the ranks have GPUs and a Horovod with NCCL. `"auto"` then takes it, because MPI
+            would copy each gradient through host memory.
+        is_synchronous: bool, whether the user asked for an all-reduce with any engine.
+
+    Returns:
+        The `Selection`.
+
+    Raises:
+        StrategyError: if the word is unknown, or the job is not supported.
+
+    Example:
+    >>> choose("auto", ClusterInfo()).strategy
+    'single'
+    """
+    if word not in WORDS:
+        raise StrategyError(
+            f"Unknown strategy. Received: strategy={word!r}. Expected one of {', '.join(map(repr, WORDS))}, a "
+            "kdist.AllReduce, a kdist.ParameterServer, a kdist.TPU or a tf.distribute.Strategy. Fix: choose one of "
+            "these."
+        )
+    if word == "single":
+        return Selection("single", "requested" if info.size == 1 else "requested: each rank trains independently")
+    if "ps" in info.cluster_spec and (word in ENGINES or is_synchronous):
+        asked = "kdist.AllReduce" if is_synchronous else f"strategy={word!r}"
+        raise StrategyError(
+            f"Synchronous training has no parameter servers. Received: {asked} and a cluster with ps "
+            f"tasks ({info.reason}). Expected only workers (and a chief). Fix: leave the ps out of TF_CONFIG, or "
+            'choose strategy="auto" or a kdist.ParameterServer, which train asynchronously.'
+        )
+    if info.launcher in PARAMETER_SERVER_LAUNCHERS and (
+        word == PARAMETER_SERVER or (word == "auto" and "ps" in info.cluster_spec)
+    ):
+        return Selection(PARAMETER_SERVER, f"the cluster has {info.size} process(es): {info.reason}")
+    if info.task_type == "evaluator":
+        raise StrategyError(
+            f"Synchronous training has no evaluator. Received: the task type 'evaluator' and strategy={word!r} "
+            f"({info.reason}). Expected an evaluator only with parameter servers: synchronous workers evaluate "
+            '`validation_data` themselves. Fix: leave it out of TF_CONFIG; or choose strategy="single".'
+        )
+    if word in PASSED_THROUGH or (word == "auto" and info.size == 1):
+        return _in_one_process(word, info, num_gpus)
+    if word != PARAMETER_SERVER:
+        preferred, why = _preferred(num_gpus, horovod_on_gpus) if word == "auto" else ([word], "")
+        for engine in [*preferred, *ENGINES] if word == "auto" else [word]:
+            if info.launcher in ENGINES[engine]:
+                return Selection(engine, f"{info.launcher} started {info.size} process(es){why}: {info.reason}")
+    if info.size == 1:
+        return Selection("single", "there is one process")
+    if word in ENGINES and any(info.launcher in launchers for launchers in ENGINES.values()):
+        raise StrategyError(
+            f"This strategy does not support this launcher. Received: strategy={word!r} and {info.size} process(es) of "
+            f"{info.launcher} ({info.reason}). Expected one of {', '.join(ENGINES[word])}. Fix: start "
+            f'them with `kdist run --strategy {word} -np N script.py`, or choose strategy="auto".'
+        )
+    raise StrategyError(
+        f"This launcher is not supported. Received: {info.size} process(es) of {info.launcher} "
+        f"({info.reason}). Expected one process, or ranks started by an MPI launcher or srun. Fix: start it with "
+        '`kdist run -np N script.py`, or choose strategy="single" (KDIST_STRATEGY=single) to train each '
+        "process independently."
+    )
+
+
+def _preferred(num_gpus: int, horovod_on_gpus: bool) -> tuple[list[str], str]:
+    """Returns the engines that are preferred where there are GPUs, and why."""
+    if horovod_on_gpus:
+        return ["horovod"], ", which have GPUs, and Horovod has NCCL"
+    if num_gpus:
+        return ["collective"], ", which have GPUs; MPI would copy gradients through host memory"
+    return [], ""
+
+
+def _in_one_process(word: str, info: ClusterInfo, num_gpus: int) -> Selection:
+    if info.size > 1:
+        raise StrategyError(
+            f"This strategy runs in one process. Received: strategy={word!r} and {info.size} process(es) of "
+            f"{info.launcher} ({info.reason}). Expected one process, which has all devices. Fix: start the script with "
+            '`python`, or choose strategy="auto", which trains one replica per process.'
+        )
+    if word == "mirrored":
+        return Selection(word, "requested")
+    if word == "tpu" or info.launcher == "tpu":
+        return Selection("tpu", info.reason if info.launcher == "tpu" else "requested")
+    if num_gpus > 1:
+        return Selection("mirrored", f"there is one process, and it sees {num_gpus} GPUs")
+    return Selection("single", "there is one process")

@@ -1,0 +1,143 @@
+"""The data of a replicated model's verbs, in orders that are equal on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from kdist.data.input_checks import check_inputs
+from kdist.data.make_source import SourceAdapter, describe_source, has_fixed_shapes, holds_random_state, make_source
+from kdist.errors import ScopeError
+from kdist.state.comparison import check_agreement
+from kdist.state.random_state import agree_random_state, input_seed
+from kdist.strategies.all_reduce import AllReduceStrategy
+from kdist.strategies.settings import Settings
+from kdist.trainer.epoch_iterator import ShardedEpochIterator
+
+
+class Feed:
+    """Makes this rank's shards of the data of each verb, and synchronises the random states that the data uses.
+
+    Attributes:
+        widths_differ: bool, whether batches in the last `predict` may differ in other dimensions than the first.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: AllReduceStrategy,
+        settings: Settings,
+        *,
+        begin_pass: Callable[[], None],
+        end_pass: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._strategy = strategy
+        self._engine = strategy.engine
+        self._settings = settings
+        self._begin_pass = begin_pass
+        self._end_pass = end_pass
+        self._training: ShardedEpochIterator | None = None
+        self._holds_random_state = False
+        self._random_state = ""  # at the beginning of the outermost verb, before a generator draws
+        self._num_sources = 0
+        self.widths_differ = False
+
+    @contextlib.contextmanager
+    def outermost_verb(self) -> Iterator[None]:
+        """A context that is open while the outermost verb runs."""
+        self._random_state = repr(random.getstate())
+        try:
+            yield
+        finally:
+            self._holds_random_state = False
+
+    @contextlib.contextmanager
+    def running_fit(self) -> Iterator[None]:
+        """A context that is open while `fit` runs, which trains on the first data and validates on later data."""
+        outer, self._training = self._training, None
+        try:
+            yield
+        finally:
+            self._training = outer  # frees the data
+
+    @property
+    def training(self) -> ShardedEpochIterator:
+        """The training data of the running `fit`."""
+        if self._training is None:
+            raise ScopeError(
+                "fit is not running. Received: a use of its data. Expected a call within fit. Fix: call fit."
+            )
+        return self._training
+
+    @property
+    def draws_in_background(self) -> bool:
+        """Whether the user's code draws random numbers for the running `fit` in a background thread."""
+        return holds_random_state(self.training.data_adapter.source)
+
+    def make_iterator(
+        self, verb: str, adapter: Any, *, steps_per_epoch: int | None, steps_per_execution: int
+    ) -> ShardedEpochIterator:
+        """Returns this rank's shards of a verb's data.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            verb: str, the verb.
+            adapter: Keras' data adapter of the user's data.
+            steps_per_epoch: int or `None`, as given by the user.
+            steps_per_execution: int, the steps in one call of the model's function.
+
+        Raises:
+            DataError: if the ranks cannot read the data in one order.
+            MismatchError: if the ranks have different kinds of data.
+        """
+        remake = functools.partial(
+            make_source,
+            adapter,
+            self._engine,
+            scale_batch=self._settings.scale_batch,
+            auto_shard=self._settings.auto_shard,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self._num_sources += 1
+        source = remake(seed=input_seed(self._random_state, self._num_sources))
+        check_agreement(self._engine, f"the data given to {verb}", describe_source(source))
+        check_inputs(adapter, source, self._engine, auto_shard=self._settings.auto_shard)
+        if verb == "predict" and self.widths_differ != (widths_differ := not has_fixed_shapes(source)):
+            self.widths_differ, self._model.predict_function = widths_differ, None
+        is_for_training = verb == "fit" and self._training is None
+        if is_for_training and holds_random_state(source):
+            self._holds_random_state = True
+        iterator = ShardedEpochIterator(
+            SourceAdapter(source, self.agree_random_state),
+            strategy=self._strategy,
+            steps_per_epoch=source.plan.job_steps_per_epoch,
+            # The end of such data is found within a step: earlier steps of the execution would be lost.
+            steps_per_execution=1 if source.has_uneven_shards else steps_per_execution,
+            model=self._model,
+            begin_pass=self._begin_pass,
+            end_pass=self._end_pass,
+            is_chief=self._engine.rank == 0,
+            remake=lambda seed: remake(seed=seed),
+        )
+        if is_for_training:
+            self._training = iterator
+        return iterator
+
+    def agree_random_state(self) -> None:
+        """Broadcasts rank 0's random states, unless a generator in a background thread draws from them.
+
+        What `tf.random` draws is agreed on always: such threads draw by themselves.
+
+        Collective: every rank must call this, in the same order.
+        """
+        # The state of such a generator must not change while it prefetches.
+        if not self._holds_random_state:
+            agree_random_state(self._engine)
+        self._strategy.draws.agree(self._engine)

@@ -1,0 +1,47 @@
+"""Callbacks that write files, run without writing on the ranks that do not write."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from typing import Any
+
+import keras
+
+from kdist.keras_hooks.callbacks import LOAD_MODEL, SAVE_MODEL, checkpoint_decision, saves_as_keras_does
+from kdist.keras_hooks.patching import patched
+
+ONLY_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+    *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),
+)
+"""Keras' callbacks that only write: other ranks need not run them."""
+
+
+def without_writing(callback: Any, undo: contextlib.ExitStack) -> Any | None:
+    """Returns a callback that does not write, or `None` if it only writes.
+
+    A user's subclass may do more, such as evaluate, which needs all ranks: it runs on all ranks.
+    """
+
+    def replace(name: str, value: Any) -> None:
+        undo.enter_context(patched(callback, name, value))
+
+    if type(callback) in ONLY_WRITERS:
+        return None
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        replace("log_dir", undo.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+    elif isinstance(callback, keras.callbacks.CSVLogger):
+        replace("filename", os.devnull)
+    elif isinstance(callback, keras.callbacks.RemoteMonitor):
+        replace("root", "kdist-of-another-rank:")  # not an address: Keras warns that it is not reachable
+    elif isinstance(callback, keras.callbacks.BackupAndRestore):
+        replace(SAVE_MODEL, lambda: None)
+        replace(LOAD_MODEL, lambda: None)
+        replace("delete_checkpoint", False)
+    elif saves_as_keras_does(callback):
+        replace(SAVE_MODEL, checkpoint_decision(callback))
+    return callback

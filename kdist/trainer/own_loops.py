@@ -1,0 +1,169 @@
+"""A training loop of the user's own without `strategy.run`: its gradients are averaged over the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.errors import StrategyError
+from kdist.keras_hooks.optimizers import innermost, set_optimizer_strategy, trained_variables
+from kdist.keras_hooks.own_loops import watch_optimizers, watch_scopes, whole_losses
+from kdist.keras_hooks.patching import patch
+from kdist.keras_hooks.trainer import original
+from kdist.state.broadcast import broadcast_state
+from kdist.state.comparison import check_agreement, first_difference
+from kdist.strategies.all_reduce import AllReduceStrategy
+
+logger = logging.getLogger("kdist")
+
+_SHARE_OUT = (
+    "These two lines share the rows out: `dataset = dataset.batch(batch_size, drop_remainder=True)` and `dataset = "
+    "tf.distribute.get_strategy().experimental_distribute_dataset(dataset)`"
+)
+
+
+class OwnLoops:
+    """The updates of optimizers outside of a replica.
+
+    Gradients are averaged over the ranks, in one message an update. Where all ranks saw the same rows that is one
+    process's result; where each saw as many rows of its own, it is the global batch's.
+    """
+
+    def __init__(self, strategy: AllReduceStrategy) -> None:
+        self._strategy = strategy
+        self._extended = strategy.extended
+        self._engine = strategy.engine
+        self._begun: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
+        self._is_untold: tf.Variable | None = None
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """A context in which a script may have its own loops: for the optimizers that it makes or uses there."""
+        with watch_optimizers(self.install, self._adopt), whole_losses(), watch_scopes(self._refuse_other):
+            yield
+
+    def install(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Sets the methods on the instance, for its life."""
+
+        def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+            run = original(optimizer, "apply")
+            variables = list(trainable_variables or trained_variables(innermost(optimizer)))
+            with self._averaged(optimizer, list(grads), variables) as means:
+                return run(means, trainable_variables)
+
+        def apply_gradients(grads_and_vars: Any) -> Any:
+            # Wrapped too, as a custom optimizer may clip here before it calls `apply`.
+            run, pairs = original(optimizer, "apply_gradients"), list(grads_and_vars)
+            variables = [variable for _, variable in pairs]
+            with self._averaged(optimizer, [gradient for gradient, _ in pairs], variables) as means:
+                return run(zip(means, variables, strict=True))
+
+        patch(optimizer, "apply", apply)
+        patch(optimizer, "apply_gradients", apply_gradients)
+
+    def _adopt(self, optimizer: keras.optimizers.Optimizer, method: str) -> None:
+        set_optimizer_strategy(optimizer, self._strategy)
+        self.install(optimizer)
+
+    def _refuse_other(self, strategy: tf.distribute.Strategy) -> None:
+        if strategy is not self._strategy and tf.distribute.get_strategy() is self._strategy:  # in this thread
+            raise StrategyError(
+                f"The scope of another strategy is opened inside of kdist.scope(). Received: {type(strategy).__name__}."
+                "scope(). Expected kdist's strategy, which has the replicas of all processes. Fix: replace the line "
+                "that makes it by `strategy = tf.distribute.get_strategy()`, inside of kdist.scope(); make optimizers "
+                "there, too."
+            )
+
+    @contextlib.contextmanager
+    def _averaged(
+        self, optimizer: keras.optimizers.Optimizer, gradients: list[Any], variables: list[Any]
+    ) -> Iterator[list[Any]]:
+        """Yields the gradients to apply: the ranks' means outside of a replica, else those that were given."""
+        given = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        if self._extended.is_in_replica or not given:
+            yield gradients
+            return
+        if optimizer not in self._begun:
+            self._begin(optimizer, variables)
+            self._begun.add(optimizer)
+        own = [_tensor(gradients[place]) for place in given]
+        means = [tf.math.scalar_mul(1 / self._engine.size, total) for total in self._extended.reduce_sum(own)]
+        self._tell_once(own, means)
+        by_place = dict(zip(given, means, strict=True))
+        with self._extended.reduced_replica():
+            yield [by_place.get(place) for place in range(len(gradients))]
+
+    def _begin(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
+        """Makes rank 0's weights and optimizer state those of all ranks.
+
+        Collective: every rank must call this, in the same order.
+        """
+        with tf.init_scope():  # before the step, where it is traced
+            every = [*variables, *trained_variables(innermost(optimizer)), *optimizer.variables]
+            state = list({id(each): each for each in every}.values())
+            shapes = {f"variable {place}": [list(v.shape), str(v.dtype)] for place, v in enumerate(state)}
+            check_agreement(self._engine, f"the first update of {type(optimizer).__name__}", shapes)
+            found = first_difference(self._engine, state)
+            if found is None:
+                return
+            broadcast_state(self._engine, state)
+        if self._engine.rank == 0:
+            logger.warning(
+                "rank(s) %s began the training loop with other weights or another optimizer state than rank %d: all "
+                "ranks now have those of rank 0. The first gradients of an eager loop were computed from the others. "
+                "Fix: make the model and the optimizer inside of kdist.scope(), and load them on all ranks",
+                found.ranks, found.root,
+            )  # fmt: skip
+
+    def _tell_once(self, own: Sequence[Any], means: Sequence[Any]) -> None:
+        """Logs on the chief, in its first update, what is done with the gradients, and whether all ranks' are equal."""
+        if self._engine.rank > 0:
+            return
+        if self._is_untold is None:
+            with tf.init_scope():
+                self._is_untold = tf.Variable(True, trainable=False)
+        is_untold = self._is_untold
+
+        def tell() -> tf.Tensor:
+            equal = [_is_close(mean, mine) for mean, mine in zip(means, own, strict=True)]
+            is_untold.assign(False)
+            return tf.numpy_function(self._tell, [tf.reduce_all(equal)], tf.bool)
+
+        tf.cond(is_untold, tell, lambda: tf.constant(False))
+
+    def _tell(self, equal: Any) -> np.bool_:
+        size = self._engine.size
+        if equal:
+            logger.info(
+                "a training loop without strategy.run: its gradients, averaged over the %d ranks in each update, were "
+                "equal on all of them. Either every rank trains on the same rows, which gives one process's result, "
+                "and no sooner, or the loop has averaged them before (hvd.DistributedGradientTape). %s",
+                size, _SHARE_OUT,
+            )  # fmt: skip
+        else:
+            logger.info(
+                "a training loop without strategy.run: its gradients are averaged over the %d ranks in each update. "
+                "They differ: each rank trains on rows of its own, and counts 1/%d, however many rows it has. A "
+                "dataset that every rank shuffles for itself is seen %d times in an epoch. %s",
+                size, size, size, _SHARE_OUT,
+            )  # fmt: skip
+        return np.bool_(True)
+
+
+def _tensor(gradient: Any) -> Any:
+    return gradient if isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)
+
+
+def _is_close(mean: Any, own: Any) -> tf.Tensor:
+    """Returns whether a mean over the ranks is this rank's own gradient to rounding: then it is every rank's."""
+    # A sparse gradient's mean has the rows of all ranks.
+    mean, own = (tf.reduce_sum(g.values, axis=0) if isinstance(g, tf.IndexedSlices) else g for g in (mean, own))
+    tolerance = (1e-4 if own.dtype.size > 2 else 0.05) * tf.reduce_max(tf.abs(own))
+    return tf.reduce_all(tf.abs(mean - own) <= tolerance)

@@ -1,0 +1,287 @@
+"""A Keras model whose verbs and steps work on this rank's share of the data.
+
+A few methods on the instance are replaced; they call the model's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.data.batch import Rows, Shard
+from kdist.keras_hooks.fit_loop import epoch_iterators
+from kdist.keras_hooks.metrics import flat_metrics, summed_variables
+from kdist.keras_hooks.optimizers import optimizers_of, set_optimizer_strategy
+from kdist.keras_hooks.patching import VERBS
+from kdist.keras_hooks.signatures import comparable, named_arguments
+from kdist.keras_hooks.trainer import (
+    EPOCH_LOGS,
+    MAKE_FUNCTION,
+    SYMBOLIC_BUILD,
+    build_eagerly,
+    build_layers,
+    has_own_steps,
+    is_built,
+    original,
+    patch_methods,
+    runs_eagerly,
+    set_strategy,
+    tensor_names_kept,
+)
+from kdist.state.comparison import check_agreement, check_equal
+from kdist.state.metrics import add_over_ranks
+from kdist.state.session import has_session, set_session
+from kdist.step.compiled import CompiledSteps
+from kdist.step.extensions import added_stages
+from kdist.step.local_sgd_step import LocalSGDStep
+from kdist.step.logs import measured_logs
+from kdist.step.step import Step
+from kdist.step.train_step import ForwardStep, TrainStep
+from kdist.strategies.all_reduce import AllReduceStrategy
+from kdist.strategies.settings import Settings
+from kdist.trainer import saving
+from kdist.trainer.callback_list import replicated_callbacks
+from kdist.trainer.epoch_iterator import ShardedEpochIterator
+from kdist.trainer.predictions import as_dense, gather_rows
+from kdist.trainer.session import ReplicatedSession
+from kdist.trainer.step_function import StepFunction
+
+
+def replicate(model: keras.Model, strategy: AllReduceStrategy, settings: Settings) -> None:
+    """Makes a model's verbs work on this rank's share of the data; a second call has no effect."""
+    if has_session(model):
+        return
+    set_strategy(model, strategy)
+    # Functions of an earlier use call the class's own steps.
+    model.train_function = model.test_function = model.predict_function = None
+    ReplicatedModel(ReplicatedSession(model, strategy, settings)).install()
+
+
+class ReplicatedModel:
+    """The methods that wrap those of one model."""
+
+    def __init__(self, session: ReplicatedSession) -> None:
+        self.session = session
+        self._model = session.model
+        self._engine = session.engine
+        self._extended = session.strategy.extended
+        self._compiled_steps = CompiledSteps(session.model)
+        self._dense_outputs: list[bool] = []
+        self._results: dict[str, dict[str, Callable[[], Any]]] = {}
+        self._prepared_optimizers: dict[str, Any] = {}  # by verb on a batch: the optimizer at its last call
+
+    def install(self) -> None:
+        """Sets the methods on the instance, and the model's session."""
+        verbs = {
+            name: functools.partial(self._verb_on_batch if name.endswith("_on_batch") else self._verb, name)
+            for name in VERBS
+        }
+        steps = {
+            "train_step": self.train_step,
+            "test_step": self.test_step,
+            "predict_step": self.predict_step,
+            MAKE_FUNCTION: self._make_function,
+            SYMBOLIC_BUILD: self._maybe_symbolic_build,
+            EPOCH_LOGS: self._epoch_logs,
+        }
+        patch_methods(self._model, {**verbs, **steps, **saving.wrappers(self.session)})
+        set_session(self._model, self.session)
+
+    def _original(self, name: str) -> Callable[..., Any]:
+        return original(self._model, name)
+
+    # The verbs.
+
+    def _verb(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        session, run = self.session, self._original(name)
+        if isinstance(kwargs.get("callbacks"), keras.callbacks.CallbackList) and session.verbs:
+            with session.running(name):  # validation within fit
+                return run(*args, **kwargs)
+        is_outermost = not session.verbs
+        session.warn_of_other_settings()
+        session.end_interrupted_pass()
+        session.feed.agree_random_state()
+        if not is_outermost:
+            session.agree()  # a callback may have loaded weights on this rank
+        given = named_arguments(inspect.signature(run).bind(*args, **kwargs))
+        check_agreement(self._engine, f"the arguments of {name}", comparable(given))
+        self._compiled_steps.disable_keras_compilation()
+        if name == "fit":
+            session.slots.load_state_dict({})  # the weights may be others
+        with (
+            session.running(name),
+            session.feed.running_fit() if name == "fit" else contextlib.nullcontext(),
+            session.feed.outermost_verb() if is_outermost else contextlib.nullcontext(),
+            replicated_callbacks(session, name, is_outermost),
+            epoch_iterators(self._make_iterator, session.strategy, is_chief=self._engine.rank == 0),
+        ):
+            result = run(*args, **kwargs)
+            return as_dense(result, self._dense_outputs) if name == "predict" else result
+
+    def _verb_on_batch(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        session = self.session
+        session.end_interrupted_pass()
+        # The first call after each compile does what the other verbs do at each call.
+        is_first = self._is_first_on_batch(name)
+        if is_first:
+            session.feed.agree_random_state()
+            self._compiled_steps.disable_keras_compilation()
+            if name == "predict_on_batch":  # Keras does not build the model here
+                built = self._model.built
+                check_agreement(self._engine, f"the model given to {name}", {"whether it is built": built})
+                if built:
+                    session.broadcast_state(name)
+        else:
+            session.agree()  # a rank may have loaded weights since
+        with session.running(name):
+            result = self._original(name)(*args, **kwargs)
+        if name == "predict_on_batch":
+            result = as_dense(result, self._dense_outputs)
+        if is_first and name == "train_on_batch":
+            check_equal(self._engine, {v.path: v for v in self._model.trainable_variables})
+            session.make_state_equal()
+        self._prepared_optimizers[name] = getattr(self._model, "optimizer", None)
+        return result
+
+    def _is_first_on_batch(self, name: str) -> bool:
+        optimizer = getattr(self._model, "optimizer", None)
+        return name not in self._prepared_optimizers or self._prepared_optimizers[name] is not optimizer
+
+    def _make_iterator(self, adapter: Any, **steps: Any) -> ShardedEpochIterator:
+        return self.session.feed.make_iterator(self.session.verbs[-1], adapter, **steps)
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        if isinstance(iterator, ShardedEpochIterator):
+            data_batch, iterator = iterator.batch_to_build_on(self._model), None
+        for optimizer in optimizers_of(self._model):
+            # An optimizer of another scope could not make its slots here.
+            set_optimizer_strategy(optimizer, self.session.strategy)
+        try:
+            self._build(iterator, data_batch)
+        except Exception:
+            # Without a strategy Keras does not call the model here; one with custom steps may not be callable.
+            if not has_own_steps(self._model):
+                raise
+        name = self.session.verbs[-1] if self.session.verbs else ""
+        if name in self._on_batch_verbs and self._is_first_on_batch(name):
+            self.session.broadcast_state(name)
+
+    def _build(self, iterator: Any, batch: Any) -> None:
+        model = self._model
+        if batch is not None and runs_eagerly(model):
+            if not all(is_built(model)):
+                with self.session.strategy.scope():
+                    build_eagerly(model, batch)
+            return
+        if batch is not None and not is_built(model)[0]:
+            with self.session.strategy.scope(), contextlib.suppress(Exception):  # Keras' own build then explains it
+                build_layers(model, batch)
+        with tensor_names_kept():
+            self._original(SYMBOLIC_BUILD)(iterator=iterator, data_batch=batch)
+
+    _on_batch_verbs = tuple(name for name in VERBS if name.endswith("_on_batch"))
+
+    # The steps: traced once, or run eagerly.
+
+    def _make_function(self, step: Callable[..., Any]) -> StepFunction:
+        return StepFunction(self._model, self._original(MAKE_FUNCTION)(step))
+
+    def _share(self, data: Any) -> Shard:
+        """Returns this rank's rows of what a step was given: its share already, or a batch of the user's."""
+        return data if isinstance(data, Shard) else Rows(data).split(data, self._engine.size, self._engine.rank)
+
+    def train_step(self, data: Any) -> Any:
+        """Trains on this rank's share of a batch."""
+        if self._extended.step is not None:
+            return self._original("train_step")(data)  # called in another model's step, on its share
+        session, is_shard = self.session, isinstance(data, Shard)
+        kind: Callable[..., TrainStep] = TrainStep
+        if session.local_sgd is not None and is_shard:
+            kind = functools.partial(LocalSGDStep, local_sgd=session.local_sgd)
+        step = kind(
+            self._extended,
+            self._share(data),
+            written=session.written,
+            is_traced_alike=is_shard,
+            reducer=session.reducer,
+            rate_of=session.rate_of,
+            scaled=is_shard,
+            votes=session.votes,
+            accumulates=is_shard and session.accumulation.optimizer is not None,
+            extensions=added_stages(self._model),
+        )
+        return self._measured_step("train_step", step, is_whole_pass=not is_shard)
+
+    def test_step(self, data: Any) -> Any:
+        """Evaluates this rank's share of a batch."""
+        if self._extended.step is not None:
+            return self._original("test_step")(data)
+        is_shard = isinstance(data, Shard)
+        step = ForwardStep(self._extended, self._share(data), written=self.session.written, is_traced_alike=is_shard)
+        return self._measured_step("test_step", step, is_whole_pass=not is_shard)
+
+    def _measured_step(self, name: str, step: Step, *, is_whole_pass: bool) -> Any:
+        """Runs a step that writes metrics, and sums them over the ranks if this is the whole pass."""
+        model = self._model
+        variables = summed_variables(model) if step.has_joint_metrics else model.metrics_variables
+        before = [tf.identity(v.value) for v in variables]
+
+        def run() -> tuple[Any, Any]:
+            return measured_logs(lambda: self._original(name)(step.data), flat_metrics(model), step)
+
+        done = self._compiled_steps.run(name, step, run) if self._compiled_steps.is_requested else None
+        if done is None:
+            with step.opened(model):
+                done = run()
+        logs, self._results[name] = done
+
+        def undo() -> None:
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+
+        tf.cond(step.active, lambda: None, undo)
+        if is_whole_pass:
+            add_over_ranks(self._engine, variables, before)
+            logs = self._with_results(name, logs)
+        return logs
+
+    def _epoch_logs(self, logs: Any) -> Any:
+        """Returns an epoch's logs, with the results of the summed metrics.
+
+        Collective: every rank must call this, in the same order.
+        """
+        name = "train_step" if self.session.verbs[-1] == "fit" else "test_step"
+        logs = self._with_results(name, self._original(EPOCH_LOGS)(logs))
+        if self.session.local_sgd is None or name != "train_step" or not isinstance(logs, dict):
+            return logs
+        # In local SGD other values are of this rank's last step only.
+        results = self._results.get(name, {})
+        local = {key: tf.convert_to_tensor(logs[key]) for key in sorted(logs) if key not in results}
+        local = {key: value for key, value in local.items() if value.dtype.is_floating}
+        means = self._engine.allreduce([value / tf.cast(self._engine.size, value.dtype) for value in local.values()])
+        return {**logs, **dict(zip(local, means, strict=True))}
+
+    def _with_results(self, step_name: str, logs: Any) -> Any:
+        results = self._results.get(step_name, {})
+        if not isinstance(logs, dict):
+            return logs
+        return {key: results[key]() if key in results else value for key, value in logs.items()}
+
+    def predict_step(self, data: Any) -> Any:
+        """Predicts this rank's share, and returns all ranks' predictions in the order of the rows."""
+        if self._extended.step is not None:
+            return self._original("predict_step")(data)
+        step = ForwardStep(self._extended, self._share(data), written=self.session.written, is_traced_alike=False)
+        with step.running(self._model):
+            outputs = self._original("predict_step")(step.data)
+        leaves = keras.tree.flatten(outputs)
+        self._dense_outputs = [not isinstance(leaf, tf.RaggedTensor) for leaf in leaves]
+        widths_differ = self.session.feed.widths_differ
+        gathered = [gather_rows(self._engine, leaf, step.rows, widths_differ=widths_differ) for leaf in leaves]
+        return keras.tree.pack_sequence_as(outputs, gathered)

@@ -1,0 +1,60 @@
+"""What writes files or loads weights, on several ranks: methods of a model, and functions that save one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from kdist.checkpoint.whole_files import write_whole
+from kdist.keras_hooks.files import SAVE, replaced
+from kdist.keras_hooks.trainer import original
+from kdist.state.session import session_of
+from kdist.strategies.all_reduce import AllReduceStrategy
+from kdist.trainer.session import ReplicatedSession
+
+
+def wrappers(session: ReplicatedSession) -> dict[str, Callable[..., Any]]:
+    """Returns the wrappers of a model's methods, by name."""
+
+    def write(name: str, *args: Any, **kwargs: Any) -> Any:
+        return _write(session.strategy, session.model, original(session.model, name), *args, **kwargs)
+
+    def load(name: str, *args: Any, **kwargs: Any) -> Any:
+        # If only some ranks load, the others get these weights by broadcast.
+        session.votes.cast("weights")
+        return original(session.model, name)(*args, **kwargs)
+
+    writing = {name: functools.partial(write, name) for name in ("save", "save_weights", "export")}
+    return {**writing, **{name: functools.partial(load, name) for name in ("set_weights", "load_weights")}}
+
+
+@contextlib.contextmanager
+def whole_files(strategy: AllReduceStrategy) -> Iterator[None]:
+    """Makes `keras.saving.save_model`, `tf.saved_model.save` and their kin write as a model's methods do."""
+
+    def wrap(save: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(save)
+        def write(*args: Any, **kwargs: Any) -> Any:
+            saved = next(iter(inspect.signature(save).bind(*args, **kwargs).arguments.values()))
+            return _write(strategy, saved, save, *args, **kwargs)
+
+        return write
+
+    with contextlib.ExitStack() as stack:
+        for place in SAVE:
+            stack.enter_context(replaced(place, wrap))
+        yield
+
+
+def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    session = session_of(saved) if isinstance(saved, keras.Model) else None
+    if isinstance(session, ReplicatedSession) and session.verbs and not session.writes:
+        return None  # in a callback: the chief saves the same
+    variables = getattr(saved, "variables", ())
+    with strategy.extended.no_sync():  # a graph that is saved runs in one process: `kdist.all_gather` leaves it alone
+        return write_whole(lambda path: strategy.versions.next(path, variables), save, *args, **kwargs)

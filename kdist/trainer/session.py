@@ -1,0 +1,280 @@
+"""The training session of one model that several ranks train together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+
+from kdist.errors import ScopeError
+from kdist.gradients.reducer import GradientReducer, make_compression
+from kdist.keras_hooks.optimizers import count_ended_step, innermost, optimizers_of, stored_learning_rate
+from kdist.keras_hooks.trainer import initial_epoch, plain_compiles, set_initial_epoch
+from kdist.keras_hooks.variables import is_of_one_rank, is_seed, key_of
+from kdist.state.assignments import WAYS_OUT, WrittenState
+from kdist.state.broadcast import broadcast_state
+from kdist.state.comparison import check_agreement, describe_model, make_equal
+from kdist.state.part import Placement, StatePart
+from kdist.state.session import TrainingSession
+from kdist.state.slots import SlotState
+from kdist.state.variables import ModelState
+from kdist.step.gradient_accumulation import LocalAccumulation
+from kdist.step.learning_rate import EffectiveRate, EffectiveRates
+from kdist.step.local_sgd import LocalSGD
+from kdist.step.scale_rate import scaled_rate
+from kdist.strategies.all_reduce import AllReduceStrategy
+from kdist.strategies.settings import Settings
+from kdist.trainer.data_state import ShardedData
+from kdist.trainer.feed import Feed
+
+logger = logging.getLogger("kdist")
+
+
+class ReplicatedSession(TrainingSession):
+    """The state of one model's training that its verbs, steps and callbacks share.
+
+    Attributes:
+        feed: `Feed`, the data of the verbs.
+        effective_rates: `EffectiveRates`, the learning rates of updates.
+        reducer: `GradientReducer`.
+        accumulation: `LocalAccumulation`, for `gradient_accumulation_steps`.
+        local_sgd: `LocalSGD` or `None`, for `sync_every`.
+        writes: bool, whether this rank saves models in callbacks.
+        verbs: list of str, the running verbs, the outermost first.
+        written: `WrittenState`, what steps write beside weights.
+    """
+
+    has_global_logs = True
+    runs_update_pipeline = True
+
+    def __init__(self, model: keras.Model, strategy: AllReduceStrategy, settings: Settings) -> None:
+        super().__init__(model, strategy.engine)
+        self.strategy = strategy
+        self.settings = settings
+        self.verbs: list[str] = []
+        self.written = WrittenState()
+        self.writes = self.engine.rank == 0
+        self.feed = Feed(model, strategy, settings, begin_pass=self._begin_pass, end_pass=self._end_pass)
+        self.effective_rates = EffectiveRates(
+            model, scale_lr=settings.scale_lr, scale_batch=settings.scale_batch, size=self.engine.size
+        )
+        self.accumulation = LocalAccumulation(model, self.engine)
+        options = settings.options
+        self.reducer = GradientReducer(
+            self.engine,
+            compression=make_compression(
+                options.compression, powersgd_rank=options.powersgd_rank, topk_ratio=options.topk_ratio
+            ),
+            bucket_mb=options.bucket_mb,
+            sparse_as_dense=options.sparse_as_dense,
+        )
+        self.local_sgd: LocalSGD | None = None
+        if options.sync_every > 1:
+            self.local_sgd = LocalSGD(
+                model,
+                self.engine,
+                self.written,
+                every=options.sync_every,
+                learning_rate=options.outer_learning_rate,
+                momentum=options.outer_momentum,
+                bucket_mb=options.bucket_mb,
+            )
+        self._reported: list[Settings] = []
+
+    @contextlib.contextmanager
+    def running(self, verb: str) -> Iterator[None]:
+        """A context that is open while a verb runs."""
+        self.verbs.append(verb)
+        try:
+            yield
+        finally:
+            self.verbs.pop()
+
+    def warn_of_other_settings(self) -> None:
+        """Warns once if the open scope has other settings than the model's scope."""
+        now = self.strategy.settings
+        if now is None or not self.settings.unlike(now) or now in self._reported or not self.writes:
+            return
+        self._reported.append(now)
+        logger.warning(
+            "the model keeps the settings of the scope it was made in: %s. Fix: make it, or load it, in this scope",
+            self.settings.unlike(now),
+        )
+
+    # State.
+
+    @property
+    def slots(self) -> SlotState:
+        """The slots beside the model's variables: residuals of compression, or the velocities of local SGD."""
+        return SlotState(self.model, self.local_sgd or self.reducer)
+
+    def parts(self) -> list[StatePart]:
+        """See `TrainingSession.parts`."""
+        return [self.slots, ModelState(self.model), self.effective_rates]
+
+    def data(self, epoch_step: int = 0) -> ShardedData:
+        """Returns the position in the sharded data; see `TrainingSession.data`."""
+        return ShardedData(self.feed.training, epoch_step)
+
+    def is_last_step(self, epoch_step: int, params: Mapping[str, Any]) -> bool:
+        """See `TrainingSession.is_last_step`."""
+        return self.feed.training.is_last(epoch_step)
+
+    @property
+    def draws_in_background(self) -> bool:
+        """See `TrainingSession.draws_in_background`."""
+        return self.feed.draws_in_background
+
+    def rates(self) -> list[EffectiveRate]:
+        """Returns the effective rates of the model's optimizers."""
+        return self.effective_rates.all()
+
+    def rate_of(self, optimizer: keras.optimizers.Optimizer) -> EffectiveRate:
+        """Returns the effective rate of an innermost optimizer."""
+        return self.effective_rates.get(optimizer)
+
+    def pending_variables(self) -> list[Any]:
+        """Returns the learning rates, which a callback may have changed on some ranks."""
+        return [stored_learning_rate(innermost(optimizer)) for optimizer in optimizers_of(self.model)]
+
+    def weights_are_pending(self) -> bool:
+        """See `TrainingSession.weights_are_pending`."""
+        votes = self.votes
+        return any(self.engine.gather_objects(votes.is_cast("weights") or "weights" in votes.agreed))
+
+    def check_step_extension(self, who: str, *, joint: bool = False) -> None:
+        """See `TrainingSession.check_step_extension`."""
+        if joint and self.local_sgd is not None:
+            raise ScopeError(
+                f"{who} does not support sync_every. Received: {who} with sync_every="
+                f"{self.settings.options.sync_every}. Expected gradients that are summed in each step. Fix: remove "
+                f"{who}, or sync_every."
+            )
+
+    def broadcast_state(self, verb: str) -> None:
+        """Compares the model over the ranks, and broadcasts rank 0's state at the beginning of a verb.
+
+        Collective: every rank must call this, in the same order.
+        """
+        check_agreement(self.engine, f"the model given to {verb}", describe_model(self.model))
+        self._broadcast(root=0)
+        self.votes.withdraw("weights")
+        if verb == "fit":
+            set_initial_epoch(self.model, self.engine.broadcast_object(initial_epoch(self.model)))
+
+    def make_state_equal(self) -> None:
+        """Sets what is no weight to rank 0's values where the ranks differ, with a warning.
+
+        Collective: every rank must call this, in the same order.
+        """
+        model = self.model
+        others = {key_of(each) for each in [*model.trainable_variables, *model.metrics_variables]}
+        state = {key_of(each): each for each in model.non_trainable_variables} | self.written.variables
+        kept = [
+            each
+            for key, each in state.items()
+            if key not in others and not is_seed(each) and not is_of_one_rank(model, each)
+        ]
+        for variable in make_equal(self.engine, kept):
+            self.written.tell_once(
+                variable,
+                self.engine,
+                "%r differs between the ranks, and is rank 0's on all of them now. Expected steps and callbacks that "
+                f"write the same on all of them. {WAYS_OUT}",
+            )
+
+    def _broadcast(self, root: int) -> None:
+        for part in self.parts():
+            if part.placement is Placement.WHOLE:
+                broadcast_state(self.engine, part.variables(), root=root)
+
+    # Agreement.
+
+    def agree(self) -> None:
+        """Exchanges votes at once, and stops training or broadcasts loaded weights on all ranks.
+
+        Collective: every rank must call this, in the same order.
+        """
+        if self.agree_to_stop():
+            self.model.stop_training = True
+        if "weights" in self.votes.agreed:
+            self.broadcast_loaded_weights()
+
+    def agree_to_stop(self) -> bool:
+        """Exchanges votes at once, and returns whether any rank has asked to stop training.
+
+        Collective: every rank must call this, in the same order.
+        """
+        if getattr(self.model, "stop_training", False):  # a model that is not compiled has none
+            self.votes.cast("stop")
+        self.votes.agree()
+        return "stop" in self.votes.agreed
+
+    def broadcast_loaded_weights(self) -> None:
+        """Broadcasts the state of the first rank that has loaded weights.
+
+        Collective: every rank must call this, in the same order.
+        """
+        has_loaded = self.engine.gather_objects(self.votes.is_cast("weights"))
+        self.votes.withdraw("weights")
+        within_a_pass = self.accumulation.is_open
+        if within_a_pass:
+            self.accumulation.end()
+        self._broadcast(root=has_loaded.index(True) if any(has_loaded) else 0)
+        if within_a_pass:
+            self.accumulation.begin()
+        if self.local_sgd is not None and self.local_sgd.is_open:
+            self.local_sgd.begin()
+
+    def synchronize(self) -> None:
+        """See `TrainingSession.synchronize`."""
+        if self.local_sgd is not None and self.local_sgd.is_open:
+            self.agree()  # a rank may have loaded weights
+            self.local_sgd.average_all()
+
+    # Passes over data.
+
+    def _begin_pass(self) -> None:
+        if self.verbs[-1] != "predict":
+            self.metrics.begin(all_are_summed=self.verbs[-1] == "fit" and self.local_sgd is not None)
+        if self.verbs[-1] != "fit":
+            return
+        if self.accumulation.optimizer is not None:
+            self.agree()  # broadcasts loaded weights before the sums differ
+            self.accumulation.begin()
+        if self.local_sgd is not None:
+            self.agree()
+            self.local_sgd.begin()
+
+    def _end_pass(self) -> None:
+        if self.verbs[-1] == "predict":
+            return
+        self.metrics.end()
+        if self.verbs[-1] == "fit":
+            if self.counts_ended_step:
+                for optimizer in optimizers_of(self.model):
+                    with scaled_rate(innermost(optimizer), self.rate_of(innermost(optimizer))):
+                        count_ended_step(optimizer)
+            self.accumulation.end()
+            self.agree()
+            if self.local_sgd is not None:
+                self.local_sgd.end()
+
+    @property
+    def counts_ended_step(self) -> bool:
+        """Whether optimizers count the step that has found the end of the data, as plain Keras' graphs do."""
+        return self.feed.training.ended_within_a_graph and not plain_compiles(self.model)
+
+    def end_interrupted_pass(self) -> None:
+        """Makes the ranks equal again if the last `fit` raised within a pass.
+
+        Collective: every rank must call this, in the same order.
+        """
+        if self.accumulation.is_open and not self.verbs:
+            self.accumulation.end()
+        if self.local_sgd is not None and self.local_sgd.is_open and not self.verbs:
+            self.agree()
+            self.local_sgd.end()

@@ -1,0 +1,142 @@
+"""Callbacks before and after the user's: they broadcast the state, exchange votes and log the learning rate."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+
+from kdist.checkpoint.backup import Backup
+from kdist.keras_hooks.optimizers import optimizers_of
+from kdist.state.comparison import check_agreement, check_equal, learning_rates
+from kdist.trainer.session import ReplicatedSession
+
+logger = logging.getLogger("kdist")
+
+
+class EffectiveRateLog(keras.callbacks.Callback):
+    """Adds the effective learning rate to the logs, before the user's callbacks read them."""
+
+    def __init__(self, session: ReplicatedSession) -> None:
+        super().__init__()
+        self._session = session
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds `effective_learning_rate` if it differs from the user's rate."""
+        self._session.effective_rates.add_to_logs(logs)
+
+
+class RankSynchronization(keras.callbacks.Callback):
+    """Broadcasts the state at the beginning, and exchanges votes. Runs after the user's callbacks.
+
+    Args:
+        session: `ReplicatedSession`.
+        verb: str, the verb.
+        is_outermost: bool, whether no other verb of the model runs.
+        any_callbacks: bool, whether any rank was given a callback.
+        stops_at_once: bool, whether votes are exchanged after each step, so that training stops after the same step as
+            in one process. They are sent in the next step's message else.
+
+    Attributes:
+        backups: list of `Backup`.
+    """
+
+    def __init__(
+        self, session: ReplicatedSession, verb: str, is_outermost: bool, any_callbacks: bool, *, stops_at_once: bool
+    ) -> None:
+        super().__init__()
+        self._session = session
+        self._verb = verb
+        self._is_outermost = is_outermost
+        self._any_callbacks = any_callbacks
+        self._stops_at_once = stops_at_once
+        self.backups: list[Backup] = []
+        self._is_checked = False
+        self._num_steps = 0
+        # Before the user's callbacks, which may restore another rate on the chief only.
+        self._given_rates = learning_rates(optimizers_of(session.model)) if verb == "fit" else {}
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcasts the state, which the user's callbacks may have restored on the chief."""
+        session = self._session
+        check_agreement(session.engine, "the optimizer given to fit", self._given_rates)
+        session.votes.withdraw("stop", "preempt")
+        for backup in self.backups:
+            backup.begin()
+        session.broadcast_state(self._verb)
+        rates = session.effective_rates
+        rates.set_warmup(session.settings.warmup_epochs, self.params, self.params.get("steps"))
+        if session.engine.rank == 0 and not rates.are_reported:
+            self._report_batch()
+            rates.report("local SGD steps are on each rank's own batch" if session.local_sgd is not None else "")
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Exchanges votes: a stop that a callback asks for here ends the training after the first step."""
+        self._session.agree_to_stop()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Broadcasts the state, unless this is the validation of `fit`."""
+        if self._verb != "fit" and self._is_outermost:
+            self._session.broadcast_state(self._verb)
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Waits until the files of callbacks are written."""
+        if self._verb != "fit" and self._is_outermost and self._any_callbacks:
+            self._session.engine.barrier()
+
+    on_predict_begin, on_predict_end = on_test_begin, on_test_end
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Applies the votes of this step's message, and writes this rank's votes for the next one."""
+        session = self._session
+        self._num_steps = batch + 1
+        if self._stops_at_once or not self._is_checked:  # a callback may have set weights on one rank already
+            session.agree_to_stop()
+        if "weights" in session.votes.agreed:
+            session.broadcast_loaded_weights()
+        if not self._is_checked:
+            self._is_checked = True
+            if session.local_sgd is None:  # which compares after its first average
+                check_equal(session.engine, {v.path: v for v in self.model.trainable_variables})
+                session.make_state_equal()
+        if "stop" in session.votes.agreed:
+            self.model.stop_training = True
+        elif self.model.stop_training:
+            session.votes.cast("stop")
+            self.model.stop_training = False
+        session.votes.send()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Exchanges votes and learning rates at once."""
+        session = self._session
+        num_steps = self._num_steps + session.counts_ended_step
+        session.effective_rates.set_warmup(session.settings.warmup_epochs, self.params, num_steps)
+        rates = session.rates()
+        changes = session.engine.allreduce([rate.local_change() for rate in rates])
+        for rate, change in zip(rates, changes, strict=True):
+            rate.apply_change(change)
+        session.agree()
+        session.make_state_equal()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Exchanges votes; also waits until the files of callbacks are written."""
+        self._session.agree()
+        self._session.votes.withdraw("stop")
+
+    def _report_batch(self) -> None:
+        """Logs how batches are distributed."""
+        size, settings = self._session.engine.size, self._session.settings
+        sync_every = settings.options.sync_every
+        if not settings.auto_shard:
+            logger.info("data: each of %d ranks has its own (auto_shard=False)", size)
+        elif settings.scale_batch:
+            growth = "" if sync_every > 1 else f": the global batch is {size} times as large"
+            logger.info("batch: %d replicas, each with one batch%s", size, growth)
+        else:
+            logger.info("batch: each is split over %d replicas (scale_batch=False)", size)
+        if sync_every > 1:
+            logger.info(
+                "sync_every: each rank makes %d local steps between two averages of the weights: results differ from "
+                "those of one process", sync_every,
+            )  # fmt: skip

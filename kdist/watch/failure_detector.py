@@ -1,0 +1,254 @@
+"""The failure detector: from the reports of all ranks to nothing, a warning, or the end of the job."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+_GRACE = 3.0  # seconds that the launcher has to end the job by itself after a rank died
+_SETTLED = 2.0  # seconds after which a rank that waits for an impossible collective is reported
+_SKEW = 60.0  # seconds after which ranks in different collectives are not merely one step apart
+
+IN_A_GRAPH = "a collective of a graph"
+"""What a rank waits in if no more is known of it, and the beginning of a text that has more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What is known of one rank.
+
+    Attributes:
+        rank: int, its number.
+        heartbeat_age: float, seconds since its last heartbeat.
+        disconnected: bool, whether its connection has closed.
+        finished: bool, whether its script has finished.
+        calls: int, how many collectives it has begun.
+        waiting: str or `None`, the collective that it waits in.
+        among: tuple of int or `None`, the ranks that take part in that one; `None` for all.
+        elapsed: float, seconds since it began that one, or finished the last one.
+        busy: bool, whether it uses the CPU.
+        in_user_code: bool, whether the user's code runs outside of Keras' loops, or in a callback.
+        stack: tuple of str, the stack of its main thread, innermost frame last; empty if it was active just now.
+        threads: tuple of str, the innermost frames of its other threads.
+    """
+
+    rank: int
+    heartbeat_age: float = 0.0
+    disconnected: bool = False
+    finished: bool = False
+    calls: int = 0
+    waiting: str | None = None
+    among: tuple[int, ...] | None = None
+    elapsed: float = 0.0
+    busy: bool = False
+    in_user_code: bool = False
+    stack: tuple[str, ...] = ()
+    threads: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A failure that was detected.
+
+    Attributes:
+        is_fatal: bool, whether the job must end; otherwise it is a warning.
+        ranks: tuple of int, the ranks at fault.
+        text: str, the message: received, expected, how to fix it.
+    """
+
+    is_fatal: bool
+    ranks: tuple[int, ...]
+    text: str
+
+
+def detect_failure(reports: Sequence[RankReport], stall_timeout: float | None, *, is_strict: bool) -> Failure | None:
+    """Detects a failure in the reports of all ranks.
+
+    Args:
+        reports: sequence of `RankReport`, one a rank.
+        stall_timeout: float or `None`, seconds without progress after which a rank has failed; `None` for never.
+        is_strict: bool, whether that holds for ranks that are busy or in the user's code, too.
+
+    Returns:
+        A `Failure`, or `None` if there is none.
+    """
+    skew = _SKEW if stall_timeout is None else min(stall_timeout, _SKEW)
+    return (
+        _died(reports)
+        or _finished_early(reports)
+        or _mismatch(reports, skew)
+        or _deadlock(reports, skew)
+        or _stalled(reports, stall_timeout, is_strict)
+        or _lost_at_exit(reports, stall_timeout)
+    )
+
+
+def _died(reports: Sequence[RankReport]) -> Failure | None:
+    dead = [each for each in reports if each.disconnected and not each.finished and each.heartbeat_age >= _GRACE]
+    if not dead:
+        return None
+    return Failure(
+        True,
+        _ranks(dead),
+        f"{_names(dead)} died without an error message. Received: a closed connection. Expected it to keep training. "
+        "Fix: read its output and the system log of its host; the kernel kills processes that run out of memory.",
+    )
+
+
+def _finished_early(reports: Sequence[RankReport]) -> Failure | None:
+    waiting = _waiting(reports, _SETTLED)
+    # A rank that has made the call which others still wait in may finish.
+    early = [each for each in reports if each.finished and any(_waits_for(other, each) for other in waiting)]
+    if not early:
+        return None
+    return Failure(
+        True,
+        _ranks(early),
+        f"{_names(waiting)} waits in {waiting[0].waiting} for {_names(early)}, which has finished its script. "
+        "Received: an exit on some ranks only. Expected every rank to make the same calls. Fix: look for `sys.exit`, "
+        "or for a branch on the rank around fit, evaluate, predict or an optimizer's apply.",
+    )
+
+
+def _waits_for(waiting: RankReport, finished: RankReport) -> bool:
+    """Returns whether a rank waits in a call that a finished one has not made."""
+    if waiting.among is None:
+        return waiting.calls > finished.calls
+    return finished.rank in waiting.among and waiting.elapsed >= _SKEW  # calls of groups are not counted
+
+
+def _mismatch(reports: Sequence[RankReport], skew: float) -> Failure | None:
+    for first in _waiting(reports, _SETTLED):
+        for other in _waiting(reports, _SETTLED):
+            if first.among is not None or other.among is not None:
+                continue  # different groups make different calls
+            same_number = first.calls == other.calls
+            if same_number and not _differ(first, other):
+                continue
+            # A graph may have several collectives under way, which begin in another order on another rank.
+            is_certain = same_number and not (_is_in_a_graph(first) and _is_in_a_graph(other))
+            if is_certain or min(first.elapsed, other.elapsed) >= skew:
+                return Failure(
+                    True,
+                    (first.rank, other.rank),
+                    f"Ranks wait in different collectives. Received: {_call(first)}, and {_call(other)}. Expected the "
+                    "same call with the same tensors on every rank. Fix: look for a branch, a shape or a number of "
+                    f"steps that depends on the rank.{_stacks([first, other])}",
+                )
+    return None
+
+
+def _deadlock(reports: Sequence[RankReport], skew: float) -> Failure | None:
+    """All ranks wait, one of them in a call of a group of which another rank waits elsewhere."""
+    running = [each for each in reports if not each.finished]
+    if not all(each.waiting is not None and each.elapsed >= skew for each in running):
+        return None
+    for first in running:
+        for other in running:
+            if first.among is not None and other.rank in first.among and other.waiting != first.waiting:
+                return Failure(
+                    True,
+                    (first.rank, other.rank),
+                    f"All ranks wait for each other. Received: rank {first.rank} in {first.waiting}, and rank "
+                    f"{other.rank} in {other.waiting}. Expected both in the same collective, or one to send what the "
+                    "other receives. Fix: let the ranks of a group make the same calls in the same order, and send "
+                    f"before they receive.{_stacks([first, other])}",
+                )
+    return None
+
+
+def _differ(first: RankReport, other: RankReport) -> bool:
+    """Returns whether two ranks are known to wait in different collectives."""
+    is_unknown = IN_A_GRAPH in (first.waiting, other.waiting) and _is_in_a_graph(first) and _is_in_a_graph(other)
+    return first.waiting != other.waiting and not is_unknown
+
+
+def _is_in_a_graph(report: RankReport) -> bool:
+    return report.waiting is not None and report.waiting.startswith(IN_A_GRAPH)
+
+
+def _stalled(reports: Sequence[RankReport], stall_timeout: float | None, is_strict: bool) -> Failure | None:
+    if stall_timeout is None:
+        return None
+    half = stall_timeout / 2
+    missing = [
+        each
+        for each in reports
+        if not each.finished and (each.heartbeat_age if each.waiting else each.elapsed + each.heartbeat_age) >= half
+    ]
+    others = [each for each in _waiting(reports, half) if each not in missing]
+    if not missing or not others:
+        return None
+    seconds = min(max(each.elapsed for each in others), max(each.elapsed + each.heartbeat_age for each in missing))
+    stuck = [each for each in missing if is_strict or _has_no_heartbeat(each) or not (each.busy or each.in_user_code)]
+    fatal = seconds >= stall_timeout and bool(stuck)
+    at_fault = stuck if fatal else missing
+    return Failure(
+        fatal,
+        _ranks(at_fault),
+        f"{_names(others)} waits in {others[0].waiting} for {seconds:.0f} s. Received: "
+        f"{'; '.join(map(_state, at_fault))}. Expected every rank to arrive within stall_timeout={stall_timeout:g} "
+        f"s. Fix: {'remove' if fatal else 'check'} what blocks it; kdist.scope(stall_timeout=...) allows more time, "
+        f"None any time.{_stacks(at_fault)}",
+    )
+
+
+def _lost_at_exit(reports: Sequence[RankReport], stall_timeout: float | None) -> Failure | None:
+    """Finished ranks wait for the others without a collective, as long as one of these sends heartbeats."""
+    left = [each for each in reports if not each.finished]
+    if stall_timeout is None or not left or len(left) == len(reports):
+        return None
+    if min(each.heartbeat_age for each in left) < stall_timeout:
+        return None
+    finished = [each for each in reports if each.finished]
+    return Failure(
+        True,
+        _ranks(left),
+        f"{_names(finished)} has finished and waits at exit. Received: {'; '.join(map(_no_heartbeat, left))}. Expected "
+        f"a heartbeat within stall_timeout={stall_timeout:g} s. Fix: check its host, and what its script does at the "
+        "end; kdist.scope(stall_timeout=...) allows more time, None any time.",
+    )
+
+
+def _waiting(reports: Sequence[RankReport], seconds: float) -> list[RankReport]:
+    # The others need not make the call that a finished rank waits in.
+    return [each for each in reports if each.waiting is not None and not each.finished and each.elapsed >= seconds]
+
+
+def _has_no_heartbeat(report: RankReport) -> bool:
+    return report.heartbeat_age > report.elapsed / 2 and report.heartbeat_age > _GRACE
+
+
+def _state(report: RankReport) -> str:
+    if _has_no_heartbeat(report):
+        return _no_heartbeat(report)
+    cpu = "uses the CPU" if report.busy else "is idle"
+    place = f" at {report.stack[-1]}" if report.stack else ", stack unknown"
+    return f"rank {report.rank} makes no collective for {report.elapsed:.0f} s and {cpu}{place}"
+
+
+def _no_heartbeat(report: RankReport) -> str:
+    return f"rank {report.rank} sends no heartbeat for {report.heartbeat_age:.0f} s: it or its host is stopped"
+
+
+def _call(report: RankReport) -> str:
+    return f"rank {report.rank} in its call {report.calls}, {report.waiting}"
+
+
+def _names(reports: Sequence[RankReport]) -> str:
+    return ("rank " if len(reports) == 1 else "each of ranks ") + ", ".join(str(each.rank) for each in reports)
+
+
+def _ranks(reports: Sequence[RankReport]) -> tuple[int, ...]:
+    return tuple(each.rank for each in reports)
+
+
+def _stacks(reports: Sequence[RankReport]) -> str:
+    """Returns the stacks of the main threads, innermost frames last, and the frames of the others."""
+    lines = []
+    for each in reports:
+        if each.stack:
+            lines += [f"rank {each.rank}'s main thread (most recent call last):", *each.stack]
+        if each.threads:
+            lines += [f"rank {each.rank}'s other threads:", *each.threads]
+    return "".join(f"\n  {line}" for line in lines)

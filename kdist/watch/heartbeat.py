@@ -1,0 +1,243 @@
+"""Heartbeats over TCP, beside the collectives: each rank sends its report to rank 0, which detects failures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kdist.watch.activity import Activity
+from kdist.watch.failure_detector import Failure, RankReport, detect_failure
+
+MAX_MESSAGE_BYTES = 1 << 16
+_PERIOD = 1.0  # seconds between two heartbeats
+_ROOT_FIRST = 3.0  # seconds that rank 0 has to end the job before another rank does
+_SIOCGIFADDR = 0x8915  # the request of Linux for the address of an interface
+
+
+class Heartbeat:
+    """Sends this rank's heartbeats and checks those of the others, in a thread of its own.
+
+    Args:
+        activity: `Activity`, what this rank does.
+        rank: int, this process's number.
+        size: int, the number of ranks.
+        fail: function of a message that reports it and ends the job; the message is empty where another rank reports.
+        warn: function of a message that logs it.
+
+    Attributes:
+        stall_timeout: float or `None`, seconds without progress after which a rank has failed.
+        is_strict: bool, whether that holds for ranks that are busy or in the user's code, too.
+    """
+
+    def __init__(
+        self, activity: Activity, rank: int, size: int, fail: Callable[[str], Any], warn: Callable[[str], Any]
+    ) -> None:
+        self.stall_timeout: float | None = 600.0
+        self.is_strict = False
+        self._activity = activity
+        self._rank = rank
+        self._size = size
+        self._fail = fail
+        self._warn = warn
+        self._warned: set[tuple[int, ...]] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._listener: socket.socket | None = None
+        self._token = ""
+
+    def listen(self, *, everywhere: bool) -> dict[str, Any]:
+        """Opens the port of rank 0.
+
+        Args:
+            everywhere: bool, whether ranks of other hosts connect; otherwise it listens on loopback only.
+
+        Returns:
+            What the other ranks need to connect: `hosts`, `port`, and a `token` that only ranks of this job know.
+        """
+        self._listener = socket.create_server(("" if everywhere else "127.0.0.1", 0), backlog=self._size)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._token = secrets.token_hex(16)
+        hosts = _own_hosts() if everywhere else ["127.0.0.1"]
+        return {"hosts": hosts, "port": self._listener.getsockname()[1], "token": self._token}
+
+    def connect(self, address: dict[str, Any], timeout: float = 20.0) -> None:
+        """Connects another rank to rank 0.
+
+        Args:
+            address: dict, what `listen` returned on rank 0.
+            timeout: float, seconds.
+
+        Raises:
+            OSError: if rank 0 cannot be reached.
+        """
+        *others, last = address["hosts"]
+        share = timeout / len(address["hosts"])
+        for host in others:
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection((host, address["port"]), share)
+                break
+        else:
+            connection = socket.create_connection((last, address["port"]), share)
+        peer = self._add(connection, rank=0)
+        peer.send({"token": address["token"], "rank": self._rank})
+
+    def start(self) -> None:
+        """Starts the thread, a daemon, which does not keep the process from exiting."""
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        threading.Thread(target=self._run, name="kdist-heartbeat", daemon=True).start()
+
+    def finish(self) -> None:
+        """Reports that this rank's script has finished."""
+        self._activity.has_finished = True
+        self._wake.send(b".")
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while True:
+            for key, _ in self._selector.select(max(0.0, due - time.monotonic())):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._woken:
+                    self._woken.recv(64)
+                    due = 0.0
+                else:
+                    self._read(self._peers[key.fileobj])  # type: ignore[index]
+            if time.monotonic() >= due:
+                due = time.monotonic() + _PERIOD
+                self._beat()
+
+    def _accept(self) -> None:
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._add(self._listener.accept()[0], rank=None)
+
+    def _add(self, connection: socket.socket, rank: int | None) -> _Peer:
+        connection.setblocking(False)
+        peer = self._peers[connection] = _Peer(connection, rank)
+        self._selector.register(connection, selectors.EVENT_READ)
+        return peer
+
+    def _read(self, peer: _Peer) -> None:
+        for message in peer.receive():
+            if peer.rank is None:
+                rank, token = message.get("rank"), str(message.get("token"))
+                known = isinstance(rank, int) and 0 < rank < self._size and hmac.compare_digest(token, self._token)
+                peer.rank, peer.is_closed = (rank, False) if known else (None, True)
+            elif "failed" in message:
+                time.sleep(_ROOT_FIRST)
+                self._fail("")
+            else:
+                peer.last_report = message
+        if peer.is_closed:
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+            if peer.rank is None:
+                del self._peers[peer.connection]
+
+    def _beat(self) -> None:
+        mine = self._activity.report()
+        for peer in self._peers.values():
+            # Rank 0 gets the whole report; the others need only a heartbeat of rank 0.
+            peer.send(mine if self._rank else {"finished": mine["finished"]})
+        others = [peer.report() for peer in self._peers.values() if peer.rank is not None]
+        failure = detect_failure(
+            [_rank_report(self._rank, mine), *others], self.stall_timeout, is_strict=self.is_strict
+        )
+        if failure is not None:
+            self._handle(failure)
+
+    def _handle(self, failure: Failure) -> None:
+        if not failure.is_fatal:
+            if failure.ranks not in self._warned and self._rank == 0:
+                self._warned.add(failure.ranks)
+                self._warn(failure.text)
+            return
+        if self._rank:
+            time.sleep(_ROOT_FIRST * min(self._rank - 1, 3))  # rank 0 has failed: the lowest other rank reports it
+        for peer in self._peers.values():
+            peer.send({"failed": True})
+        self._fail(failure.text)
+
+
+def _own_hosts() -> list[str]:
+    """Returns the addresses at which other hosts may reach this one, likeliest first."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel chooses the outgoing interface
+        found.append(probe.getsockname()[0])
+    # A network of compute nodes often has no route to other networks.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # no address
+                request = struct.pack("256s", name.encode()[:15])
+                found.append(socket.inet_ntoa(fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)[20:24]))
+    # In Debian's /etc/hosts the host's name has a loopback address.
+    with contextlib.suppress(OSError):
+        found += [each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    return [*dict.fromkeys(host for host in found if not host.startswith("127.")), socket.gethostname()]
+
+
+class _Peer:
+    """A connection to another rank."""
+
+    def __init__(self, connection: socket.socket, rank: int | None) -> None:
+        self.connection = connection
+        self.rank = rank
+        self.last_report: dict[str, Any] = {}
+        self.is_closed = False
+        self._last_received = time.monotonic()
+        self._in, self._out = b"", b""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message, or drops it while the last one is still in the buffer."""
+        if self.is_closed:
+            return
+        if not self._out:
+            self._out = json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(OSError):  # full, or closed, which `receive` detects
+            self._out = self._out[self.connection.send(self._out) :]
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the messages that have arrived."""
+        try:
+            received = self.connection.recv(MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            received = b""
+        self.is_closed = not received
+        self._last_received = time.monotonic()
+        *lines, self._in = (self._in + received).split(b"\n")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            messages = [None]
+        if len(self._in) > MAX_MESSAGE_BYTES or not all(isinstance(message, dict) for message in messages):
+            self.is_closed = True  # not a rank of this job
+            return []
+        return messages
+
+    def report(self) -> RankReport:
+        """Returns what is known of the rank."""
+        age = time.monotonic() - self._last_received
+        return _rank_report(self.rank or 0, self.last_report, age, disconnected=self.is_closed)
+
+
+def _rank_report(
+    rank: int, report: dict[str, Any], heartbeat_age: float = 0.0, *, disconnected: bool = False
+) -> RankReport:
+    known = {field.name: report[field.name] for field in dataclasses.fields(RankReport) if field.name in report}
+    known.update({name: tuple(places) for name, places in known.items() if isinstance(places, list)})
+    return RankReport(**{**known, "rank": rank, "heartbeat_age": heartbeat_age, "disconnected": disconnected})

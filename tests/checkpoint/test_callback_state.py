@@ -1,0 +1,30 @@
+"""What callbacks remember survives a file, whatever the model's dtype."""
+
+import io
+
+import keras
+import numpy as np
+import pytest
+
+from kdist.checkpoint.callback_state import CallbackState
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_best_weights_survive_a_file(dtype):
+    def make():
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype=keras.DTypePolicy(dtype))])
+
+    model, best = make(), keras.callbacks.EarlyStopping(restore_best_weights=True)
+    best.best_weights = model.get_weights()
+    state = CallbackState([best]).state_dict()
+    values = state.pop("values")
+    file = io.BytesIO()
+    np.savez(file, **state)
+    file.seek(0)
+    found = keras.callbacks.EarlyStopping(restore_best_weights=True)
+    CallbackState([found]).load_state_dict({"values": values, **np.load(file)})
+    other = make()
+    other.set_weights(found.best_weights)
+    for one, two in zip(other.get_weights(), best.best_weights, strict=True):
+        assert str(one.dtype) == dtype
+        np.testing.assert_array_equal(one, two)

@@ -1,0 +1,63 @@
+"""A directory of checkpoints is one training's at a time."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kdist.checkpoint.directory_lock import NAME, DirectoryLock
+from kdist.errors import CheckpointError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from kdist.checkpoint.directory_lock import DirectoryLock
+lock = DirectoryLock(Path(sys.argv[1]))
+lock.acquire()
+print("taken", flush=True)
+sys.stdin.readline()
+lock.release()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "backup")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "taken\n"
+        yield process
+        process.kill()
+
+
+def test_another_process_is_refused_by_name(holder, tmp_path):
+    with pytest.raises(CheckpointError, match=f"(?s)backup, which process {holder.pid} on host .*Fix"):
+        DirectoryLock(tmp_path / "backup").acquire(patience=0.3)
+
+
+def test_one_that_was_killed_has_given_it_back(holder, tmp_path):
+    holder.kill()
+    holder.wait()
+    DirectoryLock(tmp_path / "backup").acquire(patience=0)
+
+
+def test_it_is_waited_for(holder, tmp_path):
+    holder.stdin.write("go\n")
+    holder.stdin.flush()
+    lock = DirectoryLock(tmp_path / "backup")
+    lock.acquire()
+    lock.release()
+    assert list((tmp_path / "backup").iterdir()) == []
+
+
+def test_an_interrupted_training_is_not_in_its_own_way(tmp_path):
+    first, second = DirectoryLock(tmp_path), DirectoryLock(tmp_path)
+    first.acquire()
+    second.acquire(patience=0)
+    second.release()
+    assert not (tmp_path / NAME).exists()
+    first.release()
+
+
+def test_what_cannot_be_claimed_is_no_error(tmp_path):
+    (tmp_path / "file").touch()
+    DirectoryLock(tmp_path / "file").acquire(patience=0)

@@ -1,0 +1,81 @@
+"""What is written under a temporary name; on several ranks: `tests/training/behaviours_files.py`."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kdist.checkpoint.file_lock import file_lock
+from kdist.checkpoint.whole_files import write_whole
+from kdist.engines.single import SingleEngine
+from kdist.state.versions import Versions
+
+
+def write_directory(filepath, text):
+    Path(filepath, "inner").mkdir(parents=True)
+    Path(filepath, "inner", "file").write_text(text)
+
+
+def text_of(path):
+    assert [each.name for each in path.parent.iterdir()] == [path.name]  # nothing else is left
+    return Path(path, "inner", "file").read_text()
+
+
+def test_a_directory_of_the_same_version_is_left_alone(tmp_path):
+    path = tmp_path / "saved"
+    write_whole(lambda _: 7, write_directory, path, "first rank")
+    before = path.stat().st_ino
+    write_whole(lambda _: 7, write_directory, path, "second rank")
+    assert (text_of(path), path.stat().st_ino) == ("first rank", before)
+
+
+@pytest.mark.parametrize("version_of", [lambda _: 8, None])
+def test_a_directory_of_another_version_is_replaced(tmp_path, version_of):
+    path = tmp_path / "saved"
+    write_whole(lambda _: 7, write_directory, path, "old")
+    write_whole(version_of, write_directory, path, "new")
+    assert text_of(path) == "new"
+
+
+def test_a_write_that_fails_leaves_the_old_directory(tmp_path):
+    def fail(filepath):
+        write_directory(filepath, "half")
+        raise OSError("no space left")
+
+    path = tmp_path / "saved"
+    write_whole(None, write_directory, path, "old")
+    with pytest.raises(OSError, match="no space"):
+        write_whole(lambda _: 7, fail, path)
+    assert text_of(path) == "old"
+
+
+def test_the_directory_around_is_made_as_keras_makes_it(tmp_path):
+    write_whole(None, write_directory, f"{tmp_path}/made/here/saved/", "new")
+    assert text_of(tmp_path / "made" / "here" / "saved") == "new"
+    with pytest.raises(FileNotFoundError, match="missing"):
+        write_whole(None, lambda filepath: Path(filepath).write_text("x"), tmp_path / "missing" / "model.keras")
+
+
+def test_an_open_file_is_written_to():
+    file = io.BytesIO()
+    write_whole(None, lambda filepath: filepath.write(b"x"), file)
+    assert file.getvalue() == b"x"
+
+
+def test_versions_tell_writes_jobs_and_weights_apart(tmp_path):
+    ours, theirs = Versions(SingleEngine()), Versions(SingleEngine())
+    weights = [np.ones(3), np.zeros(2)]
+    first, second = ours.next(tmp_path, weights), ours.next(tmp_path, weights)
+    others = [ours.next(tmp_path / "other", [np.ones(3), np.ones(2)]), theirs.next(tmp_path, weights)]
+    assert len({first, second, *others}) == 4
+    assert ours.next(tmp_path / ".." / tmp_path.name / "new", weights) == first
+
+
+def test_a_lock_leaves_no_file(tmp_path):
+    path = tmp_path / "lock"
+    with file_lock(path):
+        assert path.exists()
+    assert not path.exists()
+    with file_lock(tmp_path / "missing" / "lock"):  # a directory that cannot be written to is not locked
+        pass

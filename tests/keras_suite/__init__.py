@@ -1,0 +1,1 @@
+"""Keras' own tests, on several ranks in the scope: `bash tests/run --keras`."""

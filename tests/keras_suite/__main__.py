@@ -1,0 +1,134 @@
+"""Runs Keras' own tests plainly and on several ranks in the scope, and tells what passes only plainly.
+
+`bash tests/run --keras --ranks 2 --out FILE` downloads the source distribution of the installed Keras, which has the
+tests, and calls this module. What is expected to differ, and why, is in `expected.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tests.helpers import spmd
+from tests.keras_suite.expected import reason
+
+FOLDERS = ("trainers", "callbacks", "losses", "metrics", "models", "saving", "optimizers", "layers", "export")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if all tests that pass plainly pass on the ranks, but for those that are expected to differ."""
+    parser = argparse.ArgumentParser(prog="bash tests/run --keras", description=__doc__)
+    parser.add_argument("source", type=Path, help="the source distribution of the installed Keras")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N")
+    parser.add_argument("--only", nargs="+", default=FOLDERS, metavar="PATH", help="folders or files in keras/src")
+    parser.add_argument("--out", type=Path, help="where the table goes; shown as well")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds a launch may take")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="keras-suite-") as folder:
+        with tarfile.open(options.source) as tar:
+            tar.extractall(folder, filter="data")
+        root = Path(folder, f"keras-{keras.__version__}", "keras", "src")
+        lines, wrong = [], 0
+        for file in files_of(root, options.only):
+            print(file, file=sys.stderr, flush=True)
+            plain = run(root, file, ranks=1, timeout=options.timeout)
+            if not plain:
+                wrong += 1
+                print(f"--- {file}\nno test of it ran in one process", file=sys.stderr)
+            todo = [test for test, result in plain.items() if result["outcome"] == "passed"]
+            found = run(root, file, ranks=options.ranks, timeout=options.timeout, tests=todo)
+            failed = {test: found[test]["why"] for test in todo if found[test]["outcome"] != "passed"}
+            surprises = {test: why for test, why in failed.items() if not reason(test)}
+            wrong += len(surprises)
+            lines.append(f"| {file} | {len(todo)} | {len(todo) - len(failed)} | {len(failed) - len(surprises)} |")
+            for test, why in surprises.items():
+                print(f"--- {test}\n{why}", file=sys.stderr)
+    table = "\n".join(
+        ["| file | pass plainly | pass on the ranks | expected to differ |", "|---|---:|---:|---:|", *lines]
+    )
+    print(table)
+    if options.out:
+        options.out.write_text(f"# Keras {keras.__version__}'s own tests on {options.ranks} ranks\n\n{table}\n")
+    return 1 if wrong else 0
+
+
+def files_of(root: Path, only: Sequence[str]) -> list[str]:
+    """Returns the files of tests, as paths in `keras/src`."""
+    found = {
+        path for name in only for path in ([root / name] if name.endswith(".py") else (root / name).rglob("*_test.py"))
+    }
+    return sorted(str(path.relative_to(root)) for path in found)
+
+
+def run(
+    root: Path, file: str, *, ranks: int, timeout: float, tests: Sequence[str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Runs a file's tests, in one process plainly or on ranks in the scope; a test that ends the job has failed.
+
+    Returns:
+        The result of each test by its name: `outcome`, and `why` if that is not `"passed"`.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    todo = None if tests is None else list(tests)
+    while todo is None or todo:
+        with tempfile.TemporaryDirectory(prefix="keras-suite-") as folder:
+            request = Path(folder, "request.json")
+            out = Path(folder, "{rank}.jsonl")
+            request.write_text(json.dumps({"tests": todo, "scoped": ranks > 1, "out": str(out)}))
+            options = ["-p", "tests.keras_suite.plugin", "-p", "no:cacheprovider", "-p", "no:randomly", "-q"]
+            options += [
+                "--color=no",
+                "--import-mode=importlib",
+                "--rootdir",
+                str(root),
+                "-c",
+                "/dev/null",
+                "-W",
+                "ignore",
+            ]
+            command = [sys.executable, "-m", "pytest", *options, str(root / file)]
+            env = {**spmd.EVERY_PACKAGE, "PYTHONPATH": str(spmd.ROOT), "KERAS_SUITE": str(request)}
+            if ranks == 1:
+                done = spmd.execute(command, env={**spmd.RANK_ENVIRONMENT, **env}, timeout=timeout)
+            else:
+                done = spmd.launch(command, ranks, env=env, timeout=timeout)
+            found = [_lines(Path(str(out).replace("{rank}", str(rank)))) for rank in range(ranks)]
+        last = ""
+        for lines in found:
+            for line in lines:
+                last = line["test"]
+                if line["when"] != "begins":
+                    before = results.get(line["test"], {"outcome": "passed"})
+                    results[line["test"]] = line if before["outcome"] == "passed" else before
+        if todo is None:
+            break
+        begun = [{line["test"] for line in lines if line["when"] != "begins"} for lines in found]
+        ended = set.intersection(*begun) if begun else set()
+        left = [test for test in todo if test not in ended]
+        if left:  # the job has ended in a test
+            blamed = last if last in left else left[0]
+            results[blamed] = {
+                "outcome": "failed",
+                "why": f"the job ended with {done.returncode}\n{done.output[-1500:]}",
+            }
+            left.remove(blamed)
+        todo = left
+    return results
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

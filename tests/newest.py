@@ -1,0 +1,30 @@
+"""The newest TensorFlow and Keras of the index, pre-releases too: the covering part of the fidelity suite.
+
+`bash tests/run --newest` makes the environment and runs this file. What fails here is shown, and does not fail a run:
+kdist may have to be changed before these versions are released.
+"""
+
+import os
+import re
+
+import pytest
+
+from tests.helpers import spmd
+from tests.training.covering import COVERING
+
+PYTHON = os.environ.get("KDIST_TEST_NEWEST_PYTHON", "")
+
+
+@pytest.fixture(scope="module")
+def launched(request):
+    return spmd.run("tests.training.all_cases:CASES", 2, only=spmd.selected(request), python=PYTHON, timeout=570)
+
+
+@pytest.mark.parametrize("case", COVERING)
+def test_case(launched, case):
+    launched.check(case)
+
+
+def test_private_names_are_there():
+    done = spmd.execute([PYTHON, "-m", "kdist.cli.main", "env"], timeout=120)
+    assert re.search(r"private names +all there", done.output), done.output

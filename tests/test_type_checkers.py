@@ -1,0 +1,84 @@
+"""kdist as mypy and pyright see it in a user's environment, after the README's editable install."""
+
+import re
+import sys
+import venv
+import zipfile
+
+import pytest
+
+from tests.helpers import spmd
+from tests.helpers.packaging import build, copy_source
+
+# `assert_type` fails on a type that is unknown.
+CORRECT = """
+from typing_extensions import assert_type
+
+import kdist
+from kdist.callbacks import NaNPolicy
+
+assert_type(kdist.rank(), int)
+assert_type(kdist.cluster_info().size, int)
+assert_type(kdist.callbacks.NaNPolicy("raise"), NaNPolicy)
+assert_type(kdist.errors.KDistError("why"), kdist.errors.KDistError)
+with kdist.scope(kdist.AllReduce(compression="fp16"), scale_lr=None):
+    pass
+"""
+
+# Each line has one error: what is not known to a checker has none.
+WRONG = """
+import kdist
+kdist.scope(scale_batch="yes")
+kdist.no_such_name
+kdist.callbacks.NaNPolicy(3)
+"""
+
+# The configuration that made setuptools install an import hook in place of a path.
+MAPPED = "    kdist = kdist\n    kdist.callbacks = callbacks\n"
+
+CHECKERS = {
+    "mypy": lambda python: [sys.executable, "-m", "mypy", "--no-incremental", "--python-executable", python],
+    "pyright": lambda python: [sys.executable, "-m", "pyright", "--pythonpath", python],
+}
+
+
+def user_environment(tmp_path, config=None):
+    """Makes a virtual environment with kdist alone, installed as `pip install --editable` does it."""
+    source = copy_source(tmp_path / "source")
+    if config:
+        (source / "setup.cfg").write_text(config)
+    venv.create(tmp_path / "venv", symlinks=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    zipfile.ZipFile(build("editable", source, tmp_path / "dist")).extractall(packages)
+    return tmp_path / "venv" / "bin" / "python"
+
+
+def errors(checker, python, script):
+    """Returns the numbers of the lines in which a checker finds errors, and all that it prints."""
+    project = python.parents[2] / "project"
+    project.mkdir()
+    (project / "train.py").write_text(script)
+    # Without the checkout, which the tests' own path may name.
+    done = spmd.execute([*CHECKERS[checker](str(python)), "train.py"], cwd=project, env={"PYTHONPATH": ""}, timeout=120)
+    assert ("Success" in done.output or "0 errors" in done.output) == (done.returncode == 0), done.output
+    return {int(line) for line in re.findall(r"train\.py:(\d+)[:\d]* (?:-\s)?error", done.output)}, done.output
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_what_is_correct_is_accepted(checker, tmp_path):
+    lines, output = errors(checker, user_environment(tmp_path), CORRECT)
+    assert not lines, output
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_what_is_wrong_is_seen(checker, tmp_path):
+    lines, output = errors(checker, user_environment(tmp_path), WRONG)
+    assert lines == {3, 4, 5}, output
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_an_import_hook_is_not_followed(checker, tmp_path):
+    config = (spmd.ROOT / "setup.cfg").read_text()
+    assert "    = .\n" in config
+    lines, output = errors(checker, user_environment(tmp_path, config.replace("    = .\n", MAPPED)), CORRECT)
+    assert lines, output

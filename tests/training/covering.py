@@ -1,0 +1,35 @@
+"""The part of the fidelity suite that runs on other versions of Keras and TensorFlow: what depends on them."""
+
+import itertools
+
+from tests.training import fidelity
+
+# Each optimizer, each kind of sizes and each kind of input at least once.
+CELLS = [
+    f"{optimizer}-{shape}-{kind}"
+    for optimizer, shape, kind in zip(
+        fidelity.OPTIMIZERS, itertools.cycle(fidelity.SHAPES), itertools.cycle(fidelity.KINDS), strict=False
+    )
+]
+
+# What uses private parts of Keras: each wrapper of ARCHITECTURE.md at least once.
+FEATURES = (
+    "steps_per_execution",
+    "run_eagerly",
+    "sequences_of_unknown_length",
+    "loss_reductions",
+    "losses_that_leave_out_a_class",
+    "regularizers_and_add_loss",
+    "gradient_accumulation",
+    "loss_scale",
+    "synchronized_batch_normalization",
+    "exact_metrics",
+    "masked_losses_of_whole_batches",
+    "metrics_of_whole_batches",
+    "two_optimizers",
+    "on_batch",
+    "predictions_of_a_dataset",
+    "adopted",
+)
+
+COVERING = (*CELLS, *FEATURES)

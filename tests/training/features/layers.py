@@ -1,0 +1,155 @@
+"""Layers with statistics and other state of their own; frozen layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import kdist
+from kdist._process import open_engine
+from tests.training.features.registry import feature, simple
+from tests.training.fidelity import (
+    BATCH,
+    OwnStep,
+    both,
+    deterministic_weights,
+    fed,
+    fit_alone,
+    fit_evaluate_predict,
+    mlp,
+    rows,
+    size,
+)
+
+
+@feature
+def synchronized_batch_normalization() -> None:
+    def model() -> keras.Model:
+        made = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(6),
+                keras.layers.BatchNormalization(synchronized=True, momentum=0.7),
+                keras.layers.Activation("tanh"),
+                keras.layers.Dense(2),
+            ]
+        )
+        deterministic_weights(made)
+        return made
+
+    # The variance is a difference of means: it loses digits.
+    simple(lambda: {"metrics": ["mae"]}, model=model, rtol=1e-7, all_verbs=True)
+    if size() > 2:
+        simple(lambda: {"metrics": ["mae"]}, model=model, shape="few", rtol=1e-7)
+
+
+@feature
+def batch_normalization_is_merged() -> None:
+    """Unsynchronised batch norm departs from one process; its statistics are the same on all ranks all the same."""
+    keras.config.set_floatx("float64")
+    x, y = rows("ragged")
+    with kdist.scope(scale_lr=None):
+        model = keras.Sequential(
+            [keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(2)]
+        )
+        model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
+    mean = model.layers[0].moving_mean.numpy()
+    assert np.all(np.abs(mean) > 1e-6)
+    everyone = open_engine(kdist.cluster_info()).gather_objects(mean.tolist())
+    assert all(theirs == everyone[0] for theirs in everyone)
+
+
+@feature
+def frozen_layers_and_recompiling() -> None:
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0)
+        model.layers[0].trainable = False
+        model.compile(keras.optimizers.Adam(0.01), "mae", metrics=["mse"])
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+    both(script)
+
+
+@feature
+def a_constant_does_not_drift() -> None:
+    """A non-trainable weight that no step writes stays what it is, bit for bit."""
+    x, y = rows("ragged")
+    third = np.full(5, 1 / 3)
+
+    class Scale(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.factor = self.add_weight(
+                shape=(5,), trainable=False, initializer=lambda s, dtype: tf.constant(third, dtype)
+            )
+
+        def call(self, inputs: Any) -> Any:
+            return inputs * self.factor
+
+    def script(batch: int) -> dict[str, Any]:
+        model = keras.Sequential([keras.Input((5,)), Scale(), keras.layers.Dense(2)])
+        deterministic_weights(model)
+        model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=batch, epochs=3, verbose=0)
+        assert np.array_equal(model.layers[0].factor.numpy(), third)
+        return {}
+
+    both(script)
+
+
+@feature
+def a_counter_of_rows_counts_all_ranks() -> None:
+    x, y = rows("ragged")
+
+    class Counter(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.seen = self.add_weight(
+                shape=(), dtype="int64", trainable=False, initializer="zeros", aggregation="sum"
+            )
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if training:
+                self.seen.assign_add(keras.ops.cast(keras.ops.shape(inputs)[0], "int64"))
+            return inputs
+
+    def script(batch: int) -> dict[str, Any]:
+        model = keras.Sequential([keras.Input((5,)), Counter(), keras.layers.Dense(2)])
+        deterministic_weights(model)
+        model.compile("sgd", "mse")
+        return fit_alone(model, fed("arrays", (x, y), batch))
+
+    both(script)
+
+
+@feature
+def statistics_written_after_the_update() -> None:
+    """A second forward pass after the only update: what it writes is the same on all ranks too."""
+
+    class Teacher(OwnStep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = keras.layers.BatchNormalization(momentum=0.5)
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            return self.dense(self.norm(inputs, training=training))
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            logs = super().train_step(data)
+            self(data[0] + 1.0, training=True)
+            return logs
+
+    x, y = rows("ragged")
+    with kdist.scope(scale_lr=None):
+        model = Teacher()
+        model.compile(keras.optimizers.SGD(0.1))
+        model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0)
+    mean = model.norm.moving_mean.numpy().tolist()
+    everyone = open_engine(kdist.cluster_info()).gather_objects(mean)
+    assert all(theirs == everyone[0] for theirs in everyone)

@@ -1,0 +1,207 @@
+"""Losses, their denominators, masks and regularizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import kdist
+from tests.training.features.registry import feature, simple
+from tests.training.fidelity import (
+    BATCH,
+    both,
+    deterministic_weights,
+    fed,
+    fit_alone,
+    fit_evaluate_predict,
+    mlp,
+    outcome,
+    rows,
+    sequence_model,
+    sequences,
+    size,
+)
+
+
+@feature
+def masked_sequences() -> None:
+    """Masks, an embedding, a recurrent layer, a masked metric; ranks have different numbers of unmasked steps."""
+    x, y = sequences()
+    rtol = 1e-9 if keras.__version__ >= "3.13" else 1e-6  # Keras before adds an epsilon to the count of unmasked steps
+
+    def recurrent(batch: int) -> dict[str, Any]:
+        model = sequence_model(keras.layers.SimpleRNN, return_sequences=True)
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+    both(recurrent, rtol=rtol)
+    for reduction in ("mean_with_sample_weight", "sum"):
+
+        def script(batch: int, reduction: str = reduction) -> dict[str, Any]:
+            model = sequence_model()
+            model.compile("adam", keras.losses.MeanSquaredError(reduction=reduction), metrics=["mae"])
+            return fit_alone(model, fed("arrays", (x, y), batch))
+
+        both(script, rtol=rtol)
+
+
+@feature
+def sequences_of_unknown_length() -> None:
+    x, y = sequences()
+
+    def script(batch: int) -> dict[str, Any]:
+        model = keras.Sequential(
+            [
+                keras.Input((None,), dtype="int64"),
+                keras.layers.Embedding(9, 4),
+                keras.layers.SimpleRNN(3, return_sequences=True),
+            ]
+        )
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return fit_evaluate_predict(
+            model, fed("tf_data", (x, np.repeat(y, 3, axis=-1)), batch), x, np.repeat(y, 3, axis=-1), batch
+        )
+
+    both(script)
+
+
+@feature
+def loss_reductions() -> None:
+    weight = np.linspace(0.1, 3.0, len(rows("ragged")[0]))
+    x, y = rows("ragged")
+    for reduction in ("sum", "mean_with_sample_weight", "sum_over_batch_size"):
+
+        def script(batch: int, reduction: str = reduction) -> dict[str, Any]:
+            model = mlp()
+            model.compile(keras.optimizers.SGD(0.01), keras.losses.MeanSquaredError(reduction=reduction))
+            return fit_alone(model, fed("arrays", (x, y, weight), batch))
+
+        both(script)
+
+
+@feature
+def losses_that_leave_out_a_class() -> None:
+    """What is left out differs between the ranks, alone and where sequences have a mask, too."""
+    x, _ = rows("ragged")
+    x = np.stack([x, x * 2, -x, x + 1], axis=1)
+    classes = np.arange(len(x) * 4).reshape(-1, 4) % 3
+    ignored = np.where(np.arange(4) < (np.arange(len(x)) % 5)[:, np.newaxis], -1, classes)
+    weight = np.linspace(0.1, 3.0, ignored.size).reshape(ignored.shape)
+    x[::3, 2:] = 0.0
+    # Keras 3.12 adds 1e-7 to the number of what counts.
+    rtol = 1e-7 if keras.__version__.startswith("3.12.") else 1e-9
+    for length, is_masked in ((4, False), (None, False), (4, True)):
+        for reduction in ("sum_over_batch_size", "mean_with_sample_weight"):
+
+            def script(
+                batch: int, length: Any = length, is_masked: bool = is_masked, reduction: str = reduction
+            ) -> dict[str, Any]:
+                masking = [keras.layers.Masking()] if is_masked else []
+                model = keras.Sequential([keras.Input((length, 5)), *masking, keras.layers.Dense(3)])
+                deterministic_weights(model)
+                loss = keras.losses.SparseCategoricalCrossentropy(
+                    from_logits=True, ignore_class=-1, reduction=reduction
+                )
+                model.compile(keras.optimizers.SGD(0.1), loss)
+                return fit_evaluate_predict(model, fed("arrays", (x, ignored, weight), batch), x, ignored, batch)
+
+            both(script, rtol=rtol)
+
+
+@feature
+def losses_whose_call_is_the_instances_own() -> None:
+    class Chosen(keras.losses.Loss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.call = self.squared
+
+        def squared(self, y_true: Any, y_pred: Any) -> Any:
+            return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+    simple(lambda: {"loss": Chosen()}, all_verbs=True)
+
+
+@feature
+def regularizers_and_add_loss() -> None:
+    class Activity(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
+            return inputs
+
+    def model() -> keras.Model:
+        made = keras.Sequential(
+            [
+                keras.Input((5,)),
+                keras.layers.Dense(6, kernel_regularizer="l2", activation="tanh", activity_regularizer="l2"),
+                Activity(),
+                keras.layers.ActivityRegularization(l1=0.1),
+                keras.layers.Dense(2, bias_regularizer="l2"),
+            ]
+        )
+        deterministic_weights(made)
+        return made
+
+    simple(lambda: {"metrics": ["mae"]}, model=model, all_verbs=True)
+
+
+@feature
+def several_outputs() -> None:
+    """Two outputs with losses of different denominators, loss weights, weights for one output, a metric for each."""
+    for shape in ("ragged", "one short"):
+        _several_outputs(shape)
+
+
+def _several_outputs(shape: str) -> None:
+    x, y = rows(shape)
+    x2 = x[:, :3] * 2
+    weight = np.linspace(0.0, 2.0, len(x))
+
+    def script(batch: int) -> dict[str, Any]:
+        a, b = keras.Input((5,), name="a"), keras.Input((3,), name="b")
+        hidden = keras.layers.Dense(4, activation="tanh")(keras.layers.Concatenate()([a, b]))
+        model = keras.Model(
+            {"a": a, "b": b},
+            {"one": keras.layers.Dense(2, name="one")(hidden), "two": keras.layers.Dense(1, name="two")(hidden)},
+        )
+        deterministic_weights(model)
+        model.compile(
+            keras.optimizers.Adam(0.01),
+            loss={"one": "mse", "two": keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight")},
+            loss_weights={"one": 0.3, "two": 2.0},
+            metrics={"one": ["mae"], "two": ["mse"]},
+        )
+        inputs, targets = {"a": x, "b": x2}, {"one": y, "two": y[:, :1]}
+        weights = {"one": np.ones(len(x)), "two": weight}
+        history = model.fit(
+            inputs, targets, sample_weight=weights, batch_size=batch, epochs=2, shuffle=False, verbose=0
+        )
+        if shape != "ragged":
+            return outcome(model, history)
+        return outcome(
+            model,
+            history,
+            evaluate=model.evaluate(inputs, targets, batch_size=batch, verbose=0, return_dict=True),
+            predict=model.predict(inputs, batch_size=batch, verbose=0),
+        )
+
+    both(script)
+
+
+@feature
+def a_loss_that_one_row_has_not() -> None:
+    """A rank without data runs one row at weight 0: its gradient counts nothing, NaN or not."""
+    x, y = rows("ragged")
+
+    def spread(y_true: Any, y_pred: Any) -> Any:
+        error = y_true - y_pred
+        return keras.ops.mean(keras.ops.square(error), axis=-1) / keras.ops.std(y_true)  # 0 for a single row
+
+    with kdist.scope(scale_lr=None):
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.01), spread)
+        model.fit(tf.data.Dataset.from_tensor_slices((x, y[:, :1])).batch(BATCH).take(size() + 1), verbose=0)
+    assert all(np.all(np.isfinite(weight)) for weight in model.get_weights())

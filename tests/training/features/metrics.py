@@ -1,0 +1,86 @@
+"""Metrics and logs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tests.training.features.registry import feature
+from tests.training.fidelity import both, deterministic_weights, fed, fit_evaluate_predict, mlp, outcome, rows
+
+
+@feature
+def sums_of_what_a_step_counts() -> None:
+    """A number that a step hands to `Sum` counts something: rows, hits. One that it hands to `Mean` is a mean."""
+    x, y = rows("ragged")
+
+    class Counting(keras.Sequential):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.num_rows, self.num_hits = keras.metrics.Sum("num_rows"), keras.metrics.Sum("num_hits")
+            self.error = keras.metrics.Mean("error")
+
+        def test_step(self, data: Any) -> Any:
+            x, y = data
+            error = tf.abs(self(x)[:, 0] - y[:, 0])
+            self.num_rows.update_state(tf.shape(x)[0])
+            self.num_hits.update_state(tf.reduce_sum(tf.cast(error < 1.0, tf.float64)))
+            self.error.update_state(tf.reduce_mean(error))
+            return {metric.name: metric.result() for metric in (self.num_rows, self.num_hits, self.error)}
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Counting([keras.Input((5,)), keras.layers.Dense(2)])
+        deterministic_weights(model)
+        model.compile(loss="mse")
+        return {"evaluate": model.evaluate(x, y, batch_size=batch, verbose=0, return_dict=True)}
+
+    both(script)
+
+
+@feature
+def exact_metrics() -> None:
+    x, _ = rows("ragged")
+    y = (x[:, :1] + 0.3 * x[:, 1:2] > 0).astype("int64")
+
+    def batch_mean(y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(keras.ops.abs(keras.ops.cast(y_true, y_pred.dtype) - y_pred))
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp(1, activation="sigmoid")
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            "binary_crossentropy",
+            metrics=[
+                "accuracy",
+                keras.metrics.AUC(),
+                keras.metrics.Precision(),
+                keras.metrics.F1Score(threshold=0.5),
+                batch_mean,
+            ],
+        )
+        return fit_evaluate_predict(
+            model, fed("arrays", (x, y), batch), x, y, batch, validation_data=rows("ragged", 4)[0:1] + (y[::-1],)
+        )
+
+    both(script)
+
+
+@feature
+def predicting_within_an_epoch() -> None:
+    """What a callback predicts in the middle of an epoch leaves the epoch's metrics alone."""
+    x, y = rows("ragged")
+
+    class Predicts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.predict(x[:3], verbose=0)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        return outcome(
+            model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=[Predicts()])
+        )
+
+    both(script)

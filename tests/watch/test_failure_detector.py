@@ -1,0 +1,154 @@
+"""The failure detector: pure decisions from the reports of all ranks."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdist.watch.failure_detector import RankReport, detect_failure
+
+CALL = "allreduce of 1 tensor(s) float32[3]"
+
+
+def detect(*reports: RankReport, timeout: float | None = 100.0, is_strict: bool = False):
+    return detect_failure(reports, timeout, is_strict=is_strict)
+
+
+def waits(rank: int, elapsed: float, call: str = CALL, calls: int = 5, **more) -> RankReport:
+    return RankReport(rank=rank, waiting=call, elapsed=elapsed, calls=calls, **more)
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        (RankReport(rank=0), RankReport(rank=1)),
+        (waits(0, 50.0), waits(1, 50.0)),  # a long message
+        (waits(0, 49.0), RankReport(rank=1, calls=4, elapsed=49.0)),  # not half of the time yet
+        (waits(0, 1.0), RankReport(rank=1, calls=4, finished=True)),  # may be about to see it
+        (waits(0, 9.0), RankReport(rank=1, calls=5, finished=True)),  # was there; its data is still on the way
+        (RankReport(rank=0, finished=True), RankReport(rank=1, elapsed=1e6)),  # waiting at the exit is no stall
+        (waits(0, 70.0, "barrier", calls=6, finished=True), waits(1, 70.0), RankReport(rank=2, elapsed=1.0, calls=4)),
+        (RankReport(rank=0), RankReport(rank=1, disconnected=True, heartbeat_age=1.0)),  # the launcher may end the job
+        (RankReport(rank=0), RankReport(rank=1, disconnected=True, heartbeat_age=9.0, finished=True)),
+        (waits(0, 9.0, calls=5), waits(1, 9.0, "broadcast", calls=4)),  # one ahead of the other, for a moment
+        # Groups make different calls; who receives from a rank that receives from one that computes waits with reason.
+        (waits(0, 99.0, "a", among=(0, 1)), waits(1, 99.0, "a", among=(0, 1)), waits(2, 99.0, "b", among=(2,))),
+        (waits(0, 49.0, "recv from 1", among=(0, 1)), waits(1, 49.0, "recv from 2", among=(1, 2)), RankReport(rank=2)),
+        (waits(0, 9.0, "a", among=(0, 1)), RankReport(rank=1, finished=True)),  # its data is still on the way
+    ],
+)
+def test_no_failure(reports):
+    assert detect(*reports) is None
+
+
+def test_a_rank_that_died_is_named():
+    found = detect(RankReport(rank=0), waits(1, 4.0), RankReport(rank=2, disconnected=True, heartbeat_age=4.0))
+    assert found.is_fatal
+    assert found.ranks == (2,)
+    assert "rank 2 died" in found.text
+
+
+def test_a_rank_that_finished_early_is_named_with_the_collective_of_the_others():
+    found = detect(waits(0, 4.0), RankReport(rank=1, calls=4, finished=True))
+    assert found.is_fatal
+    assert found.ranks == (1,)
+    assert "rank 0 waits in allreduce of 1 tensor(s) float32[3] for rank 1, which has finished" in found.text
+
+
+def test_ranks_in_different_calls_are_both_named():
+    found = detect(waits(0, 4.0), waits(1, 4.0, "barrier of 0 tensor(s)"))
+    assert found.is_fatal
+    assert "rank 0 in its call 5, allreduce" in found.text
+    assert "rank 1 in its call 5, barrier" in found.text
+    assert detect(waits(0, 90.0), waits(1, 90.0, calls=6)).is_fatal
+
+
+def test_ranks_that_wait_for_each_other_in_calls_of_groups_are_named():
+    first, other = waits(0, 61.0, "recv from 1", among=(0, 1)), waits(1, 61.0, "recv from 0", among=(0, 1))
+    found = detect(first, other)
+    assert found.is_fatal
+    assert found.ranks == (0, 1)
+    assert "rank 0 in recv from 1, and rank 1 in recv from 0" in found.text
+    assert detect(first, other, RankReport(rank=2, elapsed=1.0)) is None  # which may come to their help
+    assert detect(first, waits(1, 61.0, CALL)).ranks == (0, 1)
+
+
+def test_a_rank_that_ended_before_a_call_of_its_group_is_named():
+    finished = [RankReport(rank=rank, finished=True) for rank in (1, 2)]
+    found = detect(waits(0, 61.0, "a", among=(0, 1)), *finished)
+    assert (found.is_fatal, found.ranks) == (True, (1,))
+
+
+def test_ranks_in_different_calls_of_graphs_are_named_when_they_stay_there():
+    calls = [f"a collective of a graph: sum of 1 tensor(s) float32[{size}]" for size in (2, 3)]
+    for elapsed, timeout, is_named in ((9.0, 100.0, False), (9.0, 8.0, True), (61.0, 100.0, True), (61.0, None, True)):
+        found = detect(*(waits(rank, elapsed, call) for rank, call in enumerate(calls)), timeout=timeout)
+        assert (found is not None) == is_named, (elapsed, timeout)
+    assert found.is_fatal
+    assert all(call in found.text for call in calls)
+    assert detect(waits(0, 61.0, calls[0]), waits(1, 61.0, calls[0])) is None
+    assert detect(waits(0, 61.0, calls[0]), waits(1, 61.0, "a collective of a graph")) is None  # which one is unknown
+    assert detect(waits(0, 61.0, "barrier"), waits(1, 61.0, "a collective of a graph")).is_fatal
+
+
+@pytest.mark.parametrize(
+    ("missing", "is_fatal"),
+    [
+        (RankReport(rank=1, heartbeat_age=101.0), True),  # stopped
+        (RankReport(rank=1, elapsed=101.0, stack=("fit", "read")), True),  # blocked in the input
+        (RankReport(rank=1, elapsed=101.0, busy=True), False),  # fills a buffer
+        (RankReport(rank=1, elapsed=101.0, in_user_code=True), False),  # a long save in a callback
+        (waits(1, 1.0, heartbeat_age=101.0), True),  # stopped within the call
+        (RankReport(rank=1, elapsed=60.0), False),
+    ],
+)
+def test_a_rank_that_keeps_the_others_waiting_is_named(missing, is_fatal):
+    found = detect(waits(0, 101.0), missing, waits(2, 101.0))
+    assert found.is_fatal == is_fatal
+    assert found.ranks == (1,)
+    assert "each of ranks 0, 2 waits" in found.text
+    assert "rank 1" in found.text.partition("Received")[2]
+    assert "stall_timeout=100" in found.text
+
+
+def test_a_rank_without_heartbeat_while_the_others_wait_at_their_exit_is_named():
+    ended = RankReport(rank=0, finished=True)
+    found = detect(ended, RankReport(rank=1, elapsed=5.0, heartbeat_age=101.0), RankReport(rank=2, finished=True))
+    assert found.is_fatal
+    assert found.ranks == (1,)
+    assert "each of ranks 0, 2 has finished" in found.text
+    assert "rank 1 sends no heartbeat for 101 s" in found.text
+    assert detect(ended, RankReport(rank=1, elapsed=1e6, heartbeat_age=99.0)) is None
+    assert detect(ended, RankReport(rank=1, heartbeat_age=1e6), timeout=None) is None
+    assert detect(RankReport(rank=0), RankReport(rank=1, heartbeat_age=1e6)) is None  # nobody waits
+
+
+def test_a_stall_timeout_of_the_user_holds_for_busy_ranks():
+    busy = RankReport(rank=1, elapsed=101.0, busy=True, in_user_code=True)
+    assert detect(waits(0, 101.0), busy, is_strict=True).is_fatal
+    assert detect(waits(0, 1e6), busy, timeout=None) is None
+
+
+seconds = st.floats(0, 1e6)
+reports = st.builds(
+    RankReport,
+    rank=st.just(0),
+    heartbeat_age=seconds,
+    disconnected=st.booleans(),
+    finished=st.booleans(),
+    calls=st.integers(0, 3),
+    waiting=st.sampled_from([None, "a", "b"]),
+    elapsed=seconds,
+    busy=st.booleans(),
+    in_user_code=st.booleans(),
+    stack=st.just(("x",)),
+)
+
+
+@given(st.lists(reports, min_size=2, max_size=4), st.one_of(st.none(), seconds), st.booleans())
+def test_a_failure_names_ranks_and_a_fix(several, timeout, is_strict):
+    found = detect(*several, timeout=timeout, is_strict=is_strict)
+    if found is not None:
+        assert found.ranks
+        assert all(word in found.text for word in ("Received: ", "Expected ", "Fix: "))
+    if found is not None and timeout is None:
+        assert found.is_fatal

@@ -1,0 +1,105 @@
+"""Heartbeats between ranks over real sockets, in one process."""
+
+import socket
+import time
+
+import pytest
+
+from kdist.watch.activity import Activity, describe_collective
+from kdist.watch.heartbeat import Heartbeat
+
+
+class Rank:
+    """One rank's heartbeat, and what it reported."""
+
+    def __init__(self, rank, size=2):
+        self.activity = Activity()
+        self.failures, self.warnings = [], []
+        self.heartbeat = Heartbeat(self.activity, rank, size, fail=self.failures.append, warn=self.warnings.append)
+
+
+def until(condition, seconds=20.0):
+    limit = time.monotonic() + seconds
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert condition()
+
+
+@pytest.fixture
+def ranks():
+    root, other = Rank(0), Rank(1)
+    address = root.heartbeat.listen(everywhere=False)
+    other.heartbeat.connect(address)
+    root.address = address
+    root.heartbeat.start()
+    other.heartbeat.start()
+    return root, other
+
+
+def test_ranks_that_finish_one_after_another_are_no_failure(ranks):
+    root, other = ranks
+    other.heartbeat.finish()
+    time.sleep(1.5)
+    root.heartbeat.finish()
+    time.sleep(1.5)
+    assert root.failures == other.failures == root.warnings == []
+
+
+def test_a_rank_that_finishes_early_ends_the_job(ranks):
+    root, other = ranks
+    root.activity.begin("barrier", [], 0)
+    other.heartbeat.finish()
+    until(lambda: root.failures)
+    assert "rank 1, which has finished" in root.failures[0]
+    until(lambda: other.failures)
+    assert other.failures[0] == "", "rank 0 reports it"
+
+
+def test_a_rank_that_dies_ends_the_job(ranks):
+    root, other = ranks
+    [connection] = other.heartbeat._peers
+    time.sleep(1.5)
+    connection.shutdown(socket.SHUT_RDWR)
+    until(lambda: root.failures)
+    assert "rank 1 died" in root.failures[0]
+    until(lambda: other.failures)
+    assert "rank 0 died" in other.failures[0], "as far as rank 1 knows"
+
+
+def test_rank_0_is_reached_at_one_of_its_addresses():
+    root, other = Rank(0), Rank(1)
+    address = root.heartbeat.listen(everywhere=True)
+    assert not any(host.startswith("127.") for host in address["hosts"])
+    other.heartbeat.connect({**address, "hosts": ["host.invalid", "127.0.0.1"]})
+    with pytest.raises(OSError):
+        other.heartbeat.connect({**address, "hosts": ["host.invalid"]})
+    for each in (root, other):
+        each.heartbeat.start()
+    time.sleep(1.5)
+    assert root.failures == other.failures == []
+
+
+def test_a_connection_without_the_token_is_closed(ranks):
+    root, _ = ranks
+    for sent in (b'{"token": "guessed", "rank": 1}\n', b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"x" * 70_000, b""):
+        with socket.create_connection(("127.0.0.1", root.address["port"]), timeout=5) as client:
+            client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+            client.settimeout(10)
+            received = 1
+            while received:
+                try:
+                    received = client.recv(1 << 16)
+                except ConnectionResetError:
+                    received = b""
+    time.sleep(1.5)
+    assert root.failures == []
+    assert len(root.heartbeat._peers) == 1
+
+
+def test_calls_are_described_alike_on_all_ranks():
+    one = describe_collective("allgather", [("int64", (3, 2))], 0)
+    assert one == describe_collective("allgather", [("int64", (7, 2))], 0) == "allgather of 1 tensor(s) int64[any, 2]"
+    assert describe_collective("allreduce", [("float32", (3,)), ("int64", (4,))], 1) == (
+        "allreduce of 2 tensor(s) float32[3] int64[any]"
+    )
