@@ -55,6 +55,7 @@ def main(directory: Path) -> None:
             for name in request["cases"]:
                 case = cases[name]
                 print(f"[{name}]", flush=True)
+                _restore_floatx()
                 value = case(given) if _takes_argument(case) else case()
                 reports.write(json.dumps({"case": name, "error": None, "value": value}) + "\n")
         except BaseException:
@@ -66,6 +67,13 @@ def main(directory: Path) -> None:
     faulthandler.cancel_dump_traceback_later()
     if len(cases_of(request["target"])) > 1:  # a case alone may be about how a process ends
         _leave()
+
+
+def _restore_floatx() -> None:
+    """Lets each case begin with Keras' default precision, whatever the case before it has set."""
+    keras = sys.modules.get("keras")
+    if keras is not None:
+        keras.config.set_floatx("float32")
 
 
 def _rank(text: str) -> int:
