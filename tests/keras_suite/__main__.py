@@ -7,6 +7,7 @@ tests, and calls this module. What is expected to differ, and why, is in `expect
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tarfile
@@ -30,27 +31,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, metavar="N")
     parser.add_argument("--only", nargs="+", default=FOLDERS, metavar="PATH", help="folders or files in keras/src")
     parser.add_argument("--out", type=Path, help="where the table goes; shown as well")
-    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds a launch may take")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds a launch may take")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="keras-suite-") as folder:
         with tarfile.open(options.source) as tar:
             tar.extractall(folder, filter="data")
         root = Path(folder, f"keras-{keras.__version__}", "keras", "src")
         lines, wrong = [], 0
-        for file in files_of(root, options.only):
-            print(file, file=sys.stderr, flush=True)
-            plain = run(root, file, ranks=1, timeout=options.timeout)
-            if not plain:
-                wrong += 1
-                print(f"--- {file}\nno test of it ran in one process", file=sys.stderr)
+        for name, group in itertools.groupby(files_of(root, options.only), key=lambda file: Path(file).parent):
+            files = list(group)
+            print(name, file=sys.stderr, flush=True)
+            plain = run(root, files, ranks=1, timeout=options.timeout)
             todo = [test for test, result in plain.items() if result["outcome"] == "passed"]
-            found = run(root, file, ranks=options.ranks, timeout=options.timeout, tests=todo)
+            found = run(root, files, ranks=options.ranks, timeout=options.timeout, tests=todo) if todo else {}
             failed = {test: found[test]["why"] for test in todo if found[test]["outcome"] != "passed"}
-            surprises = {test: why for test, why in failed.items() if not reason(test)}
-            wrong += len(surprises)
-            lines.append(f"| {file} | {len(todo)} | {len(todo) - len(failed)} | {len(failed) - len(surprises)} |")
-            for test, why in surprises.items():
-                print(f"--- {test}\n{why}", file=sys.stderr)
+            for file in files:
+                if not any(test.startswith(f"{file}::") for test in plain) and not reason(file):
+                    wrong += 1
+                    print(f"--- {file}\nno test of it ran in one process", file=sys.stderr)
+                of_file = [test for test in todo if test.startswith(f"{file}::")]
+                differ = [test for test in of_file if test in failed]
+                surprises = [test for test in differ if not reason(test)]
+                wrong += len(surprises)
+                equal, expected = len(of_file) - len(differ), len(differ) - len(surprises)
+                lines.append(f"| {file} | {len(of_file)} | {equal} | {expected} |")
+                for test in surprises:
+                    print(f"--- {test}\n{failed[test]}", file=sys.stderr, flush=True)
     table = "\n".join(
         ["| file | pass plainly | pass on the ranks | expected to differ |", "|---|---:|---:|---:|", *lines]
     )
@@ -69,9 +75,9 @@ def files_of(root: Path, only: Sequence[str]) -> list[str]:
 
 
 def run(
-    root: Path, file: str, *, ranks: int, timeout: float, tests: Sequence[str] | None = None
+    root: Path, files: Sequence[str], *, ranks: int, timeout: float, tests: Sequence[str] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Runs a file's tests, in one process plainly or on ranks in the scope; a test that ends the job has failed.
+    """Runs tests, in one process plainly or on ranks in the scope; a test that ends the job has failed.
 
     Returns:
         The result of each test by its name: `outcome`, and `why` if that is not `"passed"`.
@@ -82,19 +88,10 @@ def run(
         with tempfile.TemporaryDirectory(prefix="keras-suite-") as folder:
             request = Path(folder, "request.json")
             out = Path(folder, "{rank}.jsonl")
-            request.write_text(json.dumps({"tests": todo, "scoped": ranks > 1, "out": str(out)}))
-            options = ["-p", "tests.keras_suite.plugin", "-p", "no:cacheprovider", "-p", "no:randomly", "-q"]
-            options += [
-                "--color=no",
-                "--import-mode=importlib",
-                "--rootdir",
-                str(root),
-                "-c",
-                "/dev/null",
-                "-W",
-                "ignore",
-            ]
-            command = [sys.executable, "-m", "pytest", *options, str(root / file)]
+            request.write_text(json.dumps({"tests": todo, "ranks": ranks, "out": str(out)}))
+            options = "-p tests.keras_suite.plugin -p no:cacheprovider -p no:randomly --import-mode=importlib"
+            options += f" --rootdir {root} -c /dev/null -W ignore -q --color=no --continue-on-collection-errors"
+            command = [sys.executable, "-m", "pytest", *options.split(), *(str(root / file) for file in files)]
             env = {**spmd.EVERY_PACKAGE, "PYTHONPATH": str(spmd.ROOT), "KERAS_SUITE": str(request)}
             if ranks == 1:
                 done = spmd.execute(command, env={**spmd.RANK_ENVIRONMENT, **env}, timeout=timeout)
@@ -105,22 +102,19 @@ def run(
         for lines in found:
             for line in lines:
                 last = line["test"]
-                if line["when"] != "begins":
+                if "outcome" in line:
                     before = results.get(line["test"], {"outcome": "passed"})
                     results[line["test"]] = line if before["outcome"] == "passed" else before
         if todo is None:
             break
-        begun = [{line["test"] for line in lines if line["when"] != "begins"} for lines in found]
-        ended = set.intersection(*begun) if begun else set()
-        left = [test for test in todo if test not in ended]
-        if left:  # the job has ended in a test
-            blamed = last if last in left else left[0]
-            results[blamed] = {
-                "outcome": "failed",
-                "why": f"the job ended with {done.returncode}\n{done.output[-1500:]}",
-            }
-            left.remove(blamed)
-        todo = left
+        ended = set.intersection(*({line["test"] for line in lines if line["when"] == "ends"} for lines in found))
+        todo = [test for test in todo if test not in ended]
+        if todo and (not ended or last in todo):  # the job has ended within a test
+            blamed = last if last in todo else todo[0]
+            if results.get(blamed, {"outcome": "passed"})["outcome"] == "passed":
+                why = f"the job ended with {done.returncode}\n{done.output[-1500:]}"
+                results[blamed] = {"outcome": "failed", "why": why}
+            todo.remove(blamed)
     return results
 
 
