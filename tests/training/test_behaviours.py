@@ -9,10 +9,13 @@ TARGET = ",".join(f"tests.training.behaviours_{module}:CASES" for module in MODU
 
 
 @pytest.fixture(scope="module")
-def launched(request):
-    return spmd.run(TARGET, 2, only=spmd.selected(request), timeout=570)
+def launches():
+    return {}
 
 
 @pytest.mark.parametrize("case", spmd.names(TARGET))
-def test_case(launched, case):
-    launched.check(case)
+def test_case(launches, request, case):
+    if case not in launches:
+        only = spmd.batch_with(case, spmd.selected(request))
+        launches |= dict.fromkeys(only, spmd.run(TARGET, 2, only=only, timeout=570))
+    launches[case].check(case)
