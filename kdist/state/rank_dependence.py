@@ -121,7 +121,7 @@ class RankDependence:
         """Returns the tensor, or a variable's handle, that a function has captured as `tensor`."""
         while tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder":
             self._follow(tensor.graph)
-            captured = self._captures[tensor.graph].get(_key(tensor))
+            captured = self._captures.get(tensor.graph, {}).get(_key(tensor))
             if captured is None:
                 break
             tensor = captured
@@ -156,10 +156,21 @@ class RankDependence:
         value = self.source(value)
         if not tf.is_tensor(value):
             return [value]
-        if not tf.is_symbolic_tensor(value) or value.op.type == "Const":
-            return [tf.get_static_value(value)]
-        operands = value.op.inputs if value.op.type in (*_COPIES, "Mul", "AddV2", "Add", "Sub") else ()
-        return [constant for each in operands for constant in self.constants(each)]
+        if tf.is_symbolic_tensor(value) and value.op.type in (*_COPIES, "Mul", "AddV2", "Add", "Sub"):
+            return [constant for each in value.op.inputs for constant in self.constants(each)]
+        return [self._static_value(value)]
+
+    def _static_value(self, value: tf.Tensor) -> Any:
+        """Returns what a tensor is in each step, as `tf.shape(x)[0]` of a static shape; `None` if that is unknown."""
+        value = self.source(value)
+        known = tf.get_static_value(value)
+        if known is not None or not tf.is_symbolic_tensor(value):
+            return known
+        operation = value.op
+        operands = [self._static_value(each) for each in operation.inputs]
+        if not operands or operation.op_def.is_stateful or any(each is None for each in operands):
+            return None
+        return _computed(value, operands)
 
     def is_used(self, handle: Any, graph: tf.Graph, start: int, is_state: Callable[[Any], bool]) -> bool:
         """Returns whether a graph reads a variable, from some operation on, for more than to write such variables.
@@ -183,6 +194,25 @@ class RankDependence:
             pending += [each for each in consumers if each not in seen]
             seen.update(consumers)
         return False
+
+
+def _computed(tensor: tf.Tensor, operands: Sequence[Any]) -> Any:
+    """Returns an operation's output for given inputs, `None` if it is no operation by itself but calls a function."""
+    node = tf.compat.v1.NodeDef()
+    node.CopyFrom(tensor.op.node_def)
+    if any(attribute.HasField("func") for attribute in node.attr.values()):
+        return None
+    del node.input[:]  # those from control dependencies, too
+    node.input.extend(f"operand_{place}" for place in range(len(operands)))
+    with tf.Graph().as_default() as graph:
+        inputs = {
+            f"operand_{place}:0": tf.constant(operand, each.dtype)
+            for place, (operand, each) in enumerate(zip(operands, tensor.op.inputs, strict=True))
+        }
+        output = f"{node.name}:{tensor.value_index}"
+        found = tf.graph_util.import_graph_def(tf.compat.v1.GraphDef(node=[node]), inputs, [output], name="")
+    with tf.compat.v1.Session(graph=graph) as session:
+        return session.run(found[0])
 
 
 def _key(tensor: Any) -> Any:

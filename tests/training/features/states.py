@@ -51,6 +51,7 @@ class Counters(keras.layers.Layer):
         self.holder = Holder()
         self.raw = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.raw_steps = tf.Variable(0, trainable=False)
+        self.by_shape = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def build(self, shape: Any) -> None:
         def zeros(dtype: str = "int64", shape: Any = (), **kwargs: Any) -> Any:
@@ -72,6 +73,7 @@ class Counters(keras.layers.Layer):
             self.holder.rows.assign_add(num_rows(inputs, "int32"))
             self.holder.trainable_by_default.assign_add(2 * number)
             self.raw.assign_add(number)
+            self.by_shape.assign_add(tf.shape(inputs, tf.int64)[0])
             self.steps.assign_add(1)
             self.float_steps.assign_add(1.0)
             self.raw_steps.assign_add(1)
@@ -79,7 +81,8 @@ class Counters(keras.layers.Layer):
         return inputs
 
     def counts(self) -> list[Any]:
-        kept = [self.holder.rows, self.holder.trainable_by_default, self.raw, self.raw_steps, *self.weights]
+        kept = [self.holder.rows, self.holder.trainable_by_default, self.raw, self.by_shape]
+        kept += [self.raw_steps, *self.weights]
         return [np.asarray(each) for each in kept]
 
 
