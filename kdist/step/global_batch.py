@@ -79,20 +79,27 @@ class GlobalBatch:
 
     def _equally_wide(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Pads with zeros what is wider on another rank, as padded sequences are that each rank has batched."""
-        is_open = [[self._is_open(tensor, axis) for axis in range(tensor.shape.rank)] for tensor in tensors]
-        if not any(map(any, is_open)):
+        is_open = [self._open_axes(tensor) for tensor in tensors]
+        wide = [tensor for tensor, axes in zip(tensors, is_open, strict=True) if any(axes)]
+        if not wide:
             return tensors
-        shapes = [tf.shape(tensor, tf.int64) for tensor in tensors]
+        shapes = [tf.shape(tensor, tf.int64) for tensor in wide]
         own = tf.concat(shapes, 0) * tf.cast(self._step.active, tf.int64)
         (all_shapes,) = self._engine.allgather([own[tf.newaxis]])
-        widest = tf.split(tf.reduce_max(all_shapes, axis=0), [len(each) for each in is_open])
+        widest = iter(tf.split(tf.reduce_max(all_shapes, axis=0), [tensor.shape.rank for tensor in wide]))
+        own_shapes = iter(shapes)
         return [
-            _resized(tensor, tf.where(axes, width, shape)) if any(axes) else tensor
-            for tensor, axes, width, shape in zip(tensors, is_open, widest, shapes, strict=True)
+            _resized(tensor, tf.where(axes, next(widest), next(own_shapes))) if any(axes) else tensor
+            for tensor, axes in zip(tensors, is_open, strict=True)
         ]
 
-    def _is_open(self, tensor: tf.Tensor, axis: int) -> bool:
-        return axis > 0 and (tf.executing_eagerly() or tensor.shape[axis] is None)
+    def _open_axes(self, tensor: tf.Tensor) -> list[bool]:
+        """Returns by axis whether ranks may differ in a tensor's size; nothing if the number of axes is not known."""
+        if tensor.shape.rank is None:
+            return []
+        return [
+            axis > 0 and (tf.executing_eagerly() or tensor.shape[axis] is None) for axis in range(tensor.shape.rank)
+        ]
 
     def _warn_of_large_rows(self, leaves: list[Any]) -> None:
         parts = [part for leaf in leaves for part in _components(leaf) if part.shape.rank is not None]

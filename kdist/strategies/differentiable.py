@@ -71,7 +71,8 @@ def rows_of_all_ranks(
     rows = [tf.stop_gradient(tensor)[:size] for tensor, size in zip(tensors, sent, strict=True)]
     *gathered, counts = engine.allgather([*rows, tf.stack(sent)[tf.newaxis]])
     for tensor, result in zip(tensors, gathered, strict=True):
-        result.set_shape([None, *tensor.shape[1:]])
+        if tensor.shape.rank is not None:
+            result.set_shape([None, *tensor.shape[1:]])
     starts = tf.reduce_sum(counts[: engine.rank], axis=0)
     places = [i for i, tensor in enumerate(tensors) if tensor.dtype.is_floating or tensor.dtype.is_complex]
 

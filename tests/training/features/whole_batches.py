@@ -353,3 +353,18 @@ def metrics_of_whole_batches_on_batches() -> None:
         return outcome(model, trained=trained, tested=model.test_on_batch(x, y, return_dict=True))
 
     both(script)
+
+
+@feature
+def targets_of_unknown_rank() -> None:
+    """As `tf.numpy_function` gives them."""
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.05), ScalarSum())
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
+        data = data.map(lambda a, b: (a, tf.numpy_function(lambda values: values, [b], tf.float64)))
+        return fit_alone(model, {"x": data})
+
+    both(script)
