@@ -74,6 +74,8 @@ class RankSynchronization(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Exchanges votes: a stop that a callback asks for here ends the training after the first step."""
         self._session.agree_to_stop()
+        if "weights" in self._session.votes.agreed:
+            self._session.broadcast_loaded_weights()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the state, unless this is the validation of `fit`."""

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import kdist
 from tests.training.features.registry import feature
-from tests.training.fidelity import BATCH, Batches, both, deterministic_weights, mlp, outcome, rows
+from tests.training.fidelity import BATCH, Batches, both, deterministic_weights, fed, fit_alone, mlp, outcome, rows
 
 
 @feature
@@ -127,6 +127,24 @@ def weights_loaded_by_the_chief_before_it_evaluates() -> None:
             model.set_weights([np.full(v.shape, 0.25) for v in model.get_weights()])
             restores.result = model.evaluate(x, y, batch_size=batch, verbose=0)
         return {"result": restores.result, "on batch": other.predict_on_batch(x)}
+
+    both(script)
+
+
+@feature
+def weights_loaded_by_the_chief_as_an_epoch_begins() -> None:
+    """The first step of the epoch has them on all ranks."""
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        class Restores(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                if epoch == 1 and (kdist.is_chief() or batch != BATCH):
+                    self.model.set_weights([np.full(v.shape, 0.25) for v in self.model.get_weights()])
+
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return fit_alone(model, fed("arrays", (x, y), batch), callbacks=[Restores()])
 
     both(script)
 
