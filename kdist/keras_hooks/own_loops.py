@@ -18,10 +18,12 @@ APPLY = ("apply", "apply_gradients")
 
 
 def watch_optimizers(
-    made: Callable[[keras.optimizers.Optimizer], None], used: Callable[[keras.optimizers.Optimizer, str], None]
+    made: Callable[[keras.optimizers.Optimizer], None],
+    used: Callable[[keras.optimizers.Optimizer, str], None],
+    is_within: Callable[[], bool],
 ) -> contextlib.AbstractContextManager[None]:
     """Reports optimizers that are made or used while the context is open; see `watched`."""
-    return watched(keras.optimizers.Optimizer, APPLY, made, used)
+    return watched(keras.optimizers.Optimizer, APPLY, made, used, is_within)
 
 
 @contextlib.contextmanager

@@ -175,7 +175,11 @@ def patch(owner: Any, name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def watched(
-    owner: type, names: Sequence[str], made: Callable[[Any], None], used: Callable[[Any, str], None]
+    owner: type,
+    names: Sequence[str],
+    made: Callable[[Any], None],
+    used: Callable[[Any, str], None],
+    is_within: Callable[[], bool] = lambda: True,
 ) -> Iterator[None]:
     """Reports objects of a class that are made or used while the context is open, by patches of the class.
 
@@ -185,20 +189,23 @@ def watched(
         made: callable that takes each object at the beginning of its construction, and may patch its methods.
         used: callable that takes an object made elsewhere and the method's name before the method runs, and patches
             the object's methods.
+        is_within: callable, whether a method of the class that runs now, of an object whose methods are patched, is
+            called by the patch. Else the class's method was kept from before, and the object's own is called.
     """
-    originals = {name: getattr(owner, name) for name in ("__init__", *names)}
+    original_init = owner.__init__  # type: ignore[misc]
 
-    @functools.wraps(originals["__init__"])
+    @functools.wraps(original_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        originals["__init__"](self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
         made(self)
 
-    def reported(name: str) -> Callable[..., Any]:
-        @functools.wraps(originals[name])
+    def reported(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if name in vars(self):  # called by the object's own patch, or by `super()`
-                return originals[name](self, *args, **kwargs)
-            used(self, name)
+            if name not in vars(self):
+                used(self, name)
+            elif is_within():  # called by the object's own patch, or by `super()`
+                return original(self, *args, **kwargs)
             return getattr(self, name)(*args, **kwargs)
 
         return method
@@ -206,8 +213,18 @@ def watched(
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(owner, "__init__", init))
         for name in names:
-            stack.enter_context(patched(owner, name, reported(name)))
+            # An override is called first, and may call the method that it overrides.
+            for each in [owner, *(cls for cls in _subclasses(owner) if name in vars(cls))]:
+                stack.enter_context(patched(each, name, reported(name, getattr(each, name))))
         yield
+
+
+def _subclasses(owner: type) -> list[type]:
+    """Returns the classes that are derived from a class, each once."""
+    found: dict[type, None] = dict.fromkeys(owner.__subclasses__())
+    for each in list(found):
+        found |= dict.fromkeys(_subclasses(each))
+    return list(found)
 
 
 def resolved(dotted: str) -> Any:
@@ -252,6 +269,8 @@ def _check_table(owner: Any, name: str) -> None:
         if row.names and name not in row.names:
             continue
         if owner is found or (row.place == "instance" and isinstance(owner, found)):
+            return
+        if row.place == "class" and isinstance(owner, type) and issubclass(owner, found):
             return
     raise KDistError(
         f"The table of patches has no such row. Received: {name!r} of {owner!r}. Expected a row in "

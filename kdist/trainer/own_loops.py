@@ -46,7 +46,11 @@ class OwnLoops:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """A context in which a script may have its own loops: for the optimizers that it makes or uses there."""
-        with watch_optimizers(self.install, self._adopt), whole_losses(), watch_scopes(self._refuse_other):
+        with (
+            watch_optimizers(self.install, self._adopt, lambda: self._extended.is_in_replica),
+            whole_losses(),
+            watch_scopes(self._refuse_other),
+        ):
             yield
 
     def install(self, optimizer: keras.optimizers.Optimizer) -> None:
@@ -87,8 +91,12 @@ class OwnLoops:
     ) -> Iterator[list[Any]]:
         """Yields the gradients to apply: the ranks' means outside of a replica, else those that were given."""
         given = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        if self._extended.is_in_replica or not given:
+        if self._extended.is_in_replica:
             yield gradients
+            return
+        if not given:
+            with self._extended.reduced_replica():
+                yield gradients
             return
         if optimizer not in self._begun:
             self._begin(optimizer, variables)
@@ -158,7 +166,10 @@ class OwnLoops:
 
 
 def _tensor(gradient: Any) -> Any:
-    return gradient if isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.convert_to_tensor(gradient)
+    values, indices = tf.convert_to_tensor(gradient.values), tf.convert_to_tensor(gradient.indices)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)  # made by hand, it may hold tuples
 
 
 def _is_close(mean: Any, own: Any) -> tf.Tensor:

@@ -85,6 +85,31 @@ def a_loop_on_rows_of_each_rank() -> None:
             both(script)
 
 
+class Doubling(keras.optimizers.SGD):
+    """An optimizer with an `apply` of its own, which must run once in each update."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        return super().apply([2.0 * each for each in grads], trainable_variables)
+
+
+@feature
+def a_loop_with_an_optimizer_made_before_the_scope() -> None:
+    x, y = rows("even")
+    makers: dict[str, Callable[[], Any]] = {**OPTIMIZERS, "has its own apply": lambda: Doubling(0.1, momentum=0.9)}
+    for make in makers.values():
+        made: dict[int, Any] = {}
+        fresh()
+        for batch in (BATCH, BATCH * size()):
+            made[batch] = make()
+
+        def script(batch: int) -> dict[str, Any]:
+            model, optimizer = mlp(), made[batch]  # noqa: B023
+            loop(model, optimizer, share(x, y, batch), tf.function, apply=optimizer.apply)
+            return trained(model, optimizer)
+
+        both(script)
+
+
 @feature
 def a_loop_on_a_distributed_dataset() -> None:
     """The two lines that the message names."""
