@@ -4,6 +4,7 @@ from __future__ import annotations
 
 REPLACED = "reads private attributes of a callback that kdist replaces by its own"
 OWN_FOLDER = "each rank makes a temporary directory of its own, and the chief alone writes"
+CHECKPOINT = "all ranks write TensorFlow's checkpoint into the one folder that the test names (docs/saving.md)"
 NEEDS_CONFTEST = "imports Keras' conftest.py, which its source distribution lacks: it runs nowhere"
 
 EXPECTED: dict[str, str] = {
@@ -12,6 +13,7 @@ EXPECTED: dict[str, str] = {
     "csv_logger_test.py": OWN_FOLDER,
     "flatten_test.py": NEEDS_CONFTEST,
     "model_checkpoint_test.py::ModelCheckpointTest::test_model_checkpoint_options": OWN_FOLDER,
+    "optimizer_test.py::OptimizerTest::test_tf_checkpointing": CHECKPOINT,
     "remote_monitor_test.py": NEEDS_CONFTEST,
     "swap_ema_weights_test.py": OWN_FOLDER,
 }
