@@ -6,11 +6,13 @@ REPLACED = "reads private attributes of a callback that kdist replaces by its ow
 OWN_FOLDER = "each rank makes a temporary directory of its own, and the chief alone writes"
 CHECKPOINT = "all ranks write TensorFlow's checkpoint into the one folder that the test names (docs/saving.md)"
 NEEDS_CONFTEST = "imports Keras' conftest.py, which its source distribution lacks: it runs nowhere"
+NEEDS_TORCH = "imports PyTorch, which the tests of kdist do not install"
 
 EXPECTED: dict[str, str] = {
     "backup_and_restore_test.py::BackupAndRestoreCallbackTest::test_backup_corrupted": REPLACED,
     "backup_and_restore_test.py::BackupAndRestoreCallbackTest::test_best_case": REPLACED,
     "csv_logger_test.py": OWN_FOLDER,
+    "data_adapters/": NEEDS_TORCH,
     "flatten_test.py": NEEDS_CONFTEST,
     "model_checkpoint_test.py::ModelCheckpointTest::test_model_checkpoint_options": OWN_FOLDER,
     "optimizer_test.py::OptimizerTest::test_tf_checkpointing": CHECKPOINT,
