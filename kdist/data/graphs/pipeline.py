@@ -49,6 +49,8 @@ class Pipeline:
             steps.insert(0, dataset)
             (dataset,) = internals.inputs(dataset)
         self.steps = tuple(steps)
+        # Seeds are counted from the last cache on.
+        self._num_cached = max((number for number, step in enumerate(steps, 1) if kind(step) == "Cache"), default=0)
         self._seed = seed
         self._base = _deterministic_base(dataset, seed)
         changed = [self._base is not dataset, *(_is_nondeterministic_op(step) or _reshuffles(step) for step in steps)]
@@ -64,12 +66,20 @@ class Pipeline:
             num_steps = len(self.steps)
         if num_steps == 0:
             return self._base
-        step = self.steps[num_steps - 1]
         if num_steps < self._unchanged:
-            return step
+            return self.steps[num_steps - 1]
+        return self.apply(num_steps - 1, self.dataset(num_steps - 1))
+
+    def apply(self, position: int, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Applies one of `steps` to another dataset; a shuffle orders it as it does the pipeline's own elements."""
+        step = self.steps[position]
         is_fixed = kind(step) == "Shuffle" and not _reshuffles(step)
-        seed = self._fixed_seeds.get(id(step), 0) if is_fixed else derived_seed(self._seed, num_steps)
-        return _REPLAYS[kind(step)](step, self.dataset(num_steps - 1), seed)
+        seed = (
+            self._fixed_seeds.get(id(step), 0)
+            if is_fixed
+            else derived_seed(self._seed, position + 1 - self._num_cached)
+        )
+        return _REPLAYS[kind(step)](step, dataset, seed)
 
 
 def is_elementwise(step: Any) -> bool:
@@ -155,6 +165,7 @@ def _seed_generator(step: Any) -> Any:
 # How each operation that a pipeline is split into is applied to another dataset, with a seed if it has none.
 _REPLAYS: dict[str, Callable[[Any, Any, int], Any]] = {
     "Batch": _replay_batch,
+    "Cache": lambda step, dataset, _: dataset.cache(),
     "Map": _replay_map,
     "Options": lambda step, dataset, _: dataset.with_options(step.options()),
     "ParallelBatch": _replay_batch,
@@ -168,7 +179,16 @@ _REPLAYS: dict[str, Callable[[Any, Any, int], Any]] = {
 
 
 def _is_replayable(dataset: Any) -> bool:
-    return kind(dataset) in _REPLAYS and internals.is_known(dataset)
+    if kind(dataset) not in _REPLAYS or not internals.is_known(dataset):
+        return False
+    return kind(dataset) != "Cache" or _keeps_one_order(dataset)
+
+
+def _keeps_one_order(cache: Any) -> bool:
+    """Returns whether a cache only saves work: what it holds is in memory, and has the same order without it."""
+    shuffles = any(kind(each) == "Shuffle" for each in with_inputs(cache))
+    in_memory = tf.convert_to_tensor(attributes(cache).filename).numpy() == b""
+    return in_memory and not shuffles and _is_deterministic(cache)
 
 
 def _is_nondeterministic_op(dataset: Any) -> bool:

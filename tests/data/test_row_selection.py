@@ -1,0 +1,158 @@
+"""The choice of a rank's rows, moved towards the source: the same samples in the same order, and no others read."""
+
+import collections
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdist.data.graphs.dataset_internals import kind, with_inputs
+from kdist.data.graphs.pipeline import Pipeline
+from kdist.data.graphs.tail import tail_of
+from kdist.data.tf_data import tf_data_source
+from tests.data.ranks import groups, one_pass, plans
+
+Dataset = tf.data.Dataset
+
+
+def slices(num_samples=23):
+    rows = np.arange(num_samples)
+    return Dataset.from_tensor_slices({"x": rows, "y": rows * 2})
+
+
+def twice(row):
+    return {"x": row["x"], "y": row["y"] * 2}
+
+
+def small(row):
+    return {"x": tf.cast(row["x"], tf.int32), "y": row["y"]}
+
+
+def cut(batch):
+    """Changes the number of rows."""
+    return {name: leaf[:1] for name, leaf in batch.items()}
+
+
+# Pipelines that are followed on numbers, with batches of two.
+NUMBERED = {
+    "batch": lambda: slices().batch(2),
+    "drop": lambda: slices().batch(2, drop_remainder=True),
+    "range": lambda: Dataset.range(3, 70, 3).batch(2).map(lambda x: x + 1),
+    "shuffle": lambda: slices().shuffle(7, seed=1).batch(2).prefetch(1),
+    "batch.map": lambda: slices().batch(2).map(twice),
+    "batch.cut": lambda: slices().batch(2).map(cut),
+    "drop.map": lambda: slices().batch(2, drop_remainder=True).map(twice, num_parallel_calls=2),
+    "map.batch": lambda: slices().map(twice).batch(2),
+    "map.drop.map": lambda: slices().map(twice).batch(2, drop_remainder=True).map(small),
+    "map.shuffle.map.batch.map": lambda: slices().map(twice).shuffle(9, seed=1).map(small).batch(2).map(twice),
+    "cache": lambda: slices().cache().prefetch(1).shuffle(9, seed=1).map(twice).batch(2),
+    "batch.cache.repeat": lambda: slices().batch(2).cache().repeat(2).prefetch(2),
+    "shuffle.repeat.batch": lambda: slices().shuffle(9, seed=1).repeat(2).map(twice).batch(2),
+    "map.batch.repeat": lambda: slices().map(twice).batch(2).repeat(2),
+    "map.drop.map.repeat": lambda: slices().map(twice).batch(2, drop_remainder=True).map(small).repeat(2),
+    "shuffled batches": lambda: slices().batch(2).map(twice).shuffle(4, seed=1).map(small).skip(1).take(9),
+    "skip.take": lambda: slices().skip(3).map(twice).take(15).batch(2),
+}
+
+
+def batches_of(dataset):
+    first = [batch["x"] if isinstance(batch, dict) else batch for batch in dataset]
+    return [batch.numpy().tolist() for batch in first]
+
+
+def kinds_in(dataset):
+    return {kind(each) for each in with_inputs(dataset)}
+
+
+@pytest.mark.parametrize(("num_shards", "steps_per_epoch"), [(2, None), (3, None), (2, 3), (3, 6), (4, 5)])
+@pytest.mark.parametrize("name", NUMBERED)
+def test_numbers_are_followed_instead_of_samples(name, num_shards, steps_per_epoch):
+    make = NUMBERED[name]
+    plain = make()
+    ranks = [tf_data_source(make(), plan) for plan in plans(num_shards, steps_per_epoch=steps_per_epoch)]
+    assert "TensorSlice" not in kinds_in(ranks[0].dataset())
+    for _ in range(2):
+        assert one_pass(ranks) == groups(batches_of(plain), num_shards, steps_per_epoch)
+    for shard in itertools.chain.from_iterable(source.dataset() for source in ranks):
+        if isinstance(shard.data, dict):
+            factors = shard.data["y"].numpy() / np.maximum(np.asarray(shard.data["x"]), 1)
+            assert len(set(factors[np.asarray(shard.data["x"]) > 0])) <= 1, "the parts of a sample belong together"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: slices().shuffle(9).map(twice).batch(2),
+        lambda: slices().cache().map(twice).shuffle(9).batch(2).shuffle(3),
+        lambda: slices().shuffle(23, reshuffle_each_iteration=False).skip(4).batch(2),
+    ],
+)
+def test_unseeded_shuffles_have_the_order_of_the_whole_pipeline(make):
+    tf.random.set_seed(None)  # a test before may have set one
+    whole = Pipeline(make(), seed=7).dataset()
+    ranks = [tf_data_source(make(), plan) for plan in plans(2, seed=7)]
+    assert not any("TensorSlice" in kinds_in(source.dataset()) for source in ranks)
+    for _ in range(2):
+        assert one_pass(ranks) == groups(batches_of(whole), 2)
+
+
+class Reads:
+    """Counts what a source, which only computes from its argument, is asked for."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, number):
+        def read(number):
+            self.seen.append(int(number))
+            return number
+
+        row = tf.numpy_function(read, [number], tf.int64, stateful=False)
+        row.set_shape([])
+        return row
+
+
+READ = {
+    "shuffled": lambda read: Dataset.range(24).map(read).shuffle(7, seed=1).batch(2),
+    "repeated": lambda read: Dataset.range(24).map(read).batch(2).repeat(2),
+    "repeated samples": lambda read: Dataset.range(24).shuffle(7, seed=1).map(read).repeat(2).batch(2),
+    "not numbered": lambda read: Dataset.range(24).filter(lambda _: True).map(read).shuffle(7, seed=1).batch(2),
+}
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+@pytest.mark.parametrize("name", READ)
+def test_a_rank_asks_the_source_for_its_own_rows_only(name, num_shards):
+    reads = [Reads() for _ in range(num_shards)]
+    ranks = [tf_data_source(READ[name](read), plan) for read, plan in zip(reads, plans(num_shards), strict=True)]
+    own = [[] for _ in ranks]
+    for rows, source in zip(own, ranks, strict=True):
+        for shard in source.dataset():
+            rows += shard.data.numpy().tolist()
+    assert [collections.Counter(read.seen) for read in reads] == [collections.Counter(rows) for rows in own]
+    assert sum(len(rows) for rows in own) == sum(len(batch) for batch in READ[name](lambda x: x))
+
+
+def stateful(row):
+    return row + tf.cast(tf.random.uniform([], seed=1) * 0, tf.int64)
+
+
+@pytest.mark.parametrize(
+    ("make", "start"),
+    [
+        (lambda: Dataset.range(8).map(lambda x: x + 1).shuffle(8).batch(2), 0),
+        (lambda: Dataset.range(8).map(stateful).batch(2), 0),
+        (lambda: Dataset.range(8).map(stateful).shuffle(8).batch(2), 1),
+        (lambda: Dataset.range(8).map(stateful).batch(2).repeat(), 1),
+        (lambda: Dataset.range(8).batch(2).map(stateful).repeat().map(lambda x: x), 2),
+        (lambda: Dataset.range(8).map(lambda x: x + 1).cache().shuffle(8).batch(2), 2),
+        (lambda: Dataset.range(8).shuffle(8).cache().batch(2), 0),  # the cache is before the pipeline's steps
+        (lambda: Dataset.range(8).filter(lambda x: x > 1).cache().repeat().batch(2), 1),
+        (lambda: Dataset.range(8).batch(2).batch(2), 1),
+    ],
+)
+def test_where_the_choice_stops(make, start):
+    tail = tail_of(Pipeline(make(), seed=7), exact=True, static=False)
+    assert tail.start == start
+    assert (tail.numbered is None) == (start > 0 or kind(tail.pipeline.dataset(0)) != "Range")
