@@ -372,6 +372,7 @@ def a_value_of_each_rank_on_purpose() -> None:
             self.last.assign(keras.ops.sum(inputs))
             return inputs
 
+    fresh()
     with warned() as said, kdist.scope(scale_lr=None):
         model = keras.Sequential([keras.Input((5,)), Local(), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
