@@ -1,10 +1,13 @@
 """In one process a `fit` that raised leaves nothing of its callbacks behind, though Keras calls no callback then."""
 
+import os
+import signal
+
 import keras
 import numpy as np
 import pytest
 
-from kdist.callbacks import LearningRateSchedule, NaNPolicy, Throughput
+from kdist.callbacks import BackupAndRestore, LearningRateSchedule, NaNPolicy, Preemption, Throughput
 from kdist.step.extensions import has_extensions
 
 X, Y = np.ones((8, 2)), np.ones((8, 1))
@@ -86,3 +89,42 @@ def test_jit_compile_is_as_the_last_compile_has_it(compiled_anew):
         model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
     model.make_train_function()
     assert model.jit_compile is not compiled_anew
+
+
+@pytest.mark.parametrize("again", ["nothing", "fit without it", "fit with it", "fit with it that raises"])
+def test_signals_do_what_they_did(again, tmp_path):
+    """A script may handle signals by itself around a `fit` that raises."""
+    received = []
+
+    def handle(number, frame):
+        received.append(number)
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        model, preemption = made(), Preemption(signals=("SIGTERM",))
+        others = [preemption, BackupAndRestore(str(tmp_path / "backup"))]
+        fail_with(model, others)
+        if again == "fit without it":
+            model.fit(X, Y, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: terminate())])
+        elif again == "fit with it":
+            model.fit(X, Y, epochs=2, verbose=0, callbacks=others)
+            assert signal.getsignal(signal.SIGTERM) is handle
+        elif again == "fit with it that raises":
+            fail_with(model, others)
+        if again != "fit without it":
+            terminate()
+        assert received == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is handle
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_within_fit_still_saves(tmp_path):
+    send = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: terminate())
+    callbacks = [Preemption(signals=("SIGTERM",)), BackupAndRestore(str(tmp_path / "backup")), send]
+    with pytest.raises(SystemExit, match="75"):
+        made().fit(X, Y, verbose=0, callbacks=callbacks)
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
