@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.errors import DataError, ScopeError
-from kdist.keras_hooks.optimizers import innermost, iterations, optimizers_of
+from kdist.keras_hooks.optimizers import innermost, optimizers_of
 from kdist.state.session import session_of
 from kdist.state.single_process import is_replaying
 from kdist.step.extensions import step_extensions
@@ -21,11 +21,12 @@ from kdist.step.scale_rate import RateScale, ScaleRate
 class LearningRateSchedule(keras.callbacks.Callback):
     """Multiplies the learning rate by a function of the epoch.
 
-    The multiplier of each step is a pure function of `epoch + step / steps of an epoch`. It is correct with
-    `initial_epoch`, in resumed trainings, on another number of ranks, and with several steps per execution. The stored
-    `optimizer.learning_rate`, a number or a `keras.optimizers.schedules.LearningRateSchedule`, is unchanged, and other
-    callbacks may set it. The multipliers of several such callbacks, and of `kdist.scope(scale_lr=...)`, are multiplied.
-    The rate in use is in the epoch's logs as `effective_learning_rate`.
+    The multiplier of each step is a pure function of `epoch + step / steps of an epoch`, the same for all updates in
+    the step. It is correct with `initial_epoch`, in resumed trainings, on another number of ranks, with several steps
+    per execution, and with several optimizers. The stored `optimizer.learning_rate`, a number or a
+    `keras.optimizers.schedules.LearningRateSchedule`, is unchanged, and other callbacks may set it. The multipliers of
+    several such callbacks, and of `kdist.scope(scale_lr=...)`, are multiplied. The rate in use is in the epoch's logs
+    as `effective_learning_rate`.
 
     It sends no messages, but all ranks must have it, or their weights differ.
 
@@ -70,7 +71,9 @@ class LearningRateSchedule(keras.callbacks.Callback):
         with tf.init_scope():
             # The multipliers of an epoch, from the step before its first one, which the graph reads.
             self._table = tf.Variable([1.0], shape=[None], dtype=tf.float64, trainable=False, name="kdist_multipliers")
-            self._start = tf.Variable(0, dtype=tf.int64, trainable=False, name="kdist_multipliers_start")
+            # Counts steps; an optimizer's iterations count its updates, of which a step may make several or none.
+            self._place = tf.Variable(0, dtype=tf.int64, trainable=False, name="kdist_multipliers_place")
+        self._corrected: set[int] = set()  # the optimizers whose velocities the step has rescaled
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Adds the stage that scales the rate."""
@@ -86,7 +89,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
                 "Expected data of known length, or `steps_per_epoch`. Fix: give fit or this callback "
                 "`steps_per_epoch`."
             )
-        step_extensions(self.model).add(self, stages=[ScaleRate(self._scale_of)])
+        step_extensions(self.model).add(self, around=self._around_step, stages=[ScaleRate(self._scale_of)])
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Stores the epoch."""
@@ -99,8 +102,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._is_filled = True
         num_steps = self._num_steps() or 1
         epochs = (self._epoch + step / num_steps for step in range(-1, num_steps))
-        # Not `optimizer.iterations`, which counts updates.
-        self._start.assign(int(iterations(innermost(optimizers_of(self.model)[0]))) - batch - 1)
+        self._place.assign(batch)  # the step before
         self._table.assign(np.array([self.multiplier(max(0.0, epoch)) for epoch in epochs]))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -108,16 +110,29 @@ class LearningRateSchedule(keras.callbacks.Callback):
         if logs is not None:
             optimizer = innermost(optimizers_of(self.model)[0])
             rate = logs.get("effective_learning_rate", float(optimizer.learning_rate))
-            logs["effective_learning_rate"] = rate * float(self.at(iterations(optimizer)))
+            logs["effective_learning_rate"] = rate * float(self.multiplier_now())
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Removes the stage."""
         step_extensions(self.model).remove(self)
 
-    def at(self, step: Any) -> tf.Tensor:
-        """Returns the multiplier at a number of iterations within the current epoch, a `float64` scalar."""
-        place = tf.cast(tf.convert_to_tensor(step), tf.int64) - self._start
+    def multiplier_now(self, *, steps_ago: int = 0) -> tf.Tensor:
+        """Returns the multiplier of the running or last step, or of one before it, a `float64` scalar."""
+        place = self._place - steps_ago
         return tf.gather(self._table, tf.clip_by_value(place, 0, tf.size(self._table, tf.int64) - 1))
+
+    def momentum_ratio(self, optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
+        """Returns the multiplier divided by the last step's, 1 after 0; `None` after the first update of a step."""
+        if not self.momentum_correction or id(optimizer) in self._corrected:
+            return None
+        self._corrected.add(id(optimizer))
+        multiplier, last = self.multiplier_now(), self.multiplier_now(steps_ago=1)
+        return tf.where(last > 0, tf.math.divide_no_nan(multiplier, last), 1.0)
+
+    def _around_step(self, step: Callable[[Any], Any], data: Any) -> Any:
+        self._corrected.clear()
+        self._place.assign_add(1)
+        return step(data)
 
     def _num_steps(self) -> int | None:
         return self.steps_per_epoch or self.params.get("steps")
@@ -136,15 +151,11 @@ class _Multiplier:
     def scaled(self, rate: Callable[[], Any]) -> tf.Tensor:
         """Returns the rate times the multiplier of the step."""
         value = tf.convert_to_tensor(rate())
-        return value * tf.cast(self._schedule.at(iterations(self._optimizer)), value.dtype)
+        return value * tf.cast(self._schedule.multiplier_now(), value.dtype)
 
     def momentum_ratio(self) -> tf.Tensor | None:
-        """Returns the multiplier divided by that of the last step; 1 after a multiplier of 0."""
-        if not self._schedule.momentum_correction:
-            return None
-        now = tf.convert_to_tensor(iterations(self._optimizer))
-        multiplier, last = self._schedule.at(now), self._schedule.at(now - 1)
-        return tf.where(last > 0, tf.math.divide_no_nan(multiplier, last), 1.0)
+        """Returns the ratio by which the velocities are multiplied."""
+        return self._schedule.momentum_ratio(self._optimizer)
 
 
 def piecewise(multipliers: Mapping[float, float]) -> Callable[[float], float]:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
 import kdist
+from kdist import _arguments
 from kdist._arguments import with_environment
 from kdist.errors import ScopeError, StrategyError
 from kdist.strategies.devices import threads_per_rank
@@ -86,20 +87,26 @@ def test_an_environment_that_contradicts_the_code_is_refused_and_both_are_named(
 
 
 @pytest.mark.parametrize(
-    ("variable", "text", "settings"),
+    ("variable", "text", "settings", "chosen"),
     [
-        ("KDIST_STRATEGY", "single", {}),
-        ("KDIST_STRATEGY", "single", {"strategy": "single"}),
-        ("KDIST_STRATEGY", "auto", {"strategy": "single"}),
-        ("KDIST_SCALE_LR", "none", {"scale_lr": None}),
-        ("KDIST_SCALE_LR", "2", {"scale_lr": 2}),
-        ("KDIST_SCALE_BATCH", "False", {"scale_batch": False}),
+        ("KDIST_STRATEGY", "single", {}, "single"),
+        ("KDIST_STRATEGY", "single", {"strategy": "single"}, "single"),
+        ("KDIST_STRATEGY", "auto", {"strategy": "single"}, "single"),
+        ("KDIST_SCALE_LR", "none", {}, None),
+        ("KDIST_SCALE_LR", "none", {"scale_lr": None}, None),
+        ("KDIST_SCALE_LR", "2", {}, 2),
+        ("KDIST_SCALE_LR", "2", {"scale_lr": 2}, 2),
+        ("KDIST_SCALE_BATCH", "False", {}, False),
+        ("KDIST_SCALE_BATCH", "False", {"scale_batch": False}, False),
     ],
 )
-def test_the_environment_may_repeat_the_code_or_replace_a_default(variable, text, settings, monkeypatch):
+def test_the_environment_may_repeat_the_code_or_replace_a_default(variable, text, settings, chosen, monkeypatch):
     monkeypatch.setenv(variable, text)
+    used, check = [], _arguments.check
+    monkeypatch.setattr(_arguments, "check", lambda settings, env: (used.append(settings), check(settings, env)))
     with kdist.scope(**settings):
         pass
+    assert used[0][variable.removeprefix("KDIST_").lower()] == chosen
 
 
 def test_the_environment_may_choose_the_engine_of_options():

@@ -17,6 +17,7 @@ import keras
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
 from kdist.checkpoint.backup import Backup
 from kdist.errors import ScopeError
+from kdist.keras_hooks.callbacks import RunningFit
 
 logger = logging.getLogger("kdist")
 
@@ -31,6 +32,7 @@ class Preempt(AllRanksCallback):
         self.exit_code = exit_code
         self.signals = tuple(signals)
         self._handlers: dict[int, Any] = {}
+        self._fit: RunningFit | None = None
         self._received: str | None = None
         self._epoch = 0
 
@@ -47,7 +49,8 @@ class Preempt(AllRanksCallback):
                 f"{[type(each).__name__ for each in self.others]}. Expected kdist.callbacks.BackupAndRestore, or "
                 "keras.callbacks.ModelCheckpoint, among them. Fix: add one of these."
             )
-        self._received = None
+        self.clean_up()  # of a `fit` that raised
+        self._received, self._fit = None, RunningFit(self)
         self.session.votes.withdraw("preempt")
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
@@ -84,7 +87,8 @@ class Preempt(AllRanksCallback):
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._received is not None:  # a second signal has its usual effect
+        # A second signal has its usual effect, and so has one after a `fit` that raised.
+        if self._received is not None or self._fit is None or self._fit.is_over(frame):
             self.clean_up()
             os.kill(os.getpid(), number)
             return

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import keras
+from keras.src.backend.tensorflow import trainer as trainer_module
 from keras.src.utils.io_utils import print_msg as print_msg
 from keras.src.utils.python_utils import is_default
 
@@ -70,6 +73,43 @@ def on_list_ready(callback: Any, function: Callable[[keras.callbacks.CallbackLis
     hook = _ListHook() if hook is None else hook
     hook.functions[callback] = function
     weakref.finalize(callback, hook.restore_if_unused)
+
+
+class RunningFit:
+    """The `fit` in whose `on_train_begin` it is made: Keras calls no callback when a `fit` has raised.
+
+    Args:
+        callback: `keras.callbacks.Callback`, in the list of that `fit`.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self._is_found = _is_called_by_fit(callback, sys._getframe())
+        self._history = getattr(callback.model, "history", None)
+
+    def is_over(self, frame: FrameType | None = None) -> bool:
+        """Returns whether it has returned or raised.
+
+        A callback that another callback calls, or a loop of the user's, is in the list of no `fit`: there it is over
+        when another `fit` has begun.
+
+        Args:
+            frame: the innermost frame of the thread in which `fit` would run; the caller's by default.
+        """
+        if self._is_found:
+            return not _is_called_by_fit(self._callback, frame or sys._getframe())
+        return getattr(self._callback.model, "history", None) is not self._history  # Keras makes one for each `fit`
+
+
+def _is_called_by_fit(callback: Any, frame: FrameType | None) -> bool:
+    """Returns whether a frame or one of its callers is a `fit` of Keras with a callback in its list."""
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_globals is vars(trainer_module):
+            listed = getattr(frame.f_locals.get("callbacks"), "callbacks", ())
+            if any(each is callback for each in listed):
+                return True
+        frame = frame.f_back
+    return False
 
 
 class _ListHook:

@@ -26,8 +26,9 @@ def epoch_iterators(
     """Makes `fit`, `evaluate` and `predict` of models of one strategy use iterators from `make`.
 
     Args:
-        make: callable that takes Keras' data adapter, and `steps_per_epoch` and `steps_per_execution` by name, and
-            returns an iterator in place of Keras' `TFEpochIterator`.
+        make: callable that takes Keras' data adapter, and by name `steps_per_epoch`, `steps_per_execution`, and
+            `is_for_training`, whether `fit` trains on the data; it returns an iterator in place of Keras'
+            `TFEpochIterator`.
         strategy: the strategy; models of other strategies use Keras' iterator.
         is_chief: bool, whether this process shows the warnings of Keras' adapters.
     """
@@ -46,7 +47,12 @@ def epoch_iterators(
                 if not is_chief:
                     warnings.simplefilter("ignore")
                 adapter = data_adapters.get_data_adapter(*args, steps_per_epoch=steps_per_epoch, **kwargs)
-            return make(adapter, steps_per_epoch=steps_per_epoch, steps_per_execution=steps_per_execution)
+            return make(
+                adapter,
+                steps_per_epoch=steps_per_epoch,
+                steps_per_execution=steps_per_execution,
+                is_for_training="class_weight" in kwargs,  # given by `fit`, and not for its validation data
+            )
         return outer(
             *args,
             distribute_strategy=distribute_strategy,

@@ -59,7 +59,13 @@ PATCHES = (
         _LIFE,
         "dispatch",
     ),
-    Patch(_MODEL, ("train_step", "compute_loss"), "instance", _FIT, "let callbacks look into the step"),
+    Patch(
+        _MODEL,
+        ("train_step", "compute_loss", "make_train_function"),
+        "instance",
+        _FIT,
+        "let callbacks look into the step",
+    ),
     Patch(_MODEL, ("steps_per_execution",), "instance", _PASS, "end data whose length is unknown together"),
     Patch(
         _TRAINER,

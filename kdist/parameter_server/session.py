@@ -138,7 +138,7 @@ class ParameterServerSession(TrainingSession):
                         "Fix: a larger batch, or one worker, or synchronous training (kdist.AllReduce)."
                     )
 
-    def _make_iterator(self, adapter: Any, **steps: Any) -> WorkerEpochIterator:
+    def _make_iterator(self, adapter: Any, *, is_for_training: bool, **steps: Any) -> WorkerEpochIterator:
         self._num_sources += 1
         in_flight = functools.partial(predictions, self.dispatcher, self.functions)
         return make_iterator(

@@ -10,9 +10,11 @@ from typing import Any
 
 import keras
 
+from kdist.keras_hooks.callbacks import RunningFit
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.signatures import with_signature_of
+from kdist.keras_hooks.trainer import compile_config
 from kdist.state.session import session_of
 from kdist.step.update import Stage, UpdatePipeline
 
@@ -20,6 +22,7 @@ logger = logging.getLogger("kdist")
 
 Around = Callable[[Callable[[Any], Any], Any], Any]
 """Takes a step and its data; returns the result of the step."""
+_Extension = tuple[RunningFit, Around | None, Sequence[Stage]]
 
 _ATTRIBUTE = "_kdist_step_extensions"
 
@@ -30,14 +33,16 @@ class StepExtensions:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._inner = model.train_step
-        self._fit = getattr(model, "history", None)  # Keras makes a new one for each `fit`
-        self._added: dict[Any, tuple[Around | None, Sequence[Stage]]] = {}
-        self._jit_compile = model.jit_compile
+        self._make_inner = model.make_train_function
+        self._added: dict[int, _Extension] = {}
+        self._compiled: Any = None  # the `compile` whose jit_compile=True is off
         if model.jit_compile:
             logger.warning("jit_compile=True is off while callbacks change the training step: XLA cannot compile them.")
-            model.jit_compile = False
-        self._patch = patched(model, "train_step", with_signature_of(type(model).train_step, self._step))
-        self._patch.__enter__()
+            model.jit_compile, self._compiled = False, compile_config(model)
+        self._patches = contextlib.ExitStack()
+        for name, method in (("train_step", self._step), ("make_train_function", self._make_train_function)):
+            wrapper = with_signature_of(getattr(type(model), name), method)
+            self._patches.enter_context(patched(model, name, wrapper))
 
     def add(self, owner: Any, *, around: Around | None = None, stages: Sequence[Stage] = ()) -> None:
         """Adds a callback's extensions; the step is traced again. Must be called in `on_train_begin`.
@@ -47,34 +52,41 @@ class StepExtensions:
             around: callable around the step; the first is the innermost.
             stages: sequence of `Stage`, for the updates of all optimizers.
         """
-        fit = getattr(self._model, "history", None)
-        if self._fit is not fit:
-            self._fit, self._added = fit, {}  # those of a `fit` that raised are dropped
-        self._added[id(owner)] = around, stages
+        self._added[id(owner)] = RunningFit(owner), around, stages
         self._model.make_train_function(force=True)
 
     def remove(self, owner: Any) -> None:
         """Removes a callback's extensions; the next `fit` traces its step again."""
-        self._added.pop(id(owner), None)
-        self._model.train_function = None
-        if not self._added:
+        self._keep({key: each for key, each in self._added.items() if key != id(owner)})
+
+    def _keep(self, kept: dict[int, _Extension]) -> None:
+        self._added, self._model.train_function = kept, None
+        if not kept:
             self.remove_all()
 
     def remove_all(self) -> None:
         """Restores the model's own step."""
         self._model.train_function = None
         del vars(self._model)[_ATTRIBUTE]
-        self._patch.__exit__(None, None, None)
-        self._model.jit_compile = self._jit_compile
+        self._patches.close()
+        if self._compiled is not None and self._compiled is compile_config(self._model):
+            self._model.jit_compile = True
 
     @property
     def stages(self) -> list[Stage]:
         """The stages of all callbacks."""
-        return [stage for _, stages in self._added.values() for stage in stages]
+        return [stage for *_, stages in self._added.values() for stage in stages]
+
+    def _make_train_function(self, *args: Any, **kwargs: Any) -> Any:
+        # Called by each `fit` and `train_on_batch`. A `fit` that raised has not called `on_train_end`.
+        kept = {key: each for key, each in self._added.items() if not each[0].is_over()}
+        if len(kept) < len(self._added):
+            self._keep(kept)
+        return self._make_inner(*args, **kwargs)
 
     def _step(self, data: Any) -> Any:
         step = self._inner
-        for around, _ in self._added.values():
+        for _, around, _ in self._added.values():
             step = step if around is None else functools.partial(around, step)
         if session_of(self._model).runs_update_pipeline:
             return step(data)

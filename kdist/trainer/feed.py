@@ -59,7 +59,7 @@ class Feed:
 
     @contextlib.contextmanager
     def running_fit(self) -> Iterator[None]:
-        """A context that is open while `fit` runs, which trains on the first data and validates on later data."""
+        """A context that is open while `fit` runs, which may call Keras' `fit` several times."""
         outer, self._training = self._training, None
         try:
             yield
@@ -81,7 +81,7 @@ class Feed:
         return holds_random_state(self.training.data_adapter.source)
 
     def make_iterator(
-        self, verb: str, adapter: Any, *, steps_per_epoch: int | None, steps_per_execution: int
+        self, verb: str, adapter: Any, *, steps_per_epoch: int | None, steps_per_execution: int, is_for_training: bool
     ) -> ShardedEpochIterator:
         """Returns this rank's shards of a verb's data.
 
@@ -92,6 +92,7 @@ class Feed:
             adapter: Keras' data adapter of the user's data.
             steps_per_epoch: int or `None`, as given by the user.
             steps_per_execution: int, the steps in one call of the model's function.
+            is_for_training: bool, whether Keras' `fit` trains on the data.
 
         Raises:
             DataError: if the ranks cannot read the data in one order.
@@ -111,7 +112,8 @@ class Feed:
         check_inputs(adapter, source, self._engine, auto_shard=self._settings.auto_shard)
         if verb == "predict" and self.widths_differ != (widths_differ := not has_fixed_shapes(source)):
             self.widths_differ, self._model.predict_function = widths_differ, None
-        is_for_training = verb == "fit" and self._training is None
+        # The first data of a `fit` that does not call Keras' own, too.
+        is_for_training = is_for_training or (verb == "fit" and self._training is None)
         if is_for_training and holds_random_state(source):
             self._holds_random_state = True
         iterator = ShardedEpochIterator(

@@ -187,6 +187,26 @@ def streams(kind: str, mine: np.ndarray) -> dict[str, Any]:
     return {"x": Own(workers=2)}
 
 
+class FitsTwice(Recorder):
+    """As where a model is pretrained: each training has data of its own kind, and validation data."""
+
+    def fit(self, *trainings: dict[str, Any]) -> Any:
+        return [super(FitsTwice, self).fit(**each, verbose=0) for each in trainings]
+
+
+def a_fit_that_fits_twice() -> None:
+    """The second training's data is no validation data of the first."""
+    unknown = pairs().batch(BATCH).filter(lambda *_: True)
+    validated = {"validation_data": PAIRS, "validation_batch_size": BATCH}
+    second = {"x": IDS, "y": IDS, "batch_size": BATCH, "epochs": 2, **validated}
+    with kdist.scope(scale_lr=None):
+        model = FitsTwice()
+        model.fit({"x": unknown, **validated}, second)
+    assert sorted(flat(everyone(model.take_seen()))) == sorted(list(range(ROWS)) * 6)
+    steps = -(-NUM_BATCHES // kdist.size())
+    assert int(model.optimizer.iterations) in (3 * steps, 3 * steps + 1)  # the end of unknown data may count
+
+
 def orders_of_before_the_scope_are_told_of() -> None:
     """Each rank made its batches with another shuffle: what it is given is not what the others are given."""
     for seed, told in ((kdist.rank(), [True]), (0, [])):
@@ -415,6 +435,7 @@ OTHERS = {
         in_order_without_shuffle,
         one_seed_one_order,
         twice_in_a_row,
+        a_fit_that_fits_twice,
         orders_of_before_the_scope_are_told_of,
         own_streams_of_unequal_lengths,
         an_own_stream_may_be_empty,

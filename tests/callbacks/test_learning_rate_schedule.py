@@ -1,0 +1,61 @@
+"""In one process: a step's multiplier is that of all its updates, however many there are, by whatever optimizer."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdist.callbacks import LearningRateSchedule
+
+STEPS = 4
+
+
+class TwoOptimizers(keras.Model):
+    """Each step updates `a` twice by one optimizer, `b` once by another; the gradients are 1."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.a = self.add_weight(shape=(), initializer="zeros")
+        self.b = self.add_weight(shape=(), initializer="zeros")
+        self.optimizer_a, self.optimizer_b = (keras.optimizers.SGD(1.0, **settings) for _ in range(2))
+        self.built = True
+
+    def call(self, inputs):
+        return inputs
+
+    def train_step(self, data):
+        for optimizer, weight in [(self.optimizer_a, self.a)] * 2 + [(self.optimizer_b, self.b)]:
+            optimizer.apply([tf.constant(1.0)], [weight])
+        return {"a": self.a.value + 0.0}
+
+
+def weights_by_step(schedule, *, epochs=1, **settings):
+    model, seen = TwoOptimizers(**settings), []
+    model.compile()
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append([float(model.a), float(model.b)])
+    )
+    model.fit(np.ones((STEPS, 1)), batch_size=1, epochs=epochs, verbose=0, callbacks=[schedule, note])
+    return seen
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_all_updates_of_a_step_have_its_multiplier(epochs):
+    seen = weights_by_step(LearningRateSchedule(lambda epoch: 1 + STEPS * epoch), epochs=epochs)
+    sums = np.cumsum(1.0 + np.arange(STEPS * epochs))
+    np.testing.assert_allclose(seen, [[-2 * each, -each] for each in sums])
+
+
+def test_velocities_are_rescaled_once_a_step():
+    a = b = u = v = 0.0
+    expected = []
+    for step in range(STEPS):
+        rate = 1.0 + step
+        for _ in range(2):
+            u = 0.9 * u + 1
+            a -= rate * u
+        v = 0.9 * v + 1
+        b -= rate * v
+        expected.append([a, b])
+    seen = weights_by_step(LearningRateSchedule(lambda epoch: 1 + STEPS * epoch), momentum=0.9)
+    np.testing.assert_allclose(seen, expected, rtol=1e-6)
