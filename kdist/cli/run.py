@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.cluster import detect
 from kdist.errors import LaunchError
-from kdist.launch import horovodrun, local_cluster, mpirun, process, worker
+from kdist.launch import horovodrun, local_cluster, mpirun, process, scope_marks, worker
 from kdist.launch.command import Command, variables_to_forward
 from kdist.launch.first_failure import FailureMonitor
 from kdist.launch.hosts import Host, all_local, is_scheduled, parse_hostfile, parse_hosts
@@ -97,9 +97,18 @@ def run(options: argparse.Namespace) -> int:
         if output is not None:
             _make_directory(output)
         monitor = FailureMonitor(running)
-        code = process.run(command, on_signal=monitor.mute)
+
+        def must_end() -> bool:
+            if problem := scope_marks.read(running).problem():
+                monitor.mute()
+                print(f"kdist: {problem}", file=sys.stderr)
+            return bool(problem)
+
+        code = process.run(command, on_signal=monitor.mute, must_end=must_end)
         monitor.close()
         code = code if monitor.code is None else monitor.code
+        if code == 0 and (remark := scope_marks.read(running).remark()):
+            print(f"kdist: {remark}", file=sys.stderr)
         lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)
     if code == 0 and lost and (options.hosts or options.hostfile):
         # Open MPI exits with 0 after it lost a host and killed the ranks of the others.

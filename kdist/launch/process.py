@@ -22,7 +22,11 @@ _GRACE = 10.0  # seconds that the launcher has to end its ranks before SIGKILL
 _GRACE_OF_RANKS = 2.0  # seconds that ranks have to exit after their launcher
 
 
-def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
+def run(
+    command: Command,
+    on_signal: Callable[[], object] | None = None,
+    must_end: Callable[[], bool] | None = None,
+) -> int:
     """Runs a job until it exits.
 
     It inherits the standard streams. Ctrl-C, SIGTERM and SIGHUP end all ranks, unless this process was started to
@@ -31,9 +35,10 @@ def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
     Args:
         command: `Command`, which starts the job.
         on_signal: function that is called first when a signal ends the job, or `None`.
+        must_end: function that is called every half second and returns whether the job cannot go on, or `None`.
 
     Returns:
-        The exit code: the launcher's own, or 128 plus a signal's number, as a shell reports it.
+        The exit code: the launcher's own, or 128 plus a signal's number, as a shell reports it; 1 after `must_end`.
 
     Raises:
         LaunchError: if the launcher cannot be started.
@@ -47,10 +52,12 @@ def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
                 f"The launcher cannot be started. Received: {err} from `{command}`. Expected a program that runs. "
                 "Fix: check that it is installed and executable; `kdist env` shows which one is used."
             ) from err
+        ends = False
         try:
             guard_session(process.pid)
-            while process.poll() is None and not received:
+            while process.poll() is None and not received and not ends:
                 _wait(process, 0.5)
+                ends = must_end is not None and process.poll() is None and must_end()
             if received and on_signal is not None:
                 on_signal()
         finally:
@@ -59,6 +66,8 @@ def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
     if received:
         _LOG.warning("%s: the job has ended", signal.Signals(received[0]).name)
         return 128 + received[0]
+    if ends:
+        return 1
     return 128 - code if code < 0 else code
 
 

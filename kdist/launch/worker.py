@@ -22,6 +22,7 @@ from typing import NoReturn
 from kdist.cluster import detect
 from kdist.launch import failure, first_failure
 from kdist.launch.output import redirect
+from kdist.launch.scope_marks import own_scopes
 
 
 def program(
@@ -74,13 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if running_file is not None:
         with contextlib.suppress(OSError):
             running_file.touch()
+        if info.size > 1:
+            own_scopes.directory, own_scopes.rank = running_file.parent, info.rank
     hook = failure.install(end_job, info.rank, info.size, before_abort=report_failure) if info.size > 1 else None
     try:
         _run(command, is_module)
     except BaseException as error:
         code, trace = failure.exit_code(error), _without_own_frames(error.__traceback__)
         if code == 0:
-            _remove(running_file)
+            _ended_well(running_file)
         error.__traceback__ = trace
         if isinstance(error, SystemExit) and (hook is None or code == 0):
             raise
@@ -92,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif hook is not None:
             hook(type(error), error, trace)
         return code
-    _remove(running_file)
+    _ended_well(running_file)
     return 0
 
 
@@ -115,7 +118,8 @@ def end_job(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _remove(file: Path | None) -> None:
+def _ended_well(file: Path | None) -> None:
+    own_scopes.script_ended(used_keras="keras" in sys.modules)
     if file is not None:
         file.unlink(missing_ok=True)
 
