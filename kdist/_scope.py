@@ -20,7 +20,7 @@ from kdist._process import cluster_info, open_engine, select_strategy, set_stall
 from kdist._scope_context import ScopeContext
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import ScopeError, StrategyError
-from kdist.launch.log import show_log
+from kdist.launch.log import once, show_log
 from kdist.launch.scope_marks import own_scopes
 from kdist.strategies.options import TPU, AllReduce, ParameterServer
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, Selection
@@ -265,7 +265,12 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     agree_global_seeds(engine)
     seed = input_seed(repr(random.getstate()), 0)
     if engine.rank == 0:
-        logger.info("%d ranks train together over %s: %s", engine.size, engine.name, selection.why)
+        once.info(f"{engine.size} ranks train together over {engine.name}: {selection.why}")
+        if engine.local_size > (cores := os.cpu_count() or 1):
+            once.info(
+                f"{engine.local_size} ranks share {cores} core(s) of this host: they train no faster than {cores} "
+                f"would. Fix: -np {cores}, or more hosts"
+            )
     if _state.strategy is None or _state.strategy.engine is not engine:
         # One for all scopes: TensorFlow refuses models of one strategy under another.
         _state.strategy = AllReduceStrategy(engine, split_dataset(engine))
