@@ -111,7 +111,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for a public one
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])
 
 
 # One of several ranks must not train by itself in silence. In any other process this does nothing.

@@ -12,10 +12,10 @@ import logging
 import os
 import random
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kdist import _arguments
-from kdist._arguments import STALL_TIMEOUT
+from kdist._arguments import AUTO_STALL_TIMEOUT
 from kdist._process import cluster_info, open_engine, select_strategy, set_stall_timeout
 from kdist._scope_context import ScopeContext
 from kdist.cluster.info import ClusterInfo
@@ -36,13 +36,19 @@ logger = logging.getLogger("kdist")
 
 
 def scope(
-    strategy: str | AllReduce | ParameterServer | TPU | tf.distribute.Strategy = "auto",
+    strategy: (
+        Literal["auto", "single", "mpi", "horovod", "collective", "parameter_server", "mirrored", "tpu"]
+        | AllReduce
+        | ParameterServer
+        | TPU
+        | tf.distribute.Strategy
+    ) = "auto",
     *,
     scale_batch: bool = True,
-    scale_lr: str | float | None = "auto",
-    warmup_epochs: str | float = "auto",
+    scale_lr: Literal["auto", "linear", "sqrt"] | float | None = "auto",
+    warmup_epochs: Literal["auto"] | float = "auto",
     auto_shard: bool = True,
-    stall_timeout: float | None = STALL_TIMEOUT,
+    stall_timeout: Literal["auto"] | float | None = "auto",
 ) -> ScopeContext:
     """Makes the Keras models inside train on all processes of the job exactly as on one.
 
@@ -67,8 +73,8 @@ def scope(
         warmup_epochs: a number of epochs of warm-up, or `"auto"`: 5 or a tenth of the run, whichever is shorter.
         auto_shard: bool, whether kdist shards the data over the ranks. If `False`, each rank trains on its own input.
         stall_timeout: float or `None`, seconds that a rank may block the others before the job ends with a message that
-            names it; `None` for no limit. A rank that is busy, or in your own code (a callback, or between two calls
-            of `fit`), only causes a warning, unless you set this.
+            names it; `None` for no limit. `"auto"` is 600, and only a warning for a rank that is busy, or in your own
+            code (a callback, or between two calls of `fit`).
 
     Returns:
         A context manager, which yields the `tf.distribute.Strategy` in use.
@@ -254,8 +260,8 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     if engine.size == 1:
         yield _default_strategy(info)
         return
-    stall_timeout = chosen["stall_timeout"]
-    set_stall_timeout(stall_timeout, is_strict=stall_timeout != STALL_TIMEOUT)
+    is_strict = chosen["stall_timeout"] != "auto"
+    set_stall_timeout(chosen["stall_timeout"] if is_strict else AUTO_STALL_TIMEOUT, is_strict=is_strict)
     scale_lr = chosen["scale_lr"]
     if options.sync_every > 1 and scale_lr == "auto":
         scale_lr = 1.0  # a local step is on the rank's own batch; schedules are still fitted to the epochs

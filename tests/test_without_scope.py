@@ -59,8 +59,8 @@ with kdist.scope():
 def launched(tmp_path, text, command=None):
     (script := tmp_path / "train.py").write_text(text)
     if command is None:
-        return job("mpi", 2).launch([str(script)], timeout=120)
-    return spmd.execute([*command, str(script)], timeout=120)
+        return job("mpi", 2).launch([str(script)], timeout=300)
+    return spmd.execute([*command, str(script)], timeout=300)
 
 
 def test_a_scope_that_is_not_entered_and_a_fit_outside(tmp_path):
