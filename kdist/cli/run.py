@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kdist._arguments import check_environment
 from kdist.cli import script
 from kdist.cluster import detect
 from kdist.errors import LaunchError
@@ -140,6 +141,7 @@ def build(options: argparse.Namespace, program: Sequence[str]) -> Command:
         LaunchError: if the job cannot be started as asked.
     """
     _check_not_a_rank(os.environ)
+    check_environment(os.environ)
     hosts = _hosts(options)
     np = sum(host.slots for host in hosts) if options.np is None and hosts else options.np
     if np is None:

@@ -73,6 +73,17 @@ def test_two_different_strategies_are_refused(script, capsys, monkeypatch):
     assert cli.main(["run", "-np", "2", "--strategy", "horovod", "--dry-run", script]) == 0
 
 
+@pytest.mark.parametrize(("variable", "text"), [("KDIST_SCALE_LR", "lineer"), ("KDIST_STRATEGY", "horovood")])
+def test_a_variable_that_no_rank_would_accept_is_refused_before_anything_starts(
+    variable, text, script, capsys, monkeypatch
+):
+    monkeypatch.setenv(variable, text)
+    assert cli.main(["run", "-np", "2", script]) == 2
+    error = capsys.readouterr().err
+    assert f"Received: {variable}={text!r}" in error
+    assert error.count("\n") == 1
+
+
 def test_a_job_is_not_started_inside_of_a_job(script, capsys, monkeypatch):
     cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
