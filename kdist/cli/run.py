@@ -21,6 +21,7 @@ from kdist.launch import horovodrun, local_cluster, mpirun, process, scope_marks
 from kdist.launch.command import Command, variables_to_forward
 from kdist.launch.first_failure import FailureMonitor
 from kdist.launch.hosts import Host, all_local, check_slots, is_scheduled, parse_hostfile, parse_hosts
+from kdist.launch.launcher_boxes import BoxFilter
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, WORDS
 
 if TYPE_CHECKING:
@@ -106,17 +107,28 @@ def run(options: argparse.Namespace) -> int:
             _make_directory(output)
         monitor = FailureMonitor(running)
 
+        boxes = BoxFilter("" if is_module else words[0])
+
         def must_end() -> bool:
             if problem := scope_marks.read(running).problem():
                 monitor.mute()
+                boxes.know()
                 print(f"kdist: {problem}", file=sys.stderr)
             return bool(problem)
 
-        code = process.run(command, on_signal=monitor.mute, must_end=must_end)
+        code = process.run(
+            command,
+            on_signal=monitor.mute,
+            must_end=must_end,
+            stderr=boxes if command.prints_boxes else None,
+        )
         monitor.close()
         code = code if monitor.code is None else monitor.code
         if output is not None:
             print(f"kdist: the output of each rank is in {output} (rank0.out, rank0.err, ...)", file=sys.stderr)
+        if code and (summary := boxes.summary(code)):
+            hint = "" if output else "; --output DIR keeps the output of each rank"
+            print(f"kdist: {summary}{hint}", file=sys.stderr)
         if code == 0 and (remark := scope_marks.read(running).remark()):
             print(f"kdist: {remark}", file=sys.stderr)
         lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)

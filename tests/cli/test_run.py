@@ -105,6 +105,12 @@ def test_a_rank_that_raises_ends_the_job_with_one_report(script, tmp_path, how, 
     assert "worker.py" not in done.output
     # What the failing rank had written to stderr is shown too.
     assert "err 1" in done.output
+    # The last line is kdist's, not a box of mpirun.
+    last = done.output.strip().splitlines()[-1]
+    assert last.startswith("kdist: rank 1 of 2 on host "), done.output
+    assert "raised ValueError in script.py:12; the job's exit code is 1" in last
+    for word in ("prterun", "MPI_ABORT", "-----"):
+        assert word not in done.output
     if keep:
         assert "ValueError: boom" in (tmp_path / "logs" / "rank1.err").read_text()
 
@@ -140,7 +146,7 @@ def test_hosts_and_launcher_args(script, tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     done = spmd.execute([*KDIST, "run", "--hostfile", str(tmp_path / "hosts"), script, "ok"], timeout=60)
     assert "out 0 of 2" in done.output
-    done = run("-H", "localhost:1", "--dry-run", "--launcher-args", "-x 'A B'", script, "ok", "it's")
+    done = run("-H", "localhost:2", "--dry-run", "--launcher-args", "-x 'A B'", script, "ok", "it's")
     assert done.returncode == 0
     assert "-x 'A B'" in done.output
     assert "out 0" not in done.output

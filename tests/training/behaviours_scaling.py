@@ -212,7 +212,7 @@ class TwoOptimizers(keras.Model):
     def train_step(self, batch: Any) -> Any:
         x, y = batch
         with tf.GradientTape(persistent=True) as tape:
-            loss = tf.reduce_mean((self(x) - tf.cast(tf.reshape(y, (len(x), -1))[:, :1], "float32")) ** 2)
+            loss = tf.reduce_mean((self(x) - tf.cast(tf.reshape(y, (tf.shape(x)[0], -1))[:, :1], "float32")) ** 2)
         for layer, optimizer in ((self.first, self.one), (self.second, self.other)):
             variables = layer.trainable_variables
             optimizer.apply(tape.gradient(loss, [each.value for each in variables]), variables)
