@@ -54,7 +54,8 @@ class BoxFilter:
     def finish(self) -> bytes:
         """Returns what was held back and is shown in the end."""
         held = b"".join(self._box) + (self._line if self._is_known else b"")
-        return b"" if _OF_MPIRUN.search(held) else held
+        # mpirun's last box may end in a NUL.
+        return b"" if _OF_MPIRUN.search(held) or not held.strip(b" \0\r\n") else held
 
     def summary(self, code: int) -> str:
         """Returns what failed, in one line; empty if no rank has reported it.

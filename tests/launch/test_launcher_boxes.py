@@ -30,6 +30,7 @@ def filtered(text, size, script="/work/train.py"):
         (f"a\n{BOX}b", f"a\n{BOX}b"),  # nobody has said why
         (f"a\n{REPORT}{BOX}b", f"a\n{REPORT}b"),
         (f"{REPORT}{BOX}{BOX}", REPORT),
+        (f"{REPORT}{BOX}\0", REPORT),
         (f"{REPORT}{BOX_OF_THE_SCRIPT}{BOX}b\n", f"{REPORT}{BOX_OF_THE_SCRIPT}b\n"),
         (f"{REPORT}{RULE}prterun noticed", REPORT),  # it was killed meanwhile
         (f"{REPORT}[vm:31662] PMIX ERROR: PMIX_ERR_UNREACH in file x\n", REPORT),
