@@ -212,7 +212,9 @@ class TwoOptimizers(keras.Model):
     def train_step(self, batch: Any) -> Any:
         x, y = batch
         with tf.GradientTape(persistent=True) as tape:
-            loss = tf.reduce_mean((self(x) - tf.cast(tf.reshape(y, (tf.shape(x)[0], -1))[:, :1], "float32")) ** 2)
+            predicted = self(x)
+            targets = tf.reshape(y, (tf.shape(x)[0], -1))[:, :1]
+            loss = tf.reduce_mean((predicted - tf.cast(targets, predicted.dtype)) ** 2)
         for layer, optimizer in ((self.first, self.one), (self.second, self.other)):
             variables = layer.trainable_variables
             optimizer.apply(tape.gradient(loss, [each.value for each in variables]), variables)
@@ -225,7 +227,7 @@ def only_optimizers_that_update_are_reported() -> None:
     with logged() as lines, kdist.scope(warmup_epochs=0):
         model = TwoOptimizers()
         model.compile()  # Keras' default, RMSprop, which makes no step
-        history = model.fit(x.astype("float32"), y, batch_size=BATCH, verbose=0).history
+        history = model.fit(x, y, batch_size=BATCH, verbose=0).history
     names = [line.split(":")[0] for line in lines if line.startswith("learning rate of")]
     assert names == (["learning rate of SGD", "learning rate of Adam"] if kdist.is_chief() else []), lines
     np.testing.assert_allclose(history["effective_learning_rate_one"], [RATE * size()], rtol=1e-6)
