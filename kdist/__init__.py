@@ -33,7 +33,10 @@ Glossary. Engines use the words of MPI, strategies those of `tf.distribute`, dat
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+from kdist import _first_fit
 
 if TYPE_CHECKING:
     from kdist import callbacks, errors, testing
@@ -108,4 +111,8 @@ if not TYPE_CHECKING:  # type checkers would take any name for a public one
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])
+
+
+# One of several ranks must not train by itself in silence. In any other process this does nothing.
+_first_fit.watch(os.environ)

@@ -12,8 +12,8 @@ from kdist.scaling import is_learning_rate_scale, is_warmup
 from kdist.strategies.options import TPU, AllReduce, ParameterServer, is_positive
 from kdist.strategies.selection import ENGINES, WORDS
 
-STALL_TIMEOUT = 600.0
-"""The default of `stall_timeout`, in seconds."""
+AUTO_STALL_TIMEOUT = 600.0
+"""What `stall_timeout="auto"` is, in seconds, for a rank that is neither busy nor in the user's code."""
 
 # The check of each argument, and what it expects.
 _VALID: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -21,7 +21,10 @@ _VALID: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "scale_lr": (is_learning_rate_scale, '"auto", "linear", "sqrt", a positive number or None'),
     "warmup_epochs": (is_warmup, '"auto" or a number that is not negative'),
     "auto_shard": (lambda value: isinstance(value, bool), "True or False"),
-    "stall_timeout": (lambda value: value is None or is_positive(value), "seconds, above 0, or None for no limit"),
+    "stall_timeout": (
+        lambda value: value is None or (isinstance(value, str) and value == "auto") or is_positive(value),
+        '"auto", seconds, above 0, or None for no limit',
+    ),
 }
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -30,7 +33,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "scale_lr": "auto",
     "warmup_epochs": "auto",
     "auto_shard": True,
-    "stall_timeout": STALL_TIMEOUT,
+    "stall_timeout": "auto",
 }
 
 # Texts of environment variables for arguments that are booleans.
@@ -99,10 +102,22 @@ def misspelled(env: Mapping[str, str]) -> dict[str, str]:
     Args:
         env: mapping, the environment.
     """
-    known = [f"KDIST_{name.upper()}" for name in _DEFAULTS]
+    known = ["KDIST_LOG", *(f"KDIST_{name.upper()}" for name in _DEFAULTS)]
     unknown = [name for name in env if name.startswith("KDIST_") and name not in known]
     similar = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.7) for name in unknown}
     return {name: close[0] for name, close in similar.items() if close}
+
+
+def check_environment(env: Mapping[str, str]) -> None:
+    """Raises for `KDIST_*` variables that no scope accepts, without loading Keras.
+
+    Args:
+        env: mapping, the environment.
+
+    Raises:
+        StrategyError: if one is invalid.
+    """
+    _check_values(with_environment(_DEFAULTS, env), env)
 
 
 def check(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
@@ -116,6 +131,11 @@ def check(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
         ScopeError: if Keras does not run on TensorFlow.
         StrategyError: if the strategy or a setting is unknown.
     """
+    _check_values(chosen, env)
+    _check_backend(env)
+
+
+def _check_values(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
     strategy = chosen["strategy"]
     if isinstance(strategy, str) and strategy == env.get("KDIST_STRATEGY") and strategy not in WORDS:
         raise StrategyError(
@@ -128,10 +148,6 @@ def check(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
             f"Expected one of {', '.join(map(repr, WORDS))}, a kdist.AllReduce, a kdist.ParameterServer, a kdist.TPU "
             "or a tf.distribute.Strategy. Fix: choose one of these."
         )
-    if isinstance(strategy, (AllReduce, ParameterServer, TPU)) and (problem := strategy.problem()):
-        raise StrategyError(
-            f"An option is invalid. Received: {problem}. Fix: change it in kdist.{type(strategy).__name__}(...)."
-        )
     for name, (is_valid, expected) in _VALID.items():
         if not is_valid(chosen[name]):
             variable = f"KDIST_{name.upper()}"
@@ -139,7 +155,6 @@ def check(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
             raise StrategyError(
                 f"`{name}` is invalid. Received: {received}. Expected {expected}. Fix: use one of these."
             )
-    _check_backend(env)
 
 
 def _check_backend(env: Mapping[str, str]) -> None:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import random
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kdist import _arguments
-from kdist._arguments import STALL_TIMEOUT
+from kdist._arguments import AUTO_STALL_TIMEOUT
 from kdist._process import cluster_info, open_engine, select_strategy, set_stall_timeout
+from kdist._scope_context import ScopeContext
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import ScopeError, StrategyError
+from kdist.launch.log import once, show_log
+from kdist.launch.scope_marks import own_scopes
 from kdist.strategies.options import TPU, AllReduce, ParameterServer
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, Selection
 
@@ -31,16 +35,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kdist")
 
 
-@contextlib.contextmanager
 def scope(
-    strategy: str | AllReduce | ParameterServer | TPU | tf.distribute.Strategy = "auto",
+    strategy: (
+        Literal["auto", "single", "mpi", "horovod", "collective", "parameter_server", "mirrored", "tpu"]
+        | AllReduce
+        | ParameterServer
+        | TPU
+        | tf.distribute.Strategy
+    ) = "auto",
     *,
     scale_batch: bool = True,
-    scale_lr: str | float | None = "auto",
-    warmup_epochs: str | float = "auto",
+    scale_lr: Literal["auto", "linear", "sqrt"] | float | None = "auto",
+    warmup_epochs: Literal["auto"] | float = "auto",
     auto_shard: bool = True,
-    stall_timeout: float | None = STALL_TIMEOUT,
-) -> Iterator[tf.distribute.Strategy]:
+    stall_timeout: Literal["auto"] | float | None = "auto",
+) -> ScopeContext:
     """Makes the Keras models inside train on all processes of the job exactly as on one.
 
     In one process nothing changes: models run Keras' own code. Among several, models made or used in the scope are
@@ -64,8 +73,8 @@ def scope(
         warmup_epochs: a number of epochs of warm-up, or `"auto"`: 5 or a tenth of the run, whichever is shorter.
         auto_shard: bool, whether kdist shards the data over the ranks. If `False`, each rank trains on its own input.
         stall_timeout: float or `None`, seconds that a rank may block the others before the job ends with a message that
-            names it; `None` for no limit. A rank that is busy, or in your own code (a callback, or between two calls
-            of `fit`), only causes a warning, unless you set this.
+            names it; `None` for no limit. `"auto"` is 600, and only a warning for a rank that is busy, or in your own
+            code (a callback, or between two calls of `fit`).
 
     Returns:
         A context manager, which yields the `tf.distribute.Strategy` in use.
@@ -91,12 +100,18 @@ def scope(
         "auto_shard": auto_shard,
         "stall_timeout": stall_timeout,
     }
+    return ScopeContext(functools.partial(_entered, given))
+
+
+@contextlib.contextmanager
+def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
     chosen = _arguments.with_environment(given, os.environ)
     _arguments.check(chosen, os.environ)
     with _single_open_scope():
         asked = chosen["strategy"]
         if not isinstance(asked, (str, AllReduce, ParameterServer, TPU)):
             _refuse_multi_worker(asked)
+            own_scopes.is_alone()
             if chosen["scale_lr"] in ("auto", None):  # the strategy's own conventions, unless the user sets a scale
                 chosen.update(scale_batch=False, scale_lr=None)
             with _passed_through(asked, chosen):
@@ -108,13 +123,16 @@ def scope(
         word = asked if isinstance(asked, str) else asked.word
         selection = select_strategy(word, info, is_synchronous=isinstance(asked, AllReduce))
         if selection.strategy == "single":
+            own_scopes.is_alone()
             yield _default_strategy(info)
             return
         if selection.strategy == PARAMETER_SERVER:
+            own_scopes.is_alone()  # its tasks do not wait for each other
             with _parameter_server(info, asked, chosen) as asynchronous:
                 yield asynchronous
             return
         if selection.strategy in PASSED_THROUGH:
+            own_scopes.is_alone()
             with _passed_through(_tensorflow_strategy(info, selection, asked), chosen) as theirs:
                 yield theirs
             return
@@ -124,9 +142,8 @@ def scope(
 
 @dataclasses.dataclass
 class _State:
-    """Whether a scope is open in this process, and the strategies that its scopes share."""
+    """The strategies that the scopes of this process share."""
 
-    is_open: bool = False
     strategy: AllReduceStrategy | None = None
     role: Chief | Evaluator | None = None
     tensorflow_strategies: dict[Any, tf.distribute.Strategy] = dataclasses.field(default_factory=dict)
@@ -137,21 +154,18 @@ _state = _State()
 
 @contextlib.contextmanager
 def _single_open_scope() -> Iterator[None]:
-    if _state.is_open:
+    if own_scopes.is_open:
         raise ScopeError(
             "A kdist scope is open already. Received: kdist.scope() inside of kdist.scope(). Expected one at a time. "
             "Fix: close the first one before, or remove the inner one."
         )
-    _state.is_open = True
-    try:
+    with own_scopes.entered():
         yield
-    finally:
-        _state.is_open = False
 
 
 def _tensorflow_strategy(info: ClusterInfo, selection: Selection, asked: Any) -> tf.distribute.Strategy:
     """Returns TensorFlow's strategy for several replicas in this process, which the first call makes."""
-    _show_log(info)
+    show_log(info)
     options = asked if isinstance(asked, TPU) else TPU()
     resolver = options.resolver or info.tpu_name or "local"
     key = selection.strategy if selection.strategy == "mirrored" else resolver
@@ -238,15 +252,16 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     from kdist.trainer.replicated_model import replicate
     from kdist.trainer.saving import whole_files
 
-    _show_log(info)
+    show_log(info)
     asked = chosen["strategy"]
     options = asked if isinstance(asked, AllReduce) else AllReduce()
+    own_scopes.waits_for_others()
     engine = open_engine(info, selection.strategy, options.start_timeout)
     if engine.size == 1:
         yield _default_strategy(info)
         return
-    stall_timeout = chosen["stall_timeout"]
-    set_stall_timeout(stall_timeout, is_strict=stall_timeout != STALL_TIMEOUT)
+    is_strict = chosen["stall_timeout"] != "auto"
+    set_stall_timeout(chosen["stall_timeout"] if is_strict else AUTO_STALL_TIMEOUT, is_strict=is_strict)
     scale_lr = chosen["scale_lr"]
     if options.sync_every > 1 and scale_lr == "auto":
         scale_lr = 1.0  # a local step is on the rank's own batch; schedules are still fitted to the epochs
@@ -256,7 +271,12 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     agree_global_seeds(engine)
     seed = input_seed(repr(random.getstate()), 0)
     if engine.rank == 0:
-        logger.info("%d ranks train together over %s: %s", engine.size, engine.name, selection.why)
+        once.info(f"{engine.size} ranks train together over {engine.name}: {selection.why}")
+        if engine.local_size > (cores := os.cpu_count() or 1):
+            once.info(
+                f"{engine.local_size} ranks share {cores} core(s) of this host: they train no faster than {cores} "
+                f"would. Fix: -np {cores}, or more hosts"
+            )
     if _state.strategy is None or _state.strategy.engine is not engine:
         # One for all scopes: TensorFlow refuses models of one strategy under another.
         _state.strategy = AllReduceStrategy(engine, split_dataset(engine))
@@ -319,7 +339,7 @@ def _parameter_server(info: ClusterInfo, asked: Any, chosen: Mapping[str, Any]) 
             f"The learning rate cannot be scaled in asynchronous training. Received: scale_lr={chosen['scale_lr']!r}. "
             "Expected 'auto' or None. Fix: remove scale_lr."
         )
-    _show_log(info)
+    show_log(info)
     unused = _arguments.changed(chosen, ("warmup_epochs", "auto_shard", "stall_timeout"))
     if unused and info.is_chief:
         logger.warning("parameter-server training ignores %s: see kdist.ParameterServer", ", ".join(unused))
@@ -328,17 +348,3 @@ def _parameter_server(info: ClusterInfo, asked: Any, chosen: Mapping[str, Any]) 
         _state.role = take_role(cluster, job, index, info=info, options=options)
     with scopes_outlive_clear_session(), _state.role.scope(options) as strategy:
         yield strategy
-
-
-def _show_log(info: ClusterInfo) -> None:
-    """Adds a handler for kdist's log unless the user has one: all messages on the chief, warnings elsewhere."""
-    if logger.handlers or logging.getLogger().handlers:
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        logging.Formatter("[kdist] %(message)s" if info.is_chief else f"[kdist rank {info.rank}] %(message)s")
-    )
-    handler.setLevel(logging.INFO if info.is_chief else logging.WARNING)
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

@@ -37,6 +37,8 @@ ROOMS = (
     "kdist.testing",
     "kdist._process",
     "kdist._arguments",
+    "kdist._scope_context",
+    "kdist._first_fit",
     "kdist._scope",
     "kdist",  # `__init__`: it names what the user sees
     "kdist.cli",

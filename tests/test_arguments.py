@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kdist
 from kdist import _arguments
-from kdist.errors import KDistError
+from kdist.errors import KDistError, StrategyError
 
 DEFAULTS = {
     "strategy": "auto",
@@ -20,7 +20,7 @@ DEFAULTS = {
     "scale_lr": "auto",
     "warmup_epochs": "auto",
     "auto_shard": True,
-    "stall_timeout": 600.0,
+    "stall_timeout": "auto",
 }
 
 scalars = st.one_of(
@@ -104,25 +104,7 @@ def test_of_the_environment(env):
         ("warmup_epochs", "five"),
         ("stall_timeout", 0),
         ("stall_timeout", "600"),
-        ("strategy", kdist.AllReduce(start_timeout=-1)),
-        ("strategy", kdist.AllReduce(compression="fp8")),
-        ("strategy", kdist.AllReduce(compression=True)),
-        ("strategy", kdist.AllReduce(compression="powersgd", powersgd_rank=0)),
-        ("strategy", kdist.AllReduce(powersgd_rank=1.5)),
-        ("strategy", kdist.AllReduce(compression="topk", topk_ratio=0)),
-        ("strategy", kdist.AllReduce(topk_ratio=1.01)),
-        ("strategy", kdist.AllReduce(sync_every=0)),
-        ("strategy", kdist.AllReduce(sync_every=2.5)),
-        ("strategy", kdist.AllReduce(sync_every=2, compression="fp16")),
-        ("strategy", kdist.AllReduce(outer_learning_rate=0)),
-        ("strategy", kdist.AllReduce(outer_momentum=1)),
-        ("strategy", kdist.AllReduce(outer_momentum=0.9)),
-        ("strategy", kdist.AllReduce(compression="powersgd", topk_ratio=0.1)),
-        ("strategy", kdist.AllReduce(bucket_mb=0)),
-        ("strategy", kdist.AllReduce(sparse_as_dense=1)),
-        ("strategy", kdist.AllReduce(sparse_as_dense=True, sync_every=2)),
-        ("strategy", kdist.TPU(timeout=0)),
-        ("strategy", kdist.ParameterServer(num_ps=1.5)),
+        ("stall_timeout", "never"),
     ],
 )
 def test_ambiguous_values_are_refused(name, value):
@@ -131,9 +113,44 @@ def test_ambiguous_values_are_refused(name, value):
 
 
 @pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (kdist.AllReduce, {"start_timeout": -1}),
+        (kdist.AllReduce, {"compression": "fp8"}),
+        (kdist.AllReduce, {"compression": True}),
+        (kdist.AllReduce, {"compression": "powersgd", "powersgd_rank": 0}),
+        (kdist.AllReduce, {"powersgd_rank": 1.5}),
+        (kdist.AllReduce, {"compression": "topk", "topk_ratio": 0}),
+        (kdist.AllReduce, {"topk_ratio": 1.01}),
+        (kdist.AllReduce, {"sync_every": 0}),
+        (kdist.AllReduce, {"sync_every": 2.5}),
+        (kdist.AllReduce, {"sync_every": 2, "compression": "fp16"}),
+        (kdist.AllReduce, {"outer_learning_rate": 0}),
+        (kdist.AllReduce, {"outer_momentum": 1}),
+        (kdist.AllReduce, {"outer_momentum": 0.9}),
+        (kdist.AllReduce, {"compression": "powersgd", "topk_ratio": 0.1}),
+        (kdist.AllReduce, {"bucket_mb": 0}),
+        (kdist.AllReduce, {"sparse_as_dense": 1}),
+        (kdist.AllReduce, {"sparse_as_dense": True, "sync_every": 2}),
+        (kdist.TPU, {"timeout": 0}),
+        (kdist.ParameterServer, {"num_ps": 1.5}),
+    ],
+)
+def test_invalid_options_are_refused_where_they_are_written(strategy, options):
+    with pytest.raises(StrategyError, match=rf"Received: .*{strategy.__name__}"):
+        strategy(**options)
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [("scale_lr", np.float32(0.5)), ("scale_lr", 2), ("scale_lr", None), ("warmup_epochs", np.int64(2))]
-    + [("warmup_epochs", 0), ("stall_timeout", None), ("stall_timeout", math.inf), ("stall_timeout", np.float64(3))],
+    + [
+        ("warmup_epochs", 0),
+        ("stall_timeout", None),
+        ("stall_timeout", "auto"),
+        ("stall_timeout", math.inf),
+        ("stall_timeout", np.float64(3)),
+    ],
 )
 def test_numbers_of_any_type_are_accepted(name, value):
     _arguments.check({**DEFAULTS, name: value}, {})

@@ -71,8 +71,8 @@ def test_homes_hold_what_all_promises():
         assert getattr(kdist, name) is importlib.import_module(f"kdist.{name}")
 
 
-def test_dir_shows_what_is_not_loaded_yet():
-    assert set(kdist.__all__) <= set(dir(kdist))
+def test_dir_shows_what_is_public_and_no_more():
+    assert dir(kdist) == sorted([*kdist.__all__, "__version__"])
 
 
 def test_an_unknown_name_is_an_attribute_error():

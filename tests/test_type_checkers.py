@@ -21,8 +21,16 @@ assert_type(kdist.rank(), int)
 assert_type(kdist.cluster_info().size, int)
 assert_type(kdist.callbacks.NaNPolicy("raise"), NaNPolicy)
 assert_type(kdist.errors.KDistError("why"), kdist.errors.KDistError)
-with kdist.scope(kdist.AllReduce(compression="fp16"), scale_lr=None):
+with kdist.scope(kdist.AllReduce(compression="fp16"), scale_lr=None, stall_timeout="auto"):
     pass
+
+
+@kdist.scope("mpi", scale_lr=2, warmup_epochs=3)
+def train() -> int:
+    return 1
+
+
+assert_type(train(), int)
 """
 
 # Each line has one error: what is not known to a checker has none.
@@ -31,6 +39,9 @@ import kdist
 kdist.scope(scale_batch="yes")
 kdist.no_such_name
 kdist.callbacks.NaNPolicy(3)
+kdist.scope(scale_lr="cubic")
+kdist.AllReduce(compression="fp8")
+kdist.ParameterServer(staleness="halve")
 """
 
 # The configuration that made setuptools install an import hook in place of a path.
@@ -73,7 +84,7 @@ def test_what_is_correct_is_accepted(checker, tmp_path):
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_what_is_wrong_is_seen(checker, tmp_path):
     lines, output = errors(checker, user_environment(tmp_path), WRONG)
-    assert lines == {3, 4, 5}, output
+    assert lines == {3, 4, 5, 6, 7, 8}, output
 
 
 @pytest.mark.parametrize("checker", CHECKERS)

@@ -6,7 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kdist.cli.run import add_launch_arguments, build, check_exists
+from kdist.cli import script
+from kdist.cli.run import add_launch_arguments, build
 from kdist.launch import process, worker
 
 if TYPE_CHECKING:
@@ -45,10 +46,12 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.np is None and not (options.hosts or options.hostfile):
         options.np = 2
-    script = options.script or ["kdist.cli.smoke"]
-    if options.script:
-        check_exists(script[0])
-    command = build(options, worker.program(sys.executable, script, module=not options.script))
+    words, is_module = script.parse(options.script)
+    if not words:
+        words, is_module = ["kdist.cli.smoke"], True
+    elif not is_module:
+        script.check_exists(words[0])
+    command = build(options, worker.program(sys.executable, words, module=is_module))
     print(f"kdist check: {command}", flush=True)
     code = process.run(command)
     print(f"kdist check: {'passed' if code == 0 else f'failed with exit code {code}'}")

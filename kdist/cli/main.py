@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from collections.abc import Sequence
 
+from kdist import __version__
 from kdist.cli import check, env, install_horovod, run
+from kdist.cli.parser import Parser
 from kdist.errors import KDistError
 
 _VERBS = (run, env, check, install_horovod)
@@ -22,7 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: that of the script, or 2 if it could not be started.
     """
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.verb is None:
+        parser.print_help()
+        return 0
     logging.basicConfig(format="kdist: %(message)s")
     try:
         return options.verb(options)
@@ -31,14 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Returns the parser of the command's arguments, with those of each verb."""
-    parser = argparse.ArgumentParser(
-        prog="kdist", description="Train an unchanged Keras script on several processes exactly as on one."
+    parser = Parser(
+        prog="kdist",
+        description="Train an unchanged Keras script on several processes exactly as on one.",
+        epilog="Begin with: kdist run -np 2 train.py",
     )
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    parser.add_argument("--version", action="version", version=f"kdist {__version__}")
+    parser.set_defaults(verb=None)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
     for verb in _VERBS:
         verb.add_parser(verbs)
+    for each in verbs.choices.values():
+        each.set_defaults(parser=each)
     return parser
 
 

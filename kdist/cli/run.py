@@ -13,12 +13,15 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kdist._arguments import check_environment
+from kdist.cli import script
 from kdist.cluster import detect
 from kdist.errors import LaunchError
-from kdist.launch import horovodrun, local_cluster, mpirun, process, worker
+from kdist.launch import horovodrun, local_cluster, mpirun, process, scope_marks, worker
 from kdist.launch.command import Command, variables_to_forward
 from kdist.launch.first_failure import FailureMonitor
-from kdist.launch.hosts import Host, all_local, is_scheduled, parse_hostfile, parse_hosts
+from kdist.launch.hosts import Host, all_local, check_slots, is_scheduled, parse_hostfile, parse_hosts
+from kdist.launch.launcher_boxes import BoxFilter
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, WORDS
 
 if TYPE_CHECKING:
@@ -35,11 +38,15 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         "run",
         help="start a script on several processes",
         description="Start a script on several processes. The output of rank 0 is shown.",
-        usage="kdist run -np N [options] SCRIPT [ARGS...]\n       kdist run -np N [options] -m MODULE [ARGS...]",
+        usage="kdist run -np N [options] [--] [python] SCRIPT [ARGS...]\n"
+        "       kdist run -np N [options] -m MODULE [ARGS...]",
         allow_abbrev=False,
     )
     add_launch_arguments(parser)
     parser.add_argument("--output", metavar="DIR", help="write every rank's output to DIR/rank0.out, rank0.err, ...")
+    parser.add_argument(
+        "--tee", action="store_true", help="show the output of all ranks, each line with its rank and the time"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
@@ -57,10 +64,12 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts, and the ranks that each may run")
     where.add_argument("--hostfile", metavar="FILE", help="the same, one host per line: `host slots=4` or `host:4`")
     parser.add_argument(
+        "--oversubscribe", action="store_true", help="allow more ranks than the slots of -H or --hostfile"
+    )
+    parser.add_argument(
         "--strategy",
         metavar="WORD",
-        help=f"the strategy and its launcher: {', '.join(each for each in WORDS if each not in PASSED_THROUGH)} "
-        "(sets KDIST_STRATEGY for the ranks)",
+        help=f"the strategy and its launcher: {', '.join(_words())} (sets KDIST_STRATEGY for the ranks)",
     )
     parser.add_argument(
         "--ps", type=int, metavar="N", help="with --strategy parameter_server: how many ranks hold variables (1)"
@@ -80,15 +89,15 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         LaunchError: if the job cannot be started as asked.
     """
-    is_module, script = options.module is not None, options.module or options.script
-    if not script:
+    words, is_module = script.parse(options.script, options.module)
+    if not words:
         raise LaunchError(
             "No script given. Received: neither a script nor -m MODULE. Expected one. Fix: kdist run -np 2 train.py"
         )
     if not is_module:
-        check_exists(script[0])
+        script.check_exists(words[0], "; `kdist run -m` takes a module")
     output = None if options.output is None else os.path.abspath(options.output)
-    program = functools.partial(worker.program, sys.executable, script, module=is_module, output=output)
+    program = functools.partial(worker.program, sys.executable, words, module=is_module, output=output, tee=options.tee)
     if options.dry_run:
         print(build(options, program()))
         return 0
@@ -97,31 +106,37 @@ def run(options: argparse.Namespace) -> int:
         if output is not None:
             _make_directory(output)
         monitor = FailureMonitor(running)
-        code = process.run(command, on_signal=monitor.mute)
+
+        boxes = BoxFilter("" if is_module else words[0])
+
+        def must_end() -> bool:
+            if problem := scope_marks.read(running).problem():
+                monitor.mute()
+                boxes.know()
+                print(f"kdist: {problem}", file=sys.stderr)
+            return bool(problem)
+
+        code = process.run(
+            command,
+            on_signal=monitor.mute,
+            must_end=must_end,
+            stderr=boxes if command.prints_boxes else None,
+        )
         monitor.close()
         code = code if monitor.code is None else monitor.code
+        if output is not None:
+            print(f"kdist: the output of each rank is in {output} (rank0.out, rank0.err, ...)", file=sys.stderr)
+        if code and (summary := boxes.summary(code)):
+            hint = "" if output else "; --output DIR keeps the output of each rank"
+            print(f"kdist: {summary}{hint}", file=sys.stderr)
+        if code == 0 and (remark := scope_marks.read(running).remark()):
+            print(f"kdist: {remark}", file=sys.stderr)
         lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)
     if code == 0 and lost and (options.hosts or options.hostfile):
         # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
         print(f"kdist: rank {', '.join(lost)} failed, but {command.argv[0]} reported success", file=sys.stderr)
         return 1
     return code
-
-
-def check_exists(script: str) -> None:
-    """Raises if a script does not exist, once instead of on each rank.
-
-    Args:
-        script: str, its path.
-
-    Raises:
-        LaunchError: if it does not exist.
-    """
-    if not os.path.exists(script):
-        raise LaunchError(
-            f"The script does not exist. Received: {script!r} in {os.getcwd()}. Expected an existing file; options of "
-            "kdist go before it, those of the script after it. Fix: check the path; `kdist run -m` takes a module."
-        )
 
 
 def build(options: argparse.Namespace, program: Sequence[str]) -> Command:
@@ -138,12 +153,14 @@ def build(options: argparse.Namespace, program: Sequence[str]) -> Command:
         LaunchError: if the job cannot be started as asked.
     """
     _check_not_a_rank(os.environ)
+    check_environment(os.environ)
     hosts = _hosts(options)
     np = sum(host.slots for host in hosts) if options.np is None and hosts else options.np
     if np is None:
         raise LaunchError(
             "No number of ranks given. Received: neither -np nor hosts. Expected -np N. Fix: kdist run -np 2 train.py"
         )
+    check_slots(np, hosts, oversubscribe=options.oversubscribe)
     strategy, variable = options.strategy, os.environ.get("KDIST_STRATEGY")
     if strategy is not None and variable not in (None, strategy):
         raise LaunchError(
@@ -159,6 +176,7 @@ def build(options: argparse.Namespace, program: Sequence[str]) -> Command:
         extra=_split(options.launcher_args),
         env=env,
         ps=options.ps,
+        oversubscribe=options.oversubscribe,
     )
     word = strategy or os.environ.get("KDIST_STRATEGY", "auto")
     if job.ps is not None and (word != PARAMETER_SERVER or job.ps < 1):
@@ -180,6 +198,7 @@ class _Job:
     extra: Sequence[str]  # additional arguments for the launcher
     env: Mapping[str, str]  # added to the ranks' environment
     ps: int | None  # the number of parameter servers, if given
+    oversubscribe: bool  # whether there may be more ranks than slots
 
 
 def _by_mpirun(job: _Job) -> Command:
@@ -193,7 +212,7 @@ def _by_mpirun(job: _Job) -> Command:
         forward=() if job.local else variables_to_forward({**os.environ, **job.env}),
         root=os.geteuid() == 0,
         # Open MPI refuses more ranks than cores, and does not count hardware threads.
-        oversubscribe=job.local,
+        oversubscribe=job.local or job.oversubscribe,
     )
 
 
@@ -275,8 +294,12 @@ def _check_strategy(strategy: str) -> str:
     if strategy in WORDS:
         return strategy
     raise LaunchError(
-        f"Unknown strategy. Received: --strategy {strategy}. Expected one of {', '.join(WORDS)}. Fix: choose one."
+        f"Unknown strategy. Received: --strategy {strategy}. Expected one of {', '.join(_words())}. Fix: choose one."
     )
+
+
+def _words() -> list[str]:
+    return [word for word in WORDS if word not in PASSED_THROUGH]
 
 
 def _split(text: str) -> list[str]:

@@ -14,6 +14,7 @@ import kdist
 from kdist._process import open_engine
 from kdist.cli.quiet_import import import_quietly
 from kdist.engines.engine import Engine
+from kdist.launch.scope_marks import own_scopes
 
 if TYPE_CHECKING:
     import keras
@@ -38,6 +39,7 @@ def main() -> int:
         _report_ranks(engine)
         _report_allreduce(engine)
         distributed = _trained_weights(_BATCH)
+    own_scopes.is_alone()  # each rank trains as one process would
     single = _trained_weights(_BATCH * kdist.size())
     difference = max(_difference(a, b) for a, b in zip(distributed, single, strict=True))
     worst = max(engine.gather_objects(difference))

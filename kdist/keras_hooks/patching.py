@@ -46,6 +46,7 @@ _LIFE, _SCOPE, _VERB, _FIT, _PASS, _STEP = "a model's life", "a scope", "a verb"
 
 PATCHES = (
     Patch(_TRAINER_CLASSES, ("__init__", *VERBS), "class", _SCOPE, "see models made or used in it"),
+    Patch(_TRAINER_CLASSES, ("fit",), "class", "a job's first `fit` outside of a scope", "warn of it"),
     Patch(_MODEL, VERBS, "instance", _LIFE, "agree, broadcast state, shard data"),
     Patch(_MODEL, ("train_step", "test_step", "predict_step"), "instance", _LIFE, "run a rank's share"),
     Patch(_MODEL, ("_make_function", "_maybe_symbolic_build"), "instance", _LIFE, "call graphs and build"),

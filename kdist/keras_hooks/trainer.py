@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.tensorflow import trainer as trainer_module
 from keras.src.random.seed_generator import global_seed_generator
 
-from kdist.keras_hooks.patching import VERBS, patch, watched
+from kdist.keras_hooks.patching import VERBS, patch, patched, watched
 from kdist.keras_hooks.signatures import with_signature_of
 
 Trainer = getattr(trainer_module, "TensorFlowTrainer", None) or trainer_module.Trainer  # Keras 3.16
@@ -31,6 +32,24 @@ def watch_models(
 ) -> contextlib.AbstractContextManager[None]:
     """Reports models that are made or used while the context is open; see `watched`."""
     return watched(Trainer, VERBS, made, used)
+
+
+def watch_first_fit(is_reported: Callable[[Any], bool]) -> None:
+    """Reports each `fit` of a model that kdist has not patched, until a report says that it was the last one.
+
+    Args:
+        is_reported: callable that takes the `callbacks` of a `fit` before it runs; returns whether it was the last one.
+    """
+    fit = Trainer.fit
+
+    @functools.wraps(fit)
+    def reported(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "fit" not in vars(self) and is_reported(kwargs.get("callbacks")):
+            watching.close()
+        return fit(self, *args, **kwargs)
+
+    watching = contextlib.ExitStack()
+    watching.enter_context(patched(Trainer, "fit", reported))
 
 
 def patch_methods(model: keras.Model, wrappers: dict[str, Callable[..., Any]]) -> None:

@@ -88,7 +88,8 @@ def check_slots(np: int, hosts: Sequence[Host], *, oversubscribe: bool = False) 
     if hosts and np > slots and not oversubscribe:
         raise LaunchError(
             f"More ranks than slots. Received: -np {np} on {','.join(map(str, hosts))}, which has {slots} slot(s). "
-            f"Expected -np of at most {slots}. Fix: raise the hosts' slots (host:slots), add hosts, or lower -np."
+            f"Expected -np of at most {slots}. Fix: raise the hosts' slots (host:slots), add hosts, lower -np, "
+            "or, with mpirun, add --oversubscribe."
         )
 
 

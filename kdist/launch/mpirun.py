@@ -126,7 +126,7 @@ def build(
     check_slots(np, hosts, oversubscribe=oversubscribe)
     options, settings = _OPTIONS[mpirun.flavour](hosts, forward, root, oversubscribe)
     argv = (mpirun.path, "-np", str(np), *options, *extra, *program)
-    return Command(argv, {**settings, **(env or {})})
+    return Command(argv, {**settings, **(env or {})}, prints_boxes=mpirun.flavour == "openmpi")
 
 
 _Options = tuple[list[str], dict[str, str]]

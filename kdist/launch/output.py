@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 import tty
 from typing import NoReturn
 
@@ -19,7 +20,7 @@ _BUFFER_BYTES = 1 << 18  # of stderr that are kept until a failure
 _STDOUT, _STDERR = 1, 2
 
 
-def redirect(rank: int, directory: str | None) -> None:
+def redirect(rank: int, directory: str | None, *, tee: bool = False) -> None:
     """Redirects this process's standard output and standard error for `kdist run`.
 
     Those of rank 0 are shown. Of the others only the stderr of a rank that fails is shown. With a directory, all are
@@ -29,15 +30,18 @@ def redirect(rank: int, directory: str | None) -> None:
     Args:
         rank: int, this process's number.
         directory: str or `None`, the directory of the files, which is created.
+        tee: bool, whether the output of all ranks is shown, each line with the rank and the time.
     """
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
     for descriptor, suffix in ((_STDOUT, "out"), (_STDERR, "err")):
         path = os.devnull if directory is None else os.path.join(directory, f"rank{rank}.{suffix}")
-        if rank == 0 and directory is None:
+        if rank == 0 and directory is None and not tee:
             continue
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        if rank > 0 and descriptor == _STDOUT:
+        if tee:
+            _tee(descriptor, file, until_failure=False, label=f"rank {rank}")
+        elif rank > 0 and descriptor == _STDOUT:
             os.dup2(file, descriptor)
         else:
             _tee(descriptor, file, until_failure=rank > 0)
@@ -50,13 +54,13 @@ def redirect(rank: int, directory: str | None) -> None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _tee(descriptor: int, file: int, *, until_failure: bool) -> None:
+def _tee(descriptor: int, file: int, *, until_failure: bool, label: str = "") -> None:
     """Starts a small process that copies the output of the descriptor to its former target and to the file.
 
     A process, not a thread: it still copies what a rank writes before it crashes. A terminal stays one for the script,
-    so that progress bars look the same.
+    so that progress bars look the same; not where each line gets a label.
     """
-    if os.isatty(descriptor):
+    if os.isatty(descriptor) and not label:
         reading, writing = os.openpty()
         tty.setraw(writing)
     else:
@@ -65,7 +69,7 @@ def _tee(descriptor: int, file: int, *, until_failure: bool) -> None:
     if child == 0:
         # A grandchild, so that a script which waits for its children does not wait for this one.
         if os.fork() == 0:
-            _copy(reading, descriptor, file, until_failure)
+            _copy(reading, descriptor, file, until_failure, label)
         os._exit(0)
     os.waitpid(child, 0)
     os.dup2(writing, descriptor)
@@ -73,7 +77,7 @@ def _tee(descriptor: int, file: int, *, until_failure: bool) -> None:
     os.close(reading)
 
 
-def _copy(reading: int, shown: int, file: int, until_failure: bool) -> NoReturn:
+def _copy(reading: int, shown: int, file: int, until_failure: bool, label: str) -> NoReturn:
     """Copies until all writers have closed; with `until_failure`, buffers what is shown until a failure."""
     try:
         os.setpgid(0, 0)  # a signal of the launcher to the rank's process group must not end the copy
@@ -83,19 +87,35 @@ def _copy(reading: int, shown: int, file: int, until_failure: bool) -> NoReturn:
             os.dup2(source, target)
         # The launcher detects the death of a rank when its sockets close.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        buffer = b""
+        buffer = rest = b""
         while piece := os.read(0, 1 << 16):
             _write(2, piece)
+            if label:
+                lines, _, rest = (rest + piece).rpartition(b"\n")
+                _write(1, labelled(lines, label) if lines else b"")
+                continue
             if until_failure:
                 buffer = (buffer + piece)[-_BUFFER_BYTES:]
                 if not any(mark in buffer for mark in _FAILURE_MARKS):
                     continue
                 until_failure, piece = False, buffer
             _write(1, piece)
+        _write(1, labelled(rest, label) if rest else b"")
     except OSError:
         pass  # a pseudo-terminal is closed
     finally:
         os._exit(0)
+
+
+def labelled(lines: bytes, label: str) -> bytes:
+    """Returns lines of output, each with a label and the time before it; of a progress bar what it shows last.
+
+    Args:
+        lines: bytes, one line or more.
+        label: str, the rank.
+    """
+    begin = f"[{label} {time.strftime('%H:%M:%S')}] ".encode()
+    return b"".join(begin + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in lines.split(b"\n"))
 
 
 def _write(target: int, piece: bytes) -> None:

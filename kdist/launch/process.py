@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import IO
 
 from kdist.errors import LaunchError
 from kdist.launch.command import Command
+from kdist.launch.launcher_boxes import BoxFilter
 
 _LOG = logging.getLogger("kdist")
 
@@ -22,7 +24,12 @@ _GRACE = 10.0  # seconds that the launcher has to end its ranks before SIGKILL
 _GRACE_OF_RANKS = 2.0  # seconds that ranks have to exit after their launcher
 
 
-def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
+def run(
+    command: Command,
+    on_signal: Callable[[], object] | None = None,
+    must_end: Callable[[], bool] | None = None,
+    stderr: BoxFilter | None = None,
+) -> int:
     """Runs a job until it exits.
 
     It inherits the standard streams. Ctrl-C, SIGTERM and SIGHUP end all ranks, unless this process was started to
@@ -31,9 +38,11 @@ def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
     Args:
         command: `Command`, which starts the job.
         on_signal: function that is called first when a signal ends the job, or `None`.
+        stderr: `BoxFilter` or `None`, through which the launcher's standard error passes.
+        must_end: function that is called every half second and returns whether the job cannot go on, or `None`.
 
     Returns:
-        The exit code: the launcher's own, or 128 plus a signal's number, as a shell reports it.
+        The exit code: the launcher's own, or 128 plus a signal's number, as a shell reports it; 1 after `must_end`.
 
     Raises:
         LaunchError: if the launcher cannot be started.
@@ -41,25 +50,52 @@ def run(command: Command, on_signal: Callable[[], object] | None = None) -> int:
     with _received_signals() as received, _guard() as guard_session:
         try:
             # In a session of its own: Ctrl-C in a terminal reaches only this process, and all ranks can be found.
-            process = subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
+            process = subprocess.Popen(
+                command.argv,
+                env={**os.environ, **command.env},
+                stderr=None if stderr is None else subprocess.PIPE,
+                start_new_session=True,
+            )
         except OSError as err:
             raise LaunchError(
                 f"The launcher cannot be started. Received: {err} from `{command}`. Expected a program that runs. "
                 "Fix: check that it is installed and executable; `kdist env` shows which one is used."
             ) from err
+        ends = False
+        reader = threading.Thread(target=_copy, args=(process.stderr, stderr), name="kdist-stderr", daemon=True)
+        if stderr is not None:
+            reader.start()
         try:
             guard_session(process.pid)
-            while process.poll() is None and not received:
+            while process.poll() is None and not received and not ends:
                 _wait(process, 0.5)
+                ends = must_end is not None and process.poll() is None and must_end()
             if received and on_signal is not None:
                 on_signal()
         finally:
             end_session(process.pid)
             code = process.wait()
+            if stderr is not None:
+                reader.join(_GRACE_OF_RANKS)  # a process that outlives the job may hold the pipe
     if received:
         _LOG.warning("%s: the job has ended", signal.Signals(received[0]).name)
         return 128 + received[0]
+    if ends:
+        return 1
     return 128 - code if code < 0 else code
+
+
+def _copy(reading: IO[bytes], stderr: BoxFilter) -> None:
+    """Copies the launcher's standard error to that of this process."""
+    while piece := os.read(reading.fileno(), 1 << 16):
+        _write(stderr.feed(piece))
+    _write(stderr.finish())
+
+
+def _write(piece: bytes) -> None:
+    with contextlib.suppress(OSError):  # a closed terminal must not stop the ranks
+        while piece:
+            piece = piece[os.write(2, piece) :]
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -6,7 +6,9 @@ import argparse
 import atexit
 import builtins
 import contextlib
+import functools
 import importlib.machinery
+import logging
 import os
 import runpy
 import socket
@@ -17,11 +19,13 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kdist.cluster import detect
 from kdist.launch import failure, first_failure
 from kdist.launch.output import redirect
+from kdist.launch.scope_marks import own_scopes
+from kdist.launch.user_line import user_line
 
 
 def program(
@@ -31,6 +35,7 @@ def program(
     module: bool = False,
     output: str | None = None,
     running: str | None = None,
+    tee: bool = False,
 ) -> tuple[str, ...]:
     """Returns the arguments that start a worker.
 
@@ -41,11 +46,13 @@ def program(
         output: str or `None`, the directory of every rank's output.
         running: str or `None`, a directory of this host in which each rank has a file until its script has
             finished without an error.
+        tee: bool, whether the output of all ranks is shown, with rank and time.
 
     Returns:
         A tuple of str.
     """
     options: tuple[str, ...] = () if output is None else ("--output", output)
+    options += ("--tee",) if tee else ()
     options += () if running is None else ("--running", running)
     return (python, "-m", "kdist.launch.worker", *options, *(("-m",) if module else ()), *command)
 
@@ -69,18 +76,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         registration = first_failure.Registration(options.running, info.rank, info.size, os.environ)
         report_failure = registration.report_failure
         atexit.register(registration.report_success)  # registered first, called last
-    redirect(info.rank, options.output)
+    redirect(info.rank, options.output, tee=options.tee)
+    if info.size > 1 and sys.breakpointhook is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
+        sys.breakpointhook = functools.partial(_no_breakpoint, info.rank, info.size)
     running_file = None if options.running is None else Path(options.running, str(info.rank))
     if running_file is not None:
         with contextlib.suppress(OSError):
             running_file.touch()
+        if info.size > 1:
+            own_scopes.directory, own_scopes.rank = running_file.parent, info.rank
     hook = failure.install(end_job, info.rank, info.size, before_abort=report_failure) if info.size > 1 else None
     try:
         _run(command, is_module)
     except BaseException as error:
         code, trace = failure.exit_code(error), _without_own_frames(error.__traceback__)
         if code == 0:
-            _remove(running_file)
+            _ended_well(running_file)
         error.__traceback__ = trace
         if isinstance(error, SystemExit) and (hook is None or code == 0):
             raise
@@ -92,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif hook is not None:
             hook(type(error), error, trace)
         return code
-    _remove(running_file)
+    _ended_well(running_file)
     return 0
 
 
@@ -115,15 +126,26 @@ def end_job(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _remove(file: Path | None) -> None:
+def _ended_well(file: Path | None) -> None:
+    own_scopes.script_ended(used_keras="keras" in sys.modules)
     if file is not None:
         file.unlink(missing_ok=True)
+
+
+def _no_breakpoint(rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+    """Logs that there is no debugger here, and goes on: a prompt would read the input that the ranks share."""
+    if rank == 0:
+        logging.getLogger("kdist").warning(
+            "[kdist] breakpoint() in %s is skipped: %d ranks share one terminal. Fix: kdist run -np 1 stops there; "
+            "PYTHONBREAKPOINT=remote_pdb.set_trace, or another remote debugger, stops each rank.", user_line(), size,
+        )  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kdist.launch.worker", allow_abbrev=False)
     parser.add_argument("--output", metavar="DIR")
     parser.add_argument("--running", metavar="DIR")
+    parser.add_argument("--tee", action="store_true")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser

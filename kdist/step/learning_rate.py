@@ -23,6 +23,7 @@ from kdist.keras_hooks.optimizers import (
     optimizers_of,
     stored_learning_rate,
 )
+from kdist.launch.log import once
 from kdist.scaling import LearningRateRule, learning_rate_rule, num_warmup_steps
 from kdist.state.comparison import learning_rates
 from kdist.state.part import State, StatePart
@@ -49,6 +50,7 @@ class EffectiveRate(RateScale):
         self.is_reported = False
         self._stretch = stretch
         self._resumed_share: float | None = None
+        self._first_step = _num_steps(optimizer)
         # Variables, so that a second `fit` changes them without another trace. Infinite: not known yet.
         self._warmup_steps = tf.Variable(float("inf"), dtype=tf.float32, trainable=False, name="kdist_warmup_steps")
         self._origin = tf.Variable(_num_steps(optimizer), dtype=tf.float64, trainable=False, name="kdist_origin")
@@ -94,6 +96,11 @@ class EffectiveRate(RateScale):
         """Returns the rate that the next update uses."""
         return float(self._scaled(self._user_rate()))
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the optimizer has made a step with this rate: a model may hold one that it never calls."""
+        return _num_steps(self.optimizer) > self._first_step
+
     def report(self, why_unchanged: str = "") -> None:
         """Logs the rate; see `EffectiveRates.report`."""
         name, rule = type(self.optimizer).__name__, self.rule
@@ -101,15 +108,15 @@ class EffectiveRate(RateScale):
             logger.warning("learning rate: %s, so it is not scaled; set scale_lr to a rule or a number", rule.why)
             return
         if not self.is_scaled:
-            logger.info("learning rate of %s: unchanged: %s", name, why_unchanged or rule.why)
+            once.info(f"learning rate of {name}: unchanged: {why_unchanged or rule.why}")
             return
         rates = learning_rates([self.optimizer]).values()  # empty for a schedule
-        change = "".join(f"{old:.4g} becomes {old * rule.factor:.4g}, " for old in rates)
-        logger.info(
-            "learning rate of %s: %stimes %.4g by the %s rule (%s), %s; `optimizer.learning_rate` is unchanged, the "
-            "logs have `effective_learning_rate`. Settings counted in batches (save_freq, update_freq, EMA, "
-            "accumulation) are not scaled.", name, change, rule.factor, rule.name, rule.why, self.warmup_description,
-        )  # fmt: skip
+        numbers = [f"{old:.4g} x {rule.factor:.4g} = {old * rule.factor:.4g}" for old in rates]
+        once.info(
+            f"learning rate of {name}: {numbers[0] if numbers else f'your schedule x {rule.factor:.4g}'} by the "
+            f"{rule.name} rule ({rule.why}), {self.warmup_description}; settings counted in batches (save_freq, EMA, "
+            "accumulation) stay"
+        )
 
     # The state of a resumed training.
 
@@ -257,21 +264,25 @@ class EffectiveRates(StatePart):
 
     def add_to_logs(self, logs: dict[str, Any] | None) -> None:
         """Adds `effective_learning_rate` to an epoch's logs where it differs from the user's."""
+        used = self.used()
+        if logs is None:
+            return
+        for rate in used:
+            if rate.is_scaled:
+                key = "effective_learning_rate"
+                logs[key if len(used) == 1 else f"{key}_{rate.optimizer.name}"] = rate.effective()
+
+    def used(self) -> list[EffectiveRate]:
+        """Returns the rate of the only optimizer, or of those that have made a step."""
         rates = self.all()
-        if logs is not None and rates and rates[0].is_scaled:
-            logs["effective_learning_rate"] = rates[0].effective()
+        return rates if len(rates) == 1 else [rate for rate in rates if rate.is_used]
 
     def report(self, why_unchanged: str = "") -> None:
-        """Logs once for each rate: the old one, the new one, the rule and its reason."""
-        for rate in self.all():
+        """Logs once for each rate in use: the old one, the new one, the rule and its reason."""
+        for rate in self.used():
             if not rate.is_reported:
                 rate.is_reported = True
                 rate.report(why_unchanged)
-
-    @property
-    def are_reported(self) -> bool:
-        """Whether all rates are logged."""
-        return all(rate.is_reported for rate in self.all())
 
     def state_dict(self) -> State:
         """Returns the progress of each optimizer's warm-up and schedule."""

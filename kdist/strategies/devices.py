@@ -124,4 +124,4 @@ def _set_threads(local_size: int, env: Mapping[str, str], num_sharing: int | Non
             # one core it would compete with the others, which costs a tenth of a short step.
             tf.config.threading.set_inter_op_parallelism_threads(threads + 1 if threads > 1 else 1)
     except RuntimeError:
-        logger.info("TensorFlow was used before kdist.scope(): its thread pools are unchanged")
+        logger.debug("TensorFlow was used before kdist.scope(): its thread pools are unchanged")

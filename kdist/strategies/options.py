@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from kdist.errors import StrategyError
 from kdist.strategies.selection import ENGINES
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class AllReduce:
         outer_momentum: float from 0 to below 1, Nesterov's momentum of this update. DiLoCo uses a rate of 0.7 and a
             momentum of 0.9.
 
+    Raises:
+        StrategyError: if an option is invalid.
+
     Example:
     ```python
     with kdist.scope(kdist.AllReduce(compression="bf16")):
@@ -66,9 +70,9 @@ class AllReduce:
         - Douillard et al., 2023, DiLoCo, https://arxiv.org/abs/2311.08105
     """
 
-    engine: str = "auto"
+    engine: Literal["auto", "mpi", "horovod", "collective"] = "auto"
     start_timeout: float = START_TIMEOUT
-    compression: str | None = None
+    compression: Literal["fp16", "bf16", "powersgd", "topk"] | None = None
     powersgd_rank: int = 4
     topk_ratio: float = 0.01
     bucket_mb: float | None = None
@@ -76,6 +80,10 @@ class AllReduce:
     sync_every: int = 1
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises for an option that is invalid."""
+        _refuse(type(self).__name__, self.problem())
 
     @property
     def word(self) -> str:
@@ -130,6 +138,9 @@ class TPU:
             (`"grpc://10.0.0.2:8470"`) or `"local"` on a TPU VM. `None` for the one in the environment (`TPU_NAME`).
         timeout: float, seconds in which the TPU must answer.
 
+    Raises:
+        StrategyError: if an option is invalid.
+
     Example:
     ```python
     with kdist.scope(kdist.TPU("local")):
@@ -139,6 +150,10 @@ class TPU:
 
     resolver: str | tf.distribute.cluster_resolver.TPUClusterResolver | None = None
     timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Raises for an option that is invalid."""
+        _refuse(type(self).__name__, self.problem())
 
     @property
     def word(self) -> str:
@@ -165,6 +180,9 @@ class ParameterServer:
         timeout: float, seconds in which tasks must start, in which a step must finish, and for which training waits
             when no worker is left.
 
+    Raises:
+        StrategyError: if an option is invalid.
+
     Example:
     ```python
     with kdist.scope(kdist.ParameterServer(staleness="scale")):
@@ -175,11 +193,15 @@ class ParameterServer:
         - Zhang et al., 2015, Staleness-aware Async-SGD for Distributed Deep Learning, https://arxiv.org/abs/1511.05950
     """
 
-    staleness: str = "ignore"
+    staleness: Literal["ignore", "scale", "drop"] = "ignore"
     bound: int | None = None
     warmup_steps: int = 0
     num_ps: int = 1
     timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Raises for an option that is invalid."""
+        _refuse(type(self).__name__, self.problem())
 
     @property
     def word(self) -> str:
@@ -202,6 +224,11 @@ class ParameterServer:
             ):
                 return f"{name}={value!r}. Expected an integer of at least {lowest}"
         return _timeout_problem("timeout", self.timeout)
+
+
+def _refuse(name: str, problem: str | None) -> None:
+    if problem is not None:
+        raise StrategyError(f"An option is invalid. Received: {problem}. Fix: change it in kdist.{name}(...).")
 
 
 def is_positive(value: object) -> bool:

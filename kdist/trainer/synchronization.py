@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import keras
 
 from kdist.checkpoint.backup import Backup
 from kdist.keras_hooks.optimizers import optimizers_of
+from kdist.launch.log import once
 from kdist.state.comparison import check_agreement, check_equal, learning_rates
 from kdist.trainer.session import ReplicatedSession
-
-logger = logging.getLogger("kdist")
 
 
 class EffectiveRateLog(keras.callbacks.Callback):
@@ -67,9 +65,8 @@ class RankSynchronization(keras.callbacks.Callback):
         session.broadcast_state(self._verb)
         rates = session.effective_rates
         rates.set_warmup(session.settings.warmup_epochs, self.params, self.params.get("steps"))
-        if session.engine.rank == 0 and not rates.are_reported:
-            self._report_batch()
-            rates.report("local SGD steps are on each rank's own batch" if session.local_sgd is not None else "")
+        if session.engine.rank == 0 and len(rates.all()) == 1:
+            self._report_settings()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Exchanges votes: a stop that a callback asks for here ends the training after the first step."""
@@ -99,6 +96,8 @@ class RankSynchronization(keras.callbacks.Callback):
             session.broadcast_loaded_weights()
         if not self._is_checked:
             self._is_checked = True
+            if session.engine.rank == 0 and len(session.rates()) > 1:  # by now it is known which ones update
+                self._report_settings()
             if session.local_sgd is None:  # which compares after its first average
                 check_equal(session.engine, {v.path: v for v in self.model.trainable_variables})
                 session.make_state_equal()
@@ -126,19 +125,27 @@ class RankSynchronization(keras.callbacks.Callback):
         self._session.agree()
         self._session.votes.withdraw("stop")
 
-    def _report_batch(self) -> None:
-        """Logs how batches are distributed."""
-        size, settings = self._session.engine.size, self._session.settings
+    def _report_settings(self) -> None:
+        """Logs how batches are distributed, and the learning rates."""
+        session = self._session
+        size, settings = session.engine.size, session.settings
+        batch = session.feed.training.data_adapter.source.batch_size  # of arrays
         sync_every = settings.options.sync_every
         if not settings.auto_shard:
-            logger.info("data: each of %d ranks has its own (auto_shard=False)", size)
+            once.info(f"data: each of {size} ranks has its own (auto_shard=False)")
         elif settings.scale_batch:
-            growth = "" if sync_every > 1 else f": the global batch is {size} times as large"
-            logger.info("batch: %d replicas, each with one batch%s", size, growth)
+            each = f"{batch} x {size} ranks = {batch * size}" if batch else f"one of yours x {size} ranks"
+            once.info(
+                f"batch: {each}" if sync_every == 1 else f"batch: {batch or 'one of yours'} on each of {size} ranks"
+            )
         else:
-            logger.info("batch: each is split over %d replicas (scale_batch=False)", size)
+            each = f"{batch} / {size} ranks = {batch / size:g}" if batch else f"each of yours / {size} ranks"
+            once.info(f"batch: {each} (scale_batch=False)")
         if sync_every > 1:
-            logger.info(
-                "sync_every: each rank makes %d local steps between two averages of the weights: results differ from "
-                "those of one process", sync_every,
-            )  # fmt: skip
+            once.info(
+                f"sync_every: each rank makes {sync_every} local steps between two averages of the weights: results "
+                "differ from those of one process"
+            )
+        session.effective_rates.report(
+            "local SGD steps are on each rank's own batch" if session.local_sgd is not None else ""
+        )

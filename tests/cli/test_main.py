@@ -1,11 +1,15 @@
 """The command line: refusals in one message without a traceback, and what it imports."""
 
+import argparse
 import json
 import sys
 
 import pytest
 
+import kdist
 from kdist.cli import main as cli
+from kdist.cli.main import make_parser
+from kdist.cli.script import parse
 from tests.helpers import spmd
 
 
@@ -27,6 +31,10 @@ def script(tmp_path):
         (["-np", "2", "no_such_script.py"], "no_such_script.py"),
         (["-np", "2", "-H", "a:0", "SCRIPT"], "Invalid host 'a:0'"),
         (["-np", "3", "-H", "a,b", "SCRIPT"], "More ranks than slots"),
+        (["-np", "4", "-H", "localhost:2", "SCRIPT"], "or, with mpirun, add --oversubscribe"),
+        (["-np", "4", "-H", "localhost:2", "--strategy", "collective", "SCRIPT"], "More ranks than slots"),
+        (["-np", "2", "python", "-O", "SCRIPT"], "PYTHONOPTIMIZE"),
+        (["-np", "2", "/usr/nowhere/python", "SCRIPT"], "`/usr/nowhere/python -m kdist run ...`"),
         (["-np", "2", "--hostfile", "no_such_file", "SCRIPT"], "no_such_file"),
         (["-np", "2", "--strategy", "tpu", "SCRIPT"], "runs in one process"),
         (["-np", "2", "--strategy", "majic", "SCRIPT"], "Expected one of auto, single, mpi"),
@@ -65,6 +73,17 @@ def test_two_different_strategies_are_refused(script, capsys, monkeypatch):
     assert cli.main(["run", "-np", "2", "--strategy", "horovod", "--dry-run", script]) == 0
 
 
+@pytest.mark.parametrize(("variable", "text"), [("KDIST_SCALE_LR", "lineer"), ("KDIST_STRATEGY", "horovood")])
+def test_a_variable_that_no_rank_would_accept_is_refused_before_anything_starts(
+    variable, text, script, capsys, monkeypatch
+):
+    monkeypatch.setenv(variable, text)
+    assert cli.main(["run", "-np", "2", script]) == 2
+    error = capsys.readouterr().err
+    assert f"Received: {variable}={text!r}" in error
+    assert error.count("\n") == 1
+
+
 def test_a_job_is_not_started_inside_of_a_job(script, capsys, monkeypatch):
     cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
@@ -81,3 +100,84 @@ def test_starting_ranks_loads_neither_tensorflow_nor_mpi(arguments):
     )
     done = spmd.execute([sys.executable, "-c", code], timeout=60)
     assert "LOADED []" in done.output, done.output
+
+
+@pytest.mark.starts_processes  # `mpirun --version`
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["SCRIPT", "--epochs", "5"],
+        ["--", "SCRIPT", "--epochs", "5"],
+        ["python", "SCRIPT", "--epochs", "5"],
+        ["--", "python3", "-u", "SCRIPT", "--epochs", "5"],
+        [sys.executable, "SCRIPT", "--epochs", "5"],
+    ],
+)
+def test_ways_to_name_a_script(words, script, capsys):
+    assert cli.main(["run", "-np", "2", "--dry-run", *(script if word == "SCRIPT" else word for word in words)]) == 0
+    assert capsys.readouterr().out.endswith(f"-m kdist.launch.worker {script} --epochs 5\n")
+
+
+@pytest.mark.starts_processes  # `mpirun --version`
+@pytest.mark.parametrize("words", [["-m", "this", "-np", "3"], ["python", "-m", "this", "-np", "3"]])
+def test_ways_to_name_a_module(words, capsys):
+    assert cli.main(["run", "-np", "2", "--dry-run", *words]) == 0
+    assert capsys.readouterr().out.endswith("-m kdist.launch.worker -m this -np 3\n")
+
+
+def test_a_script_that_is_called_python_is_a_script(tmp_path, monkeypatch):
+    (tmp_path / "python").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert parse(["python", "x"]) == (["python", "x"], False)
+
+
+@pytest.mark.starts_processes  # `mpirun --version`
+def test_more_ranks_than_slots_if_asked(script, capsys):
+    assert cli.main(["run", "-np", "4", "-H", "localhost:2", "--oversubscribe", "--dry-run", script]) == 0
+    assert "--oversubscribe" in capsys.readouterr().out
+
+
+def test_the_command_alone_shows_help(capsys):
+    assert cli.main([]) == 0
+    assert "kdist run -np 2 train.py" in capsys.readouterr().out
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert not caught.value.code
+    assert capsys.readouterr().out == f"kdist {kdist.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "message"),
+    [
+        (["run", "--stratgy", "mpi", "x.py"], "usage: kdist run", "unknown: --stratgy; did you mean --strategy?"),
+        (["check", "--output", "x"], "usage: kdist check", "kdist check: error: unknown: --output\n"),
+        (["env", "--nope"], "usage: kdist env", "unknown: --nope\n"),
+        (["runn"], "usage: kdist ", "unknown: runn; did you mean run?"),
+        (["fly"], "usage: kdist ", "choose one of run, env, check, install-horovod"),
+    ],
+)
+def test_an_unknown_word_is_an_error_of_the_command_that_was_meant(words, usage, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(usage)
+    assert message in error
+
+
+@pytest.mark.starts_processes
+def test_the_package_is_the_command():
+    done = spmd.execute([sys.executable, "-m", "kdist", "--version"], timeout=60)
+    assert done.output == f"kdist {kdist.__version__}\n"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_fits_the_terminal(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    parser = make_parser()
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for each in (parser, *verbs.choices.values()):
+        assert max(map(len, each.format_help().splitlines())) <= width

@@ -1,9 +1,12 @@
 """`kdist run` under the real mpirun: exit codes, output, and the end of a job after a failure."""
 
+import re
+import shlex
 import sys
 
 import pytest
 
+from kdist.launch.output import labelled
 from tests.helpers import spmd
 
 KDIST = [sys.executable, "-m", "kdist.cli.main"]
@@ -60,6 +63,34 @@ def test_output_has_the_files_of_every_rank(script, tmp_path):
     assert "out 0 of 2" in done.output
     assert "err 0" in done.output
     assert "out 1" not in done.output
+    assert f"the output of each rank is in {tmp_path / 'logs' / 'today'}" in done.output
+
+
+def test_tee_shows_all_ranks_with_rank_and_time(script, tmp_path):
+    done = run("--tee", "--output", str(tmp_path), script, "mpi")
+    assert done.returncode == 0, done.output
+    for rank in range(2):
+        for line in (f"out {rank} of 2 ['mpi'] None", f"err {rank}"):
+            assert re.search(rf"^\[rank {rank} \d\d:\d\d:\d\d\] {re.escape(line)}$", done.output, re.M), done.output
+    assert (tmp_path / "rank1.out").read_text() == "out 1 of 2 ['mpi'] None\n"
+
+
+def test_lines_with_a_label():
+    shown = labelled(b"a\n1/2\r2/2\r\nb", "rank 3").decode()
+    assert [line.partition("] ")[2] for line in shown.splitlines()] == ["a", "2/2", "b"]
+    assert shown.startswith("[rank 3 ")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_breakpoint(ranks, tmp_path):
+    """One rank stops and reads the terminal; several go on, with a hint."""
+    (tmp_path / "stop.py").write_text("x = 41\nbreakpoint()\nprint('after', x + 1)")
+    line = shlex.join([*KDIST, "run", "-np", str(ranks), str(tmp_path / "stop.py")])
+    done = spmd.execute(["bash", "-c", f"printf 'p 6 * 7 * 10\\nc\\n' | {line}"], timeout=60)
+    assert done.returncode == 0, done.output
+    assert "after 42" in done.output
+    assert ("420" in done.output) == (ranks == 1)
+    assert ("breakpoint() in stop.py:2 is skipped" in done.output) == (ranks == 2), done.output
 
 
 @pytest.mark.parametrize("how", ["raise wait", "mpi raise wait"])
@@ -74,6 +105,12 @@ def test_a_rank_that_raises_ends_the_job_with_one_report(script, tmp_path, how, 
     assert "worker.py" not in done.output
     # What the failing rank had written to stderr is shown too.
     assert "err 1" in done.output
+    # The last line is kdist's, not a box of mpirun.
+    last = done.output.strip().splitlines()[-1]
+    assert last.startswith("kdist: rank 1 of 2 on host "), done.output
+    assert "raised ValueError in script.py:12; the job's exit code is 1" in last
+    for word in ("prterun", "MPI_ABORT", "-----"):
+        assert word not in done.output
     if keep:
         assert "ValueError: boom" in (tmp_path / "logs" / "rank1.err").read_text()
 
@@ -109,7 +146,7 @@ def test_hosts_and_launcher_args(script, tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     done = spmd.execute([*KDIST, "run", "--hostfile", str(tmp_path / "hosts"), script, "ok"], timeout=60)
     assert "out 0 of 2" in done.output
-    done = run("-H", "localhost:1", "--dry-run", "--launcher-args", "-x 'A B'", script, "ok", "it's")
+    done = run("-H", "localhost:2", "--dry-run", "--launcher-args", "-x 'A B'", script, "ok", "it's")
     assert done.returncode == 0
     assert "-x 'A B'" in done.output
     assert "out 0" not in done.output

@@ -6,6 +6,8 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+from kdist.launch.log import once
+
 
 @contextlib.contextmanager
 def logged(level: int = logging.INFO) -> Iterator[list[str]]:
@@ -17,6 +19,7 @@ def logged(level: int = logging.INFO) -> Iterator[list[str]]:
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    once.clear()  # an earlier case may have said the same
     try:
         yield said
     finally:

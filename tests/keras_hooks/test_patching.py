@@ -17,8 +17,9 @@ def table() -> str:
     """Returns the table as ARCHITECTURE.md shows it: a paragraph for each time that patches last."""
     by_time: dict[str, list[str]] = {}
     for patch in PATCHES:
-        names = [f"`{name}`" for name in patch.names if name not in VERBS]
-        if set(VERBS) <= set(patch.names):
+        has_all_verbs = set(VERBS) <= set(patch.names)
+        names = [f"`{name}`" for name in patch.names if not has_all_verbs or name not in VERBS]
+        if has_all_verbs:
             names.append("the verbs")
         elif len(names) > 10 or not names:
             names = ["what it writes with"]

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import kdist
 from kdist.errors import StrategyError
@@ -180,12 +181,58 @@ def the_report_says_old_new_rule_and_why() -> None:
         model = mlp()
         model.compile(keras.optimizers.SGD(RATE), "mse")
         model.fit(x, y, batch_size=BATCH, verbose=0)
+        before = len(lines)
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+        again = mlp()
+        again.compile(keras.optimizers.SGD(RATE), "mse")
+        again.fit(x, y, batch_size=BATCH, verbose=0)
+        assert len(lines) == before, lines  # the same settings say nothing again
     said = "\n".join(lines)
     if kdist.is_chief():
-        for words in ("linear", "0.01", f"{RATE * size():g}", f"{size()} ranks", "larger global batch", "warm-up"):
+        rate = f"learning rate of SGD: {RATE} x {size()} = {RATE * size():g} by the linear rule"
+        batch = f"batch: {BATCH} x {size()} ranks = {BATCH * size()}"
+        for words in (rate, batch, f"{size()} ranks", "larger global batch", "warm-up"):
             assert words in said, (words, said)
     else:
         assert not said
+
+
+class TwoOptimizers(keras.Model):
+    """As a GAN has: each updates a part of the weights, and the compiled one none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(3, name="first"), keras.layers.Dense(1, name="second")
+        self.one = keras.optimizers.SGD(RATE, name="one")
+        self.other = keras.optimizers.Adam(RATE, name="other")
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape(persistent=True) as tape:
+            predicted = self(x)
+            targets = tf.reshape(y, (tf.shape(x)[0], -1))[:, :1]
+            loss = tf.reduce_mean((predicted - tf.cast(targets, predicted.dtype)) ** 2)
+        for layer, optimizer in ((self.first, self.one), (self.second, self.other)):
+            variables = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, [each.value for each in variables]), variables)
+        return {"loss": loss}
+
+
+def only_optimizers_that_update_are_reported() -> None:
+    x, y = data()
+    fresh()
+    with logged() as lines, kdist.scope(warmup_epochs=0):
+        model = TwoOptimizers()
+        model.compile()  # Keras' default, RMSprop, which makes no step
+        history = model.fit(x, y, batch_size=BATCH, verbose=0).history
+    names = [line.split(":")[0] for line in lines if line.startswith("learning rate of")]
+    assert names == (["learning rate of SGD", "learning rate of Adam"] if kdist.is_chief() else []), lines
+    np.testing.assert_allclose(history["effective_learning_rate_one"], [RATE * size()], rtol=1e-6)
+    np.testing.assert_allclose(history["effective_learning_rate_other"], [RATE * size() ** 0.5], rtol=1e-6)
+    assert "effective_learning_rate" not in history
 
 
 def a_second_fit_does_not_warm_up_again() -> None:
@@ -295,6 +342,7 @@ CASES = {
         left_alone,
         unknown_optimizers_are_left_alone_with_one_warning,
         the_report_says_old_new_rule_and_why,
+        only_optimizers_that_update_are_reported,
         a_second_fit_does_not_warm_up_again,
         warmup_of_data_whose_steps_are_unknown,
         one_factor_for_several_rates_is_refused,

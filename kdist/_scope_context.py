@@ -1,0 +1,61 @@
+"""The object that `kdist.scope` returns: a context manager, or a decorator, that tells if it was never entered."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from kdist.cluster import detect
+from kdist.errors import KDistError
+from kdist.launch.log import show_log
+from kdist.launch.user_line import user_line
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+_LOG = logging.getLogger("kdist")
+
+
+class ScopeContext(contextlib.ContextDecorator, contextlib.AbstractContextManager["tf.distribute.Strategy"]):
+    """Opens the scope while the context is open.
+
+    Args:
+        make: function that returns the context manager which opens the scope.
+    """
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[tf.distribute.Strategy]]) -> None:
+        self._make = make
+        self._opened: list[contextlib.AbstractContextManager[tf.distribute.Strategy]] = []
+        self._was_entered = False
+        self._line = user_line()
+
+    def __enter__(self) -> tf.distribute.Strategy:
+        self._was_entered = True
+        context = self._make()
+        strategy = context.__enter__()
+        self._opened.append(context)
+        return strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._opened.pop().__exit__(kind, error, trace)
+
+    def __del__(self) -> None:
+        if self._was_entered or sys.is_finalizing():
+            return
+        with contextlib.suppress(KDistError):  # of the launcher's variables
+            info = detect(os.environ)
+            if info.size > 1 and info.is_chief:
+                show_log(info)
+                _LOG.warning(
+                    "kdist.scope() was never entered: each of the %d ranks trains by itself. Received: kdist.scope() "
+                    "in %s. Expected `with kdist.scope():`. Fix: add `with`, and indent the lines that make and fit "
+                    "the model.",
+                    info.size, self._line,
+                )  # fmt: skip

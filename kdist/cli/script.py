@@ -1,0 +1,63 @@
+"""What the ranks run, from the words that follow the options: `train.py`, `-- train.py`, `python train.py`, `-m x`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from kdist.errors import LaunchError
+
+_PYTHON = re.compile(r"python(3(\.[0-9]+)?)?")
+_UNBUFFERED = "-u"  # ranks are line-buffered
+
+
+def parse(words: Sequence[str], module: Sequence[str] | None = None) -> tuple[list[str], bool]:
+    """Returns the script, or module, with its arguments, and whether it is a module.
+
+    Args:
+        words: sequence of str, what follows the options of kdist.
+        module: sequence of str or `None`, what follows `-m`.
+
+    Raises:
+        LaunchError: if the script does not exist, or another Python or its options are asked for.
+    """
+    if module:
+        return list(module), True
+    rest = list(words[1:] if words[:1] == ["--"] else words)
+    if rest and _PYTHON.fullmatch(os.path.basename(rest[0])):
+        if os.path.isabs(rest[0]) and os.path.dirname(rest[0]) != os.path.dirname(sys.executable):
+            raise LaunchError(
+                f"The ranks run in the environment of kdist. Received: {rest[0]}. Expected {sys.executable}, or none. "
+                f"Fix: omit it; for another Python, `{rest[0]} -m kdist run ...`."
+            )
+        if os.path.isabs(rest[0]) or not os.path.exists(rest[0]):  # a name on PATH, and no file here
+            rest = rest[1:]
+    while rest[:1] == [_UNBUFFERED]:
+        rest = rest[1:]
+    if rest[:1] == ["-m"] and len(rest) > 1:
+        return rest[1:], True
+    if rest and rest[0].startswith("-"):
+        raise LaunchError(
+            f"The ranks take no options of Python. Received: {rest[0]}. Expected a script or -m MODULE. Fix: omit it, "
+            "or set its variable (PYTHONWARNINGS, PYTHONOPTIMIZE, ...)."
+        )
+    return rest, False
+
+
+def check_exists(script: str, otherwise: str = "") -> None:
+    """Raises if a script does not exist, once instead of on each rank.
+
+    Args:
+        script: str, its path.
+        otherwise: str, what else the command takes, for the message.
+
+    Raises:
+        LaunchError: if it does not exist.
+    """
+    if not os.path.exists(script):
+        raise LaunchError(
+            f"The script does not exist. Received: {script!r} in {os.getcwd()}. Expected an existing file; options of "
+            f"kdist go before it, those of the script after it. Fix: check the path{otherwise}."
+        )

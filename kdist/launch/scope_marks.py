@@ -1,0 +1,120 @@
+"""Whether this process entered a scope, and the files by which `kdist run` learns that of all ranks on its host."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+_WAITING, _ALONE, _NEVER, _NEVER_WITH_KERAS = "waiting", "alone", "never", "never-with-keras"
+
+
+@dataclasses.dataclass
+class OwnScopes:
+    """The scopes of this process.
+
+    Attributes:
+        is_open: bool, whether a scope is open now.
+        was_entered: bool, whether one ever was.
+        trains_alone: bool, whether this process trains without the other ranks on purpose.
+        directory: `Path` or `None`, where `kdist run` looks for this rank's marks.
+        rank: int, this process's number.
+    """
+
+    is_open: bool = False
+    was_entered: bool = False
+    trains_alone: bool = False
+    directory: Path | None = None
+    rank: int = 0
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Records that a scope is open while the context is."""
+        self.is_open = self.was_entered = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+
+    def waits_for_others(self) -> None:
+        """Records that this rank is about to wait in a scope until all others have entered it."""
+        self._mark(_WAITING)
+
+    def is_alone(self) -> None:
+        """Records that this process trains without the other ranks on purpose."""
+        self.trains_alone = True
+        self._mark(_ALONE)
+
+    def script_ended(self, *, used_keras: bool) -> None:
+        """Records that the script has ended well, for a rank that entered no scope.
+
+        Args:
+            used_keras: bool, whether the script had imported Keras.
+        """
+        if not self.was_entered and not self.trains_alone:
+            self._mark(_NEVER_WITH_KERAS if used_keras else _NEVER)
+
+    def _mark(self, kind: str) -> None:
+        if self.directory is not None:
+            with contextlib.suppress(OSError):  # on another host than `kdist run`
+                (self.directory / f"{kind}.{self.rank}").touch()
+
+
+own_scopes = OwnScopes()
+"""Those of this process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """The ranks of a job on this host, by what they recorded.
+
+    Attributes:
+        waiting: tuple of int, the ranks that entered a scope of several ranks.
+        alone: tuple of int, those that train alone on purpose.
+        never: tuple of int, those that ended well without a scope.
+        trained: bool, whether one of the latter had imported Keras.
+    """
+
+    waiting: tuple[int, ...]
+    alone: tuple[int, ...]
+    never: tuple[int, ...]
+    trained: bool
+
+    def problem(self) -> str:
+        """Returns what makes a running job wait for ever, or an empty text."""
+        if not self.waiting or not self.never:
+            return ""
+        return (
+            f"rank {_join(self.never)} has ended without kdist.scope(), in which rank {_join(self.waiting)} waits "
+            "for it. Expected every rank to enter the scope. Fix: look for an exit or a branch of the script that "
+            "only some ranks take, before the scope."
+        )
+
+    def remark(self) -> str:
+        """Returns what a user must know of a job that has ended well, or an empty text."""
+        if self.waiting or self.alone or not self.trained:
+            return ""
+        return (
+            "no rank entered kdist.scope(): each rank ran the whole script by itself. Fix: put the lines that make and "
+            "fit the model into `with kdist.scope():`."
+        )
+
+
+def read(directory: str) -> Marks:
+    """Returns what the ranks have recorded so far.
+
+    Args:
+        directory: str, the job's.
+    """
+    found: dict[str, list[int]] = {kind: [] for kind in (_WAITING, _ALONE, _NEVER, _NEVER_WITH_KERAS)}
+    for path in Path(directory).iterdir():
+        kind, _, rank = path.name.partition(".")
+        if kind in found and rank.isdigit():
+            found[kind].append(int(rank))
+    waiting, alone, without, with_keras = (tuple(sorted(ranks)) for ranks in found.values())
+    return Marks(waiting, alone, tuple(sorted(without + with_keras)), bool(with_keras))
+
+
+def _join(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))

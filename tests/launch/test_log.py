@@ -1,0 +1,57 @@
+"""The level of kdist's log, and what it says once."""
+
+import contextlib
+import logging
+
+import pytest
+
+from kdist.cluster.info import ClusterInfo
+from kdist.launch.log import OnceLog, show_log
+
+
+@contextlib.contextmanager
+def unconfigured():
+    """Yields kdist's logger as in a process that has configured nothing: pytest has handlers of its own."""
+    kdist, root = logging.getLogger("kdist"), logging.getLogger()
+    before, handlers, level, propagate = root.handlers[:], kdist.handlers[:], kdist.level, kdist.propagate
+    root.handlers[:] = kdist.handlers[:] = []
+    kdist.setLevel(logging.NOTSET)
+    try:
+        yield kdist
+    finally:
+        root.handlers[:], kdist.handlers[:] = before, handlers
+        kdist.setLevel(level)
+        kdist.propagate = propagate
+
+
+CHIEF = ClusterInfo(size=2)
+
+
+@pytest.mark.parametrize(("word", "shown"), [("", "info warning"), ("warning", "warning"), ("error", "")])
+@pytest.mark.parametrize("by", ["variable", "logging"])
+def test_the_level(word, shown, by, monkeypatch, capsys):
+    monkeypatch.setenv("KDIST_LOG", word if by == "variable" else "")
+    with unconfigured() as log:
+        if word and by == "logging":
+            log.setLevel(word.upper())
+        show_log(CHIEF)
+        log.info("info")
+        log.warning("warning")
+    assert capsys.readouterr().err.split() == [part for each in shown.split() for part in ("[kdist]", each)]
+
+
+def test_an_unknown_level_is_told(monkeypatch, capsys):
+    monkeypatch.setenv("KDIST_LOG", "loud")
+    with unconfigured():
+        show_log(CHIEF)
+    assert "Received: 'loud'. Expected one of debug, info, warning, error." in capsys.readouterr().err
+
+
+def test_the_same_text_is_said_once(caplog):
+    once = OnceLog()
+    with caplog.at_level(logging.INFO, "kdist"):
+        for text in ("a", "b", "a"):
+            once.info(text)
+        once.clear()
+        once.info("a")
+    assert [record.getMessage() for record in caplog.records] == ["a", "b", "a"]

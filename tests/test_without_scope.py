@@ -1,0 +1,159 @@
+"""Several ranks that train without a scope, by accident, are told so; a rank that ends before it ends the job."""
+
+import gc
+import importlib
+import logging
+import sys
+
+import keras
+import pytest
+
+import kdist
+from kdist import _first_fit
+from kdist.launch.scope_marks import OwnScopes, read
+from tests.helpers import spmd
+from tests.helpers.jobs import job
+
+RUN = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2"]
+TRAIN = """
+import keras, numpy as np
+def trained():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    return model
+"""
+UNENTERED = f"""
+import kdist
+kdist.scope()  # line 3
+{TRAIN}
+trained()
+trained()
+print("PATCHED" if keras.Model.fit.__code__.co_name == "reported" else "PLAIN")
+"""
+OUTSIDE = f"""
+import kdist
+{TRAIN}
+with kdist.scope():
+    model = trained()
+model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+print("QUIET SO FAR", flush=True)
+trained()
+"""
+ON_PURPOSE = f"""
+import kdist
+{TRAIN}
+with kdist.scope("single"):
+    trained()
+trained()
+"""
+EARLY = """
+import sys, kdist
+if kdist.rank() == 1:
+    sys.exit(0)
+with kdist.scope():
+    pass
+"""
+
+
+def launched(tmp_path, text, command=None):
+    (script := tmp_path / "train.py").write_text(text)
+    if command is None:
+        return job("mpi", 2).launch([str(script)], timeout=300)
+    return spmd.execute([*command, str(script)], timeout=300)
+
+
+def test_a_scope_that_is_not_entered_and_a_fit_outside(tmp_path):
+    done = launched(tmp_path, UNENTERED, RUN)
+    assert done.returncode == 0, done.output
+    assert done.output.count("kdist.scope() was never entered: each of the 2 ranks trains by itself") == 1, done.output
+    assert "kdist.scope() in train.py:3" in done.output
+    assert done.output.count("fit runs outside of kdist.scope(): each of the 2 ranks") == 1, done.output
+    assert "Received: train.py:9 under" in done.output
+    assert "PLAIN" in done.output  # Keras' own code again
+    assert done.output.strip().splitlines()[-1].startswith("kdist: no rank entered kdist.scope()"), done.output
+
+
+def test_a_fit_outside_after_a_scope(tmp_path):
+    done = launched(tmp_path, OUTSIDE)
+    assert done.returncode == 0, done.output
+    before, _, after = done.output.partition("QUIET SO FAR")
+    assert "outside of kdist.scope()" not in before
+    assert after.count("fit runs outside of kdist.scope()") == 1, done.output
+
+
+def test_separate_trainings_on_purpose_are_not_told_of(tmp_path):
+    done = launched(tmp_path, ON_PURPOSE, RUN)
+    assert done.returncode == 0, done.output
+    assert "outside" not in done.output
+    assert "entered" not in done.output
+
+
+def test_a_rank_that_ends_before_the_scope_ends_the_job(tmp_path):
+    done = launched(tmp_path, EARLY, RUN)
+    assert done.returncode == 1, done.output
+    assert "kdist: rank 1 has ended without kdist.scope(), in which rank 0 waits for it." in done.output
+
+
+# Without a launcher.
+
+
+def test_in_one_process_nothing_is_registered(monkeypatch, caplog):
+    before, fit = list(sys.meta_path), keras.Model.fit
+    _first_fit.watch({})
+    _first_fit.watch({"TF_CONFIG": "not JSON"})
+    assert sys.meta_path == before
+    assert keras.Model.fit is fit
+    with caplog.at_level(logging.WARNING, "kdist"):
+        kdist.scope()
+        gc.collect()
+    assert not caplog.records
+
+
+def test_a_function_is_called_after_an_import(tmp_path, monkeypatch):
+    (tmp_path / "a_late_package.py").write_text("VALUE = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before, seen = list(sys.meta_path), []
+    _first_fit.after_import("a_late_package", lambda: seen.append(sys.modules["a_late_package"].VALUE))
+    assert importlib.util.find_spec("a_late_package") is not None  # a look is no import
+    assert not seen
+    module = importlib.import_module("a_late_package")
+    assert seen == [1]
+    assert sys.meta_path == before
+    assert "exec_module" not in vars(module.__spec__.loader)
+    _first_fit.after_import("a_late_package", lambda: seen.append(2))
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "problem", "remark"),
+    [
+        ({0: "waits", 1: "ends"}, True, False),
+        ({0: "waits", 1: "waits"}, False, False),
+        ({0: "alone", 1: "ends"}, False, False),
+        ({0: "ends", 1: "ends"}, False, True),
+        ({0: "ends without Keras", 1: "ends without Keras"}, False, False),
+    ],
+)
+def test_what_follows_from_the_marks_of_ranks(ranks, problem, remark, tmp_path):
+    for rank, what in ranks.items():
+        own = OwnScopes(directory=tmp_path, rank=rank)
+        if what == "waits":
+            with own.entered():
+                own.waits_for_others()
+        elif what == "alone":
+            own.is_alone()
+        own.script_ended(used_keras="without" not in what)
+    marks = read(str(tmp_path))
+    assert bool(marks.problem()) == problem
+    assert bool(marks.remark()) == remark
+
+
+def test_a_scope_is_a_decorator_and_can_be_opened_again():
+    @kdist.scope()
+    def opened():
+        with pytest.raises(kdist.errors.ScopeError):
+            kdist.scope().__enter__()
+        return 1
+
+    assert opened() + opened() == 2
