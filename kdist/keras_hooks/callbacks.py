@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -84,7 +84,7 @@ class RunningFit:
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
-        self._is_found = _is_called_by_fit(callback, sys._getframe())
+        self._is_found = _is_called_by_fit(callback, inspect.currentframe())
         self._history = getattr(callback.model, "history", None)
 
     def is_over(self, frame: FrameType | None = None) -> bool:
@@ -97,7 +97,7 @@ class RunningFit:
             frame: the innermost frame of the thread in which `fit` would run; the caller's by default.
         """
         if self._is_found:
-            return not _is_called_by_fit(self._callback, frame or sys._getframe())
+            return not _is_called_by_fit(self._callback, frame or inspect.currentframe())
         return getattr(self._callback.model, "history", None) is not self._history  # Keras makes one for each `fit`
 
 

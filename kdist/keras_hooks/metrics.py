@@ -160,3 +160,16 @@ def weighted_scalars(model: keras.Model, weight: Callable[[], tf.Tensor], *, joi
     # The class, as `MeanMetricWrapper` calls its parent's method.
     with patched(keras.metrics.Mean, "update_state", update_state):
         yield
+
+
+def flat_logs(logs: Any) -> Any:
+    """Returns logs without nested dictionaries, as Keras' callbacks get them.
+
+    `{m.name: m.result() for m in self.metrics}` is nested: the compiled metrics are one metric of several results.
+    """
+    if not isinstance(logs, dict):
+        return logs
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat.update(flat_logs(value) if isinstance(value, dict) else {name: value})
+    return flat

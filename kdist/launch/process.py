@@ -38,8 +38,8 @@ def run(
     Args:
         command: `Command`, which starts the job.
         on_signal: function that is called first when a signal ends the job, or `None`.
-        stderr: `BoxFilter` or `None`, through which the launcher's standard error passes.
         must_end: function that is called every half second and returns whether the job cannot go on, or `None`.
+        stderr: `BoxFilter` or `None`, through which the launcher's standard error passes.
 
     Returns:
         The exit code: the launcher's own, or 128 plus a signal's number, as a shell reports it; 1 after `must_end`.

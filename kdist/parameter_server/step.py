@@ -12,13 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.keras_hooks.metrics import flat_metrics, recorded_results
+from kdist.keras_hooks.metrics import flat_logs, flat_metrics, recorded_results
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.variables import DIRECT_ASSIGN, VALUE, value_of
 from kdist.parameter_server.staleness import MeasureStaleness, stages_for_stale_updates
 from kdist.step.fused_sgd import FusedSGD
-from kdist.step.logs import flat_logs
 from kdist.step.update import UpdatePipeline
 from kdist.strategies.options import ParameterServer
 

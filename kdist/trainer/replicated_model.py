@@ -40,7 +40,6 @@ from kdist.state.session import has_session, set_session
 from kdist.step.compiled import CompiledSteps
 from kdist.step.extensions import added_stages
 from kdist.step.local_sgd_step import LocalSGDStep
-from kdist.step.logs import measured_logs
 from kdist.step.step import Step
 from kdist.step.train_step import ForwardStep, TrainStep
 from kdist.strategies.all_reduce import AllReduceStrategy
@@ -51,6 +50,7 @@ from kdist.trainer.epoch_iterator import ShardedEpochIterator
 from kdist.trainer.predictions import as_dense, gather_rows
 from kdist.trainer.session import ReplicatedSession
 from kdist.trainer.step_function import StepFunction
+from kdist.trainer.step_logs import measured_logs
 
 
 def replicate(model: keras.Model, strategy: AllReduceStrategy, settings: Settings) -> None:

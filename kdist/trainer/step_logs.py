@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.keras_hooks.metrics import recorded_results
+from kdist.keras_hooks.metrics import flat_logs, recorded_results
 from kdist.step.step import Step
 
 
@@ -32,16 +32,3 @@ def measured_logs(
     others = {name: value for name, value in others.items() if value.dtype.is_floating}
     means = step.mean_over_ranks(list(others.values())) if others else []
     return {**logs, **dict(zip(others, means, strict=True))}, results
-
-
-def flat_logs(logs: Any) -> Any:
-    """Returns logs without nested dictionaries, as Keras' callbacks get them.
-
-    `{m.name: m.result() for m in self.metrics}` is nested: the compiled metrics are one metric of several results.
-    """
-    if not isinstance(logs, dict):
-        return logs
-    flat: dict[str, Any] = {}
-    for name, value in logs.items():
-        flat.update(flat_logs(value) if isinstance(value, dict) else {name: value})
-    return flat
