@@ -5,8 +5,9 @@
     python benchmarks/compare.py --report DIR/compare.json    # only writes tables and plot anew
 
 In each turn every contender is launched once, in an order that each second turn reverses. It trains all models, one
-after the other, and says the seconds a step of each, from its fastest epoch but the first: others only ever slow it.
-Ratios are taken within a turn. Relaunching is wanted: plain Keras differs from process to process.
+after the other: some steps that trace, and then a `fit` of one long epoch, which is measured in three ways: the median
+time between the ends of batches ("steady"), the epoch, and the whole call, which plain Keras ends late when `tf.data`'s
+threads are waited for. Ratios are taken within a turn.
 
 Each process is pinned to one core of its own and computes with one thread. Each rank has a batch of the same size, so
 that two ranks have twice the rows a step. A contender whose package is missing is left out. One that fails, is not done
@@ -57,16 +58,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=7, help="of each model; the first is not measured")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a launch may take")
     parser.add_argument("--out", type=Path, metavar="DIR", help="build/compare by default")
     parser.add_argument("--report", type=Path, metavar="JSON", help="only write tables and plot of these numbers")
-    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)  # of an epoch, to see whether all runs
+    parser.add_argument("--steps", type=int, help="of the epoch that is measured; by default each model has its own")
     parser.add_argument("--worker", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.epochs < 2:
-        parser.error("--epochs must be at least 2: the first one is not measured")
+    if arguments.steps is not None and arguments.steps < 2:
+        parser.error(f"--steps must be at least 2, as a step is what lies between two ends: {arguments.steps}")
     return arguments
 
 
@@ -76,7 +76,7 @@ def work(arguments: argparse.Namespace) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     module, function = contender.train.split(":")
     models, folder = tuple(arguments.models), arguments.folder
-    task = Task(models, arguments.epochs, arguments.steps, rank, contender.ranks, folder)
+    task = Task(models, arguments.steps, rank, contender.ranks, folder)
     getattr(importlib.import_module(f"contenders.{module}"), function)(task)
 
 

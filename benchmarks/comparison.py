@@ -29,13 +29,13 @@ class Launched:
     """What a launch of a contender gave.
 
     Attributes:
-        seconds: mapping of model to the seconds of a step, of the slowest rank.
+        seconds: mapping of model to the seconds of a step, measured in each way of `FitTimes`, of the slowest rank.
         parameters: mapping of model to the number of its parameters.
         problems: list of str, what went wrong.
         output: str, what all processes said, if they did not end well.
     """
 
-    seconds: dict[str, float]
+    seconds: dict[str, dict[str, float]]
     parameters: dict[str, int]
     problems: list[str]
     output: str
@@ -57,7 +57,6 @@ def compare(arguments: argparse.Namespace, script: Path, save: Callable[[dict[st
         "command": shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
         "machine": machine(*PACKAGES),
         "models": arguments.models,
-        "epochs": arguments.epochs,
         "turns": 0,
         "left_out": absent,
         "failures": [],
@@ -68,7 +67,7 @@ def compare(arguments: argparse.Namespace, script: Path, save: Callable[[dict[st
             started = time.monotonic()
             launched = launch(name, arguments, script)
             add(record, turn, name, launched)
-            steps = [f"{model} {1000 * seconds:.2f} ms" for model, seconds in launched.seconds.items()]
+            steps = [f"{model} {1000 * seconds['steady']:.2f} ms" for model, seconds in launched.seconds.items()]
             took = f"turn {turn + 1}, {CONTENDERS[name].title}, {time.monotonic() - started:.0f} s"
             say(f"{took}: {', '.join([*steps, *launched.problems])}")
             save(record)
@@ -91,7 +90,7 @@ def launch(name: str, arguments: argparse.Namespace, script: Path) -> Launched:
     contender = CONTENDERS[name]
     with tempfile.TemporaryDirectory() as folder:
         command = [*launch_line(contender.launcher, contender.ranks), sys.executable, str(script)]
-        command += ["--worker", name, "--folder", folder, "--epochs", str(arguments.epochs)]
+        command += ["--worker", name, "--folder", folder]
         command += ["--steps", str(arguments.steps)] if arguments.steps else []
         ended = run(
             [*command, "--models", *arguments.models],
@@ -121,11 +120,16 @@ def judge(ended: Ended, found: dict[str, list[dict[str, Any]]], models: list[str
     if ended.problem or left:
         problems.append((ended.problem or "ended without a report") + (f", in {left[0]}" if left else ""))
     return Launched(
-        {model: max(report["seconds"] for report in by_rank) for model, by_rank in together.items()},
+        {model: slowest([report["seconds"] for report in by_rank]) for model, by_rank in together.items()},
         {model: by_rank[0]["parameters"] for model, by_rank in together.items()},
         problems,
         ended.output if ended.problem or left else "",
     )
+
+
+def slowest(by_rank: list[dict[str, float]]) -> dict[str, float]:
+    """Returns the longest time of any rank, for each way of measuring it."""
+    return {way: max(seconds[way] for seconds in by_rank) for way in by_rank[0]}
 
 
 def apart(by_rank: list[dict[str, Any]]) -> bool:

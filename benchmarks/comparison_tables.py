@@ -13,9 +13,10 @@ from throughputs import Throughputs
 HEAD = """\
 # kdist and its peers
 
-`{command}`, {turns} turn(s) of {epochs} epochs. {machine}.
+`{command}`, {turns} turn(s). {machine}.
 
 Each process has one core and one thread, and in each step {batches}. float32, SGD with momentum.
+A step takes the median time between the ends of two batches of one long epoch, where a table says no other.
 Medians over the turns of ratios within a turn, and in parentheses their quartiles. Ratios are those of throughput:
 above 1, the first one is faster. Horovod's background thread shares its rank's core. PyTorch's embedding has a dense
 gradient, its default; TensorFlow's is sparse.
@@ -28,7 +29,8 @@ def tables(record: dict[str, Any]) -> str:
     Args:
         record: dict, what stands in `compare.json`.
     """
-    found, models = Throughputs(record), record["models"]
+    found, by_epoch, by_fit = (Throughputs(record, way) for way in ("steady", "epoch", "fit"))
+    models = record["models"]
     engines = [name for name in found.contenders if CONTENDERS[name].is_kdist]
     peers = [name for name in found.contenders if CONTENDERS[name].is_peer]
     together = [*engines, *peers, *(name for name in found.contenders if name == "plain_pair")]
@@ -38,6 +40,11 @@ def tables(record: dict[str, Any]) -> str:
         "training in one process. Two that are side by side and exchange nothing say what the machine takes: ranks go "
         "at the pace of the slower one.",
         table(record, {title(name): each(found.efficiencies, name, models) for name in together}),
+        "By the epoch's time, from its beginning to its end:",
+        table(record, {title(name): each(by_epoch.efficiencies, name, models) for name in together}),
+        "By the time of the whole `fit`, from its call to its return. Plain Keras waits at its end for `tf.data`'s "
+        "tuner, in some processes for seconds and in others not: a ratio above 1 may be that alone.",
+        table(record, {title(name): each(by_fit.efficiencies, name, models) for name in together}),
         "## kdist against the best of the others, by efficiency\n\nkdist's efficiency, relative to that of the peer "
         "whose median efficiency is highest.",
         table(record, against_best(found, engines, peers, models)),

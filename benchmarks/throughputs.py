@@ -14,12 +14,13 @@ class Throughputs:
 
     Args:
         record: dict, what stands in `compare.json`.
+        way: str, a field of `FitTimes`: by which of the times.
     """
 
-    def __init__(self, record: dict[str, Any]) -> None:
+    def __init__(self, record: dict[str, Any], way: str = "steady") -> None:
         self._by_turn: dict[tuple[str, str], dict[int, float]] = {}
         for run in record["runs"]:
-            value = run["batch"] * run["ranks"] / run["seconds a step"]
+            value = run["batch"] * run["ranks"] / run["seconds a step"][way]
             self._by_turn.setdefault((run["contender"], run["model"]), {})[run["turn"]] = value
         self.contenders = [name for name in CONTENDERS if any(name == each for each, _ in self._by_turn)]
 

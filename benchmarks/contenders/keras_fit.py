@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from epoch_times import fastest_epoch
+from fit_times import timed_fit
 from models import MODELS, compile_model
 
-from contenders.task import Task
+from contenders.task import WARM_UP_STEPS, Task
 
 
 def train(
@@ -36,6 +36,6 @@ def train(
     model = MODELS[name].build(keras)
     compile_model(keras, model, wrap)
     batch_size = batch or MODELS[name].batch
-    fit = functools.partial(model.fit, *data, batch_size=batch_size, epochs=task.epochs, verbose=0)
-    seconds = fastest_epoch(keras, fit, callbacks)
-    task.report(name, seconds, [value.numpy() for value in model.trainable_variables])
+    fit = functools.partial(model.fit, *data, batch_size=batch_size, verbose=0)
+    fit(steps_per_epoch=WARM_UP_STEPS, callbacks=list(callbacks))
+    task.report(name, timed_fit(keras, fit, callbacks), [value.numpy() for value in model.trainable_variables])
