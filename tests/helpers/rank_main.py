@@ -73,7 +73,10 @@ def _restore_floatx() -> None:
     """Lets each case begin with Keras' default precision, whatever the case before it has set."""
     keras = sys.modules.get("keras")
     if keras is not None:
+        from keras.src.backend.common import global_state
+
         keras.config.set_floatx("float32")
+        global_state.set_global_attribute("dtype_policy", None)  # Keras keeps that of the first layer
 
 
 def _rank(text: str) -> int:
