@@ -86,9 +86,10 @@ def run(
 
 
 def _copy(reading: IO[bytes], stderr: BoxFilter) -> None:
-    """Copies the launcher's standard error to that of this process."""
-    while piece := os.read(reading.fileno(), 1 << 16):
-        _write(stderr.feed(piece))
+    """Copies the launcher's standard error to that of this process, and closes it."""
+    with reading:
+        while piece := os.read(reading.fileno(), 1 << 16):
+            _write(stderr.feed(piece))
     _write(stderr.finish())
 
 
