@@ -29,6 +29,7 @@ class Campaign:
         self.errors: list[str] = []
         self._outcomes: dict[tuple[str, str], dict[str, str]] = {}
         self._columns: list[str] = []
+        self._processor_time: dict[str, float] = {}
         self._started = time.monotonic()
 
     def run(
@@ -57,8 +58,14 @@ class Campaign:
             some = names[start : start + CASES_A_LAUNCH]
             result = on.run(target, only=some, timeout=timeout, env=env)
             for name in some:
+                self._processor_time[f"{part}: {name} on {column}"] = result.processor_time(name)
                 self.attempt(part, name, column, functools.partial(result.check, name))
         print(f"{part} on {column}: done after {time.monotonic() - self._started:.0f} s", file=sys.stderr)
+
+    def slowest(self, count: int = 10) -> str:
+        """Returns the cases that took the most processor time, a line each."""
+        most = sorted(self._processor_time.items(), key=lambda item: -item[1])[:count]
+        return "\n".join(f"{seconds:6.1f} s of processor time: {name}" for name, seconds in most)
 
     def attempt(self, part: str, name: str, column: str, check: Callable[[], object]) -> None:
         """Notes whether a check passes, and if not, why; a text that it returns stands beside "passed"."""

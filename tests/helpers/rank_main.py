@@ -56,8 +56,10 @@ def main(directory: Path) -> None:
                 case = cases[name]
                 print(f"[{name}]", flush=True)
                 _restore_floatx()
+                begun = time.process_time()
                 value = case(given) if _takes_argument(case) else case()
-                reports.write(json.dumps({"case": name, "error": None, "value": value}) + "\n")
+                report = {"case": name, "error": None, "value": value, "cpu": time.process_time() - begun}
+                reports.write(json.dumps(report) + "\n")
         except BaseException:
             error = traceback.format_exc()
             print(error, flush=True)

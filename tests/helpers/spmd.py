@@ -76,6 +76,9 @@ RANK_ENVIRONMENT = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
+PATIENCE = float(os.environ.get("KDIST_TEST_PATIENCE", "1"))
+"""How many times as long each time limit is: they are guards, which a slow or busy machine must not reach."""
+
 MAX_LAUNCHES = 4  # of one `run`, when cases fail
 
 
@@ -170,7 +173,8 @@ class Result:
         launcher_output: str, what the launcher itself said.
         cases: tuple of str, the names of the cases that were to run.
         reports: mapping of case name to one report a rank, `None` where a rank did not finish the case; without the
-            cases that were not reached. A report is a dictionary with `error` (a traceback or `None`) and `value`.
+            cases that were not reached. A report is a dictionary with `error` (a traceback or `None`), `value`, and of
+            a case that passed `cpu`, the seconds of processor time that it took.
     """
 
     returncode: int
@@ -197,6 +201,10 @@ class Result:
         __tracebackhide__ = True
         self.check(case)
         return [report["value"] for report in self.reports[case] if report]
+
+    def processor_time(self, case: str) -> float:
+        """Returns the seconds of processor time that a case took on all ranks together."""
+        return sum(report.get("cpu", 0.0) for report in self.reports.get(case, ()) if report)
 
     def _complaint(self, case: str) -> str:
         if case not in self.reports:
@@ -267,12 +275,14 @@ def run(
         launcher: str, a key of `LAUNCHERS`, or `"mpirun"`.
         python: str, the interpreter; the launcher beside it is used.
         env: mapping, environment variables on top of this process's own and of `RANK_ENVIRONMENT`.
-        timeout: float, seconds that a launch may take; once so many have passed, no further one is begun.
+        timeout: float, seconds that a launch may take, times `PATIENCE`; once so many have passed, no further one is
+            begun.
 
     Returns:
         A `Result`. Nothing is raised for cases that failed: see `Result.check`.
     """
     cases = tuple(only if only is not None else names(target))
+    limit = timeout * PATIENCE
     todo = list(cases)
     env = {**(EVERY_PACKAGE if NEED_EVERY_PACKAGE & set(cases) else {}), **(env or {})}
     reports: dict[str, tuple[dict[str, Any] | None, ...]] = {}
@@ -286,7 +296,7 @@ def run(
                 "cases": todo,
                 "ranks": ranks,
                 "rank_variable": _launcher(launcher, python).rank_variable,
-                "stacks_after": max(timeout - 10, timeout / 2),
+                "stacks_after": max(limit - 10, limit / 2),
             }
             Path(directory, "request.json").write_text(json.dumps(request))
             command = [python, "-m", "tests.helpers.rank_main", directory]
@@ -304,7 +314,7 @@ def run(
             reports[name] = tuple(by_case.get(name) for by_case in found)
             if any(report is None or report["error"] for report in reports[name]):
                 break
-        if not todo or time.monotonic() - started > timeout:
+        if not todo or time.monotonic() - started > limit:
             break
     return Result(returncode, tuple(outputs), launcher_output, cases, reports)
 
@@ -342,7 +352,7 @@ def execute(
     Args:
         command: sequence of str.
         env: mapping, environment variables on top of this process's own.
-        timeout: float, seconds; then SIGTERM, and SIGKILL 5 s later.
+        timeout: float, seconds, times `PATIENCE`; then SIGTERM, and SIGKILL 5 s later.
         cwd: path, the working directory.
 
     Returns:
@@ -369,7 +379,7 @@ def execute(
         )
         timed_out = False
         try:
-            process.wait(timeout)
+            process.wait(timeout * PATIENCE)
         except subprocess.TimeoutExpired:
             timed_out = True
             process.terminate()

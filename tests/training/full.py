@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS), help="parts of the suite")
     parser.add_argument("--out", type=Path, help="where the table goes; shown as well")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a launch may take")
+    parser.add_argument("--slowest", type=int, default=10, metavar="K", help="name the K slowest cases")
     options = parser.parse_args(argv)
     jobs = {f"{engine}, {ranks} ranks": job(engine, ranks) for engine in options.engines for ranks in options.ranks}
     campaign = Campaign(options.out)
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for column, on in jobs.items():
             campaign.run(part, column, on, TARGETS[part], spmd.names(TARGETS[part]), timeout=options.timeout)
     print(campaign.text())
+    print(campaign.slowest(options.slowest), file=sys.stderr)
     return 1 if campaign.errors else 0
 
 

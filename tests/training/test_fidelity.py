@@ -1,4 +1,4 @@
-"""N ranks against one process: all kinds of features on 2 ranks, some on 3, and a pairwise-covering part of the matrix.
+"""N ranks against one process: most features on 2 ranks, the others on 3, and a pairwise-covering part of the matrix.
 
 Everything on every number of ranks, as a table: `python -m tests.training.full`.
 """
@@ -14,8 +14,8 @@ from tests.training.fidelity import KINDS, OPTIMIZERS, SHAPES
 
 FEATURES = "tests.training.features:FEATURES"
 
-# Where a third rank makes a difference: what two can share out evenly by luck, and denominators of their own. More of
-# them run on three ranks of other engines.
+# Where a third rank makes a difference: what two can share out evenly by luck, and denominators of their own. On two
+# ranks they run by the full command. More of them run on three ranks of other engines.
 ON_THREE = (
     "sample_weight",
     "steps_per_epoch_continues",
@@ -52,7 +52,13 @@ ON_EVERY_ENGINE = (
 
 JOBS = (("mpi", 2), ("mpi", 3), ("horovod over gloo", 2), ("horovod over mpi", 3), ("collective", 3))
 
-LIKE_OTHERS = ("split_batches_of_other_sizes",)
+# Slow ones of which another feature is a sibling: by the full command.
+LIKE_OTHERS = (
+    "split_batches_of_other_sizes",
+    "losses_that_leave_out_a_class",
+    "jit_compile_of_a_recurrent_model",
+    "compressed_gradients_beside_other_features",
+)
 
 # Four ranks share two cores: no more than each kind of input once, and each shape.
 ON_FOUR = [
@@ -61,7 +67,7 @@ ON_FOUR = [
 ]
 
 CELLS = [
-    *((("mpi", 2), name) for name in spmd.names(FEATURES) if name not in LIKE_OTHERS),
+    *((("mpi", 2), name) for name in spmd.names(FEATURES) if name not in LIKE_OTHERS + ON_THREE),
     *((("mpi", 3), name) for name in ON_THREE),
     (("mpi", 3), "random_programs_0"),
     *((job, name) for job in (("horovod over gloo", 2), ("collective", 3)) for name in ON_EVERY_ENGINE),
