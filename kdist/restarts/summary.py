@@ -29,7 +29,7 @@ def blamed(attempt: Attempt) -> str:
 
 
 def steps_lost(attempt: Attempt) -> int | None:
-    """Returns how many steps were trained after the last checkpoint; `None` if that is not known.
+    """Returns how many steps were trained after the last checkpoint; `None` without a backup.
 
     Args:
         attempt: `Attempt`.
@@ -77,7 +77,7 @@ def in_words(attempts: Sequence[Attempt], why: str) -> str:
         if each.end is End.WELL:
             continue
         steps = steps_lost(each)
-        lost = "steps lost: unknown" if steps is None else f"steps lost: {steps}"
+        lost = f"steps lost: {'all, without a backup' if steps is None else steps}"
         lines.append(f"  attempt {place + 1}: {blamed(each)}; {lost}, time lost: {seconds_lost(attempts, place):.0f} s")
     return "\n".join(lines)
 

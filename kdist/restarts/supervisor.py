@@ -47,5 +47,5 @@ def supervise(
                 '"DIRECTORY")]) goes on where it was'
             )
         number = len(attempts) + 1
-        left = "not counted" if last.is_preempted else f"{decision.left} left without a new checkpoint"
+        left = "not counted" if last.is_preempted else f"restarts left until a new checkpoint: {decision.left}"
         say(f"{blamed(last)}; the job is started again, attempt {number} ({left})")

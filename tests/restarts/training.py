@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ class Broken(keras.callbacks.Callback):
     """Breaks a rank in one of this start's steps.
 
     Args:
-        way: str, `"kill"`, `"raise"`, `"preempt"` or `"wait"`.
+        way: str, `"kill"`, `"stop"`, `"raise"` or `"preempt"`.
     """
 
     def __init__(self, way: str) -> None:
@@ -41,12 +40,12 @@ class Broken(keras.callbacks.Callback):
             return
         if self._way == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._way == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self._way == "raise":
             raise OSError("the disk is gone")
         if self._way == "preempt":
             os.kill(os.getpid(), signal.SIGTERM)
-        if self._way == "wait":
-            time.sleep(600)
 
 
 def main() -> None:
