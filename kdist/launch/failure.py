@@ -169,11 +169,12 @@ def report(error: BaseException, *, is_consequence: bool = False) -> None:
     """
     code = exit_code(error)
     if isinstance(error, SystemExit) and code:
-        own_reports.failed(Kind.EXIT, f"exited with code {code}")
+        own_reports.failed(Kind.EXIT, f"exited with code {code}", own_reports.rank)
     elif code and not isinstance(error, KeyboardInterrupt):
         own_reports.failed(
             Kind.EXCEPTION,
             f"raised {type(error).__name__}: {error}",
+            own_reports.rank,
             is_consequence=is_consequence,
             comes_again=getattr(error, "on_all_ranks", False) or isinstance(error, (ImportError, SyntaxError)),
         )

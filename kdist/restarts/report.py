@@ -87,16 +87,15 @@ class OwnReports:
         """
         self._send({"event": "progress", "numbers": list(numbers)})
 
-    def failed(self, kind: Kind, text: str, rank: int | None = None, **more: bool) -> None:
+    def failed(self, kind: Kind, text: str, rank: int | None, **more: bool) -> None:
         """Reports a failure.
 
         Args:
             kind: `Kind`.
             text: str, in words.
-            rank: int or `None`, the rank to blame; by default this one.
+            rank: int or `None`, the rank to blame, if one is.
             **more: other attributes of `Failure`.
         """
-        rank = self.rank if rank is None else rank
         host = platform.node() if rank == self.rank else ""
         self._send(_encoded(Failure(kind, text, rank, host, **more)))
 

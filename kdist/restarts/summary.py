@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.restarts.attempt import Attempt, End
+from kdist.restarts.report import Kind
 from kdist.restarts.rules import are_new
+
+# What the other ranks see of a rank is told at length by them.
+_OF_WATCH = {
+    Kind.STALL: "made no progress for stall_timeout",
+    Kind.LOST: "was lost, for an unknown reason",
+    Kind.DISAGREEMENT: "did not agree with the other ranks",
+}
 
 
 def blamed(attempt: Attempt) -> str:
@@ -25,7 +33,9 @@ def blamed(attempt: Attempt) -> str:
     text = failure.text.strip().split("\n", 1)[0]
     if failure.rank is None:
         return text
-    return f"rank {failure.rank}{f' on host {failure.host}' if failure.host else ''}: {text}"
+    return (
+        f"rank {failure.rank}{f' on host {failure.host}' if failure.host else ''}: {_OF_WATCH.get(failure.kind, text)}"
+    )
 
 
 def steps_lost(attempt: Attempt) -> int | None:

@@ -75,7 +75,7 @@ def test_events_in_the_jobs_directory(tmp_path):
     rank.reached_scope()
     rank.made_step()
     rank.failed(Kind.STALL, "x" * 5000, 1)
-    rank.failed(Kind.EXCEPTION, "raised", comes_again=True)
+    rank.failed(Kind.EXCEPTION, "raised", 0, comes_again=True)
     report.append_failure(str(tmp_path), SIGNAL)
     with open(tmp_path / "events.jsonl", "a") as file:
         file.write('{"event": "fail')  # by a rank that was killed
@@ -91,7 +91,7 @@ def test_events_in_the_jobs_directory(tmp_path):
 
 
 def test_a_rank_without_a_supervisor_reports_nothing(capfd):
-    OwnReports().failed(Kind.EXCEPTION, "raised")
+    OwnReports().failed(Kind.EXCEPTION, "raised", 0)
     assert capfd.readouterr() == ("", "")
 
 
@@ -100,7 +100,7 @@ def test_events_of_another_host_come_by_standard_error(tmp_path, capfd, before):
     rank = OwnReports(tmp_path / "elsewhere", rank=0)
     rank.reached_scope()
     rank.progress([1, 2, 2, 1, 1, 0, 2, 5.0, 6.0])
-    rank.failed(Kind.EXCEPTION, "raised")
+    rank.failed(Kind.EXCEPTION, "raised", 0)
     lines = capfd.readouterr().err.splitlines()
     text = "".join(f"{before}{line}\n" for line in ["shown", *lines, "[kdist] shown too"])
     stream = EventLines()

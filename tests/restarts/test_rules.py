@@ -6,7 +6,7 @@ from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.progress import Progress
 from kdist.restarts.report import Events, Failure, Kind
 from kdist.restarts.rules import are_new, decide
-from kdist.restarts.summary import as_values, in_words
+from kdist.restarts.summary import as_values, blamed, in_words
 from kdist.restarts.supervisor import supervise
 
 NO_SCOPE = Events({}, False, (), None)
@@ -112,6 +112,14 @@ def test_a_signal_between_two_attempts_ends_it():
     assert len(made) == 1
     assert "asked to end" in why
     assert said == []
+
+
+def test_who_is_blamed():
+    assert blamed(attempt(Kind.STALL)) == "rank 1 on host here: made no progress for stall_timeout"
+    assert blamed(attempt(KILLED)) == "rank 1 on host here: of the kind signal"
+    assert blamed(attempt()) == "it ended with code 1, for an unknown reason"
+    host = Attempt(End.FAILED, 1, 0.0, 1.0, STEPS, Failure(Kind.LOST, "host beta was lost", None, "beta"))
+    assert blamed(host) == "host beta was lost"
 
 
 def test_the_summary():
