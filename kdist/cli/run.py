@@ -104,6 +104,8 @@ def run(options: argparse.Namespace) -> int:
     if not is_module:
         script.check_exists(words[0], "; `kdist run -m` takes a module")
     output = None if options.output is None else os.path.abspath(options.output)
+    if options.restarts is not None:
+        _check_restarts(options)
     program = functools.partial(worker.program, sys.executable, words, module=is_module, tee=options.tee)
     if options.dry_run:
         print(build(options, program(output=output)))
@@ -111,7 +113,6 @@ def run(options: argparse.Namespace) -> int:
     run_job = functools.partial(_run_job, options, program, "" if is_module else words[0])
     if options.restarts is None:
         return run_job(output)
-    _check_restarts(options)
     if output is not None:
         _make_directory(output)
     return supervised.run(run_job, options.restarts, output)

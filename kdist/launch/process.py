@@ -12,25 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import IO, Protocol
+from typing import IO
 
 from kdist.errors import LaunchError
 from kdist.launch.command import Command
+from kdist.restarts.event_lines import Filter
 
 _LOG = logging.getLogger("kdist")
 
 _GRACE = 10.0  # seconds that the launcher has to end its ranks before SIGKILL
 _GRACE_OF_RANKS = 2.0  # seconds that ranks have to exit after their launcher
-
-
-class Filter(Protocol):
-    """What a launcher's standard error passes through."""
-
-    def feed(self, piece: bytes) -> bytes:
-        """Returns what is shown of the next output."""
-
-    def finish(self) -> bytes:
-        """Returns what was held back and is shown in the end."""
 
 
 def run(

@@ -8,6 +8,7 @@ from typing import Protocol
 from kdist.restarts.report import LINE_PREFIX
 
 _KEPT_BYTES = 1 << 16  # of what the launcher says
+_MAX_BEFORE = 30  # bytes that the regular expression allows before the prefix
 
 # horovodrun and `--tee` put something before each line.
 _EVENT = re.compile(rb"^(?:\[\d+,?\d*\]<stderr>:|\[rank \d+ [\d:]+\] )?" + re.escape(LINE_PREFIX.encode()) + rb"(.*)$")
@@ -21,6 +22,13 @@ class Filter(Protocol):
 
     def finish(self) -> bytes:
         """Returns what was held back and is shown in the end."""
+
+
+def _may_be_event(beginning: bytes) -> bool:
+    prefix = LINE_PREFIX.encode()
+    # A progress bar may begin with a bracket too.
+    is_short = len(beginning) < len(prefix) + _MAX_BEFORE and b"\r" not in beginning
+    return prefix in beginning or (beginning.startswith(b"[") and is_short)
 
 
 class EventLines:
@@ -52,7 +60,7 @@ class EventLines:
                 self.lines.append(found[1].decode(errors="replace"))
             else:
                 shown += line + b"\n"
-        self._held = last if last.startswith(b"[") else b""
+        self._held = last if _may_be_event(last) else b""
         shown += last[len(self._held) :]
         self._end = (self._end + shown)[-_KEPT_BYTES:]
         return shown if self._rest is None else self._rest.feed(shown)

@@ -33,9 +33,8 @@ def blamed(attempt: Attempt) -> str:
     text = failure.text.strip().split("\n", 1)[0]
     if failure.rank is None:
         return text
-    return (
-        f"rank {failure.rank}{f' on host {failure.host}' if failure.host else ''}: {_OF_WATCH.get(failure.kind, text)}"
-    )
+    host = f" on host {failure.host}" if failure.host else ""
+    return f"rank {failure.rank}{host}: {_OF_WATCH.get(failure.kind, text)}"
 
 
 def steps_lost(attempt: Attempt) -> int | None:

@@ -118,7 +118,8 @@ def test_a_progress_bar_is_not_held_back():
     assert stream.feed(b"1/2\r") == b"1/2\r"
     assert stream.feed(b"2/2") == b"2/2"
     assert stream.end() == "1/2\r2/2"
-    assert stream.feed(b"\n[") == b"\n"
+    assert stream.feed(b"\n[##  ]\r") == b"\n[##  ]\r"
+    assert stream.feed(b"[") == b""
     assert stream.finish() == b"["
 
 
