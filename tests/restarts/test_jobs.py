@@ -8,67 +8,42 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.helpers import needs, spmd
+from tests.helpers import needs
+from tests.restarts.trained import causes, run, train
 
 QUICK = str(Path(__file__).with_name("quick.py"))
-LIMIT = 300.0  # seconds for a start of ranks that train, on a busy machine
-
-
-def run(*arguments, timeout, python=sys.executable, ranks=2):
-    command = [python, "-m", "kdist.cli.main", "run", "-np", str(ranks), *arguments]
-    done = spmd.execute(command, env=spmd.RANK_ENVIRONMENT, timeout=timeout)
-    assert not done.timed_out, done.output
-    return done
-
-
-def train(folder, *ways, options=()):
-    """Trains with breaks, and returns the summary, the result and what was said."""
-    program = ["-m", "tests.restarts.training", str(folder), *ways]
-    done = run("--restarts", "1", "--output", str(folder / "out"), *options, *program, timeout=LIMIT * (len(ways) + 1))
-    assert done.returncode == 0, done.output
-    with np.load(folder / "result.npz") as saved:
-        result = {name: saved[name] for name in saved.files}
-    return json.loads((folder / "out" / "restarts.json").read_text()), result, done.output
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    summary, result, said = train(tmp_path_factory.mktemp("whole"))
-    assert [each["cause"] for each in summary["attempts"]] == ["success"]
-    assert "started again" not in said
-    return result
-
-
-def assert_same(result, expected):
-    assert list(result) == list(expected)
-    assert [name for name in expected if not np.array_equal(result[name], expected[name])] == []
+    whole = train(tmp_path_factory.mktemp("whole"))
+    assert causes(whole.attempts) == [("success", None)]
+    assert "started again" not in whole.said
+    return whole
 
 
 def test_it_goes_on_after_a_kill_an_exception_and_a_preemption(tmp_path, uninterrupted):
     """Each attempt makes a new checkpoint, so one restart is enough for two failures; a preemption does not count."""
-    summary, result, said = train(tmp_path, "kill", "raise", "preempt")
-    assert_same(result, uninterrupted)
-    attempts = summary["attempts"]
-    assert [each["cause"] for each in attempts] == ["signal", "exception", "preemption", "success"]
-    assert [each["rank"] for each in attempts] == [1, 1, 1, None]
+    trained = train(tmp_path, "kill", "raise", "preempt")
+    assert trained.differences(uninterrupted) == []
+    attempts = trained.attempts
+    assert causes(attempts) == [("signal", 1), ("exception", 1), ("preemption", 1), ("success", None)]
     assert all(each["new_checkpoint"] for each in attempts)
     assert attempts[0]["exit_code"] == 137
     assert attempts[0]["steps_lost"] <= 1
     assert attempts[2]["steps_lost"] == 0
-    assert "4 attempts, the last one ended well" in said
-    assert "no backup" not in said
+    assert "4 attempts, the last one ended well" in trained.said
+    assert "no backup" not in trained.said
     assert "OSError: the disk is gone" in (tmp_path / "out" / "attempt2" / "rank1.err").read_text()
     assert (tmp_path / "out" / "attempt4" / "rank0.out").exists()
 
 
 def test_over_collectives(tmp_path, uninterrupted):
-    summary, result, _ = train(tmp_path, "kill", options=("--strategy", "collective"))
-    assert_same(result, uninterrupted)  # two ranks: no order of sums differs
-    assert [each["cause"] for each in summary["attempts"]] == ["signal", "success"]
-    assert summary["attempts"][0]["rank"] == 1
+    trained = train(tmp_path, "kill", strategy="collective")
+    assert trained.differences(uninterrupted) == []  # of two ranks no order of sums matters
+    assert causes(trained.attempts) == [("signal", 1), ("success", None)]
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "collective", pytest.param("mpich", marks=needs.mpich)])

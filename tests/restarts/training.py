@@ -1,7 +1,7 @@
 """A training that breaks, each time it is started in another way: `python -m tests.restarts.training FOLDER WAY...`.
 
-It goes on from its backup. A way is broken once; when all have been, or none is given, training ends, and the chief
-writes its history and its weights.
+It goes on from its backup. Each way breaks one start, on rank 1, or on the rank that it names: `kill@0`. After the last
+one training ends, and the chief writes its history and its weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ class Broken(keras.callbacks.Callback):
     """Breaks a rank in one of this start's steps.
 
     Args:
-        way: str, `"kill"`, `"stop"`, `"raise"` or `"preempt"`.
+        way: str, `"kill"`, `"crash"`, `"stop"`, `"raise"` or `"preempt"`, and the rank, if not 1.
     """
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self._way = way if kdist.rank() == 1 else ""
+        kind, _, rank = way.partition("@")
+        self._way = kind if kdist.rank() == int(rank or 1) else ""
         self._steps = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -40,6 +41,8 @@ class Broken(keras.callbacks.Callback):
             return
         if self._way == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._way == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
         if self._way == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if self._way == "raise":
