@@ -15,6 +15,7 @@ ROOMS = (
     "kdist.scaling",
     "kdist.cluster",
     "kdist.data.sharding",
+    "kdist.restarts",
     "kdist.watch",
     "kdist._tf_internals",
     "kdist.engines.arrays",

@@ -25,6 +25,7 @@ WITHOUT = {
     "kdist.scaling": ["tensorflow", "keras", "numpy"],
     "kdist.cluster": ["tensorflow", "keras", "numpy"],
     "kdist.launch": ["tensorflow", "keras", "numpy"],
+    "kdist.restarts": ["tensorflow", "keras", "numpy"],
     "kdist.watch": ["tensorflow", "keras", "numpy"],
     "kdist.data.sharding": ["tensorflow", "keras"],
     "kdist.engines.arrays": ["tensorflow", "keras"],

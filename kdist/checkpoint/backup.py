@@ -14,6 +14,7 @@ from kdist.checkpoint.files import Checkpoint, CheckpointDirectory
 from kdist.engines.engine import Engine
 from kdist.errors import CheckpointError
 from kdist.keras_hooks.trainer import set_initial_epoch
+from kdist.restarts.progress import own_progress
 from kdist.state.broadcast import broadcast_arrays
 from kdist.state.part import State, StatePart
 from kdist.state.random_state import random_state, set_random_state
@@ -97,6 +98,8 @@ class Backup(AllRanksCallback):
         if self._resumed is not None:
             return  # a replayed step
         self._steps_since += batch - self._last_batch
+        if self.is_chief:
+            own_progress.made_steps(batch - self._last_batch)
         self._last_batch = batch
         if self.save_freq != "epoch" and self._steps_since >= int(self.save_freq):
             self.save(batch + 1)
@@ -145,6 +148,7 @@ class Backup(AllRanksCallback):
         }
         if self.is_chief:
             logger.debug("saved %s", self._directory.write(checkpoint))
+            own_progress.saved(self._epoch, epoch_step)
         self._steps_since = 0
         self._saved_at = self._epoch, epoch_step
         return True
@@ -169,6 +173,7 @@ class Backup(AllRanksCallback):
         self._random_at_fit = random_state() if self.session.draws_in_background else {}
         if self.is_chief:
             self._directory.lock.acquire()
+            own_progress.fit_begins()
         found = self._directory.read() if self.is_chief else None
         saved = _broadcast_checkpoint(self.session.engine, None if found is None else found[1])
         if saved is None:

@@ -18,6 +18,7 @@ from kdist.checkpoint.all_ranks_callback import AllRanksCallback
 from kdist.checkpoint.backup import Backup
 from kdist.errors import ScopeError
 from kdist.keras_hooks.callbacks import RunningFit
+from kdist.restarts.report import Kind, own_reports
 
 logger = logging.getLogger("kdist")
 
@@ -119,6 +120,8 @@ class Preempt(AllRanksCallback):
                 "%s: saved %s epoch %d; exiting with code %d, to be restarted",
                 signals, when, self._epoch + 1, self.exit_code,
             )  # fmt: skip
+            first = next(rank for rank, name in enumerate(received) if name)
+            own_reports.failed(Kind.PREEMPTION, f"was preempted by {received[first]}, all is saved", first)
         self.clean_up()
         raise SystemExit(self.exit_code)
 

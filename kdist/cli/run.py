@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist._arguments import check_environment
-from kdist.cli import script
+from kdist.cli import script, supervised
 from kdist.cluster import detect
 from kdist.errors import LaunchError
 from kdist.launch import horovodrun, local_cluster, mpirun, process, scope_marks, worker
@@ -22,6 +22,7 @@ from kdist.launch.command import Command, variables_to_forward
 from kdist.launch.first_failure import FailureMonitor
 from kdist.launch.hosts import Host, all_local, check_slots, is_scheduled, parse_hostfile, parse_hosts
 from kdist.launch.launcher_boxes import BoxFilter
+from kdist.restarts.report import Failure, Kind, append_failure
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, WORDS
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
     parser.add_argument("--output", metavar="DIR", help="write every rank's output to DIR/rank0.out, rank0.err, ...")
     parser.add_argument(
         "--tee", action="store_true", help="show the output of all ranks, each line with its rank and the time"
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="start the job again after a lost rank, at most N times without a new checkpoint",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does")
@@ -97,33 +104,65 @@ def run(options: argparse.Namespace) -> int:
     if not is_module:
         script.check_exists(words[0], "; `kdist run -m` takes a module")
     output = None if options.output is None else os.path.abspath(options.output)
-    program = functools.partial(worker.program, sys.executable, words, module=is_module, output=output, tee=options.tee)
+    if options.restarts is not None:
+        _check_restarts(options)
+    program = functools.partial(worker.program, sys.executable, words, module=is_module, tee=options.tee)
     if options.dry_run:
-        print(build(options, program()))
+        print(build(options, program(output=output)))
         return 0
+    run_job = functools.partial(_run_job, options, program, "" if is_module else words[0])
+    if options.restarts is None:
+        return run_job(output)
+    if output is not None:
+        _make_directory(output)
+    return supervised.run(run_job, options.restarts, output)
+
+
+def _run_job(
+    options: argparse.Namespace,
+    program: Callable[..., Sequence[str]],
+    script_path: str,
+    output: str | None,
+    watched: supervised.Watched | None = None,
+) -> int:
+    """Runs the job once, and returns its exit code.
+
+    Args:
+        options: the parsed arguments.
+        program: function of the other arguments of `worker.program`.
+        script_path: str, the script; empty for a module.
+        output: str or `None`, the directory of the ranks' output.
+        watched: `Watched` or `None`, what a supervisor learns of the job.
+    """
     with tempfile.TemporaryDirectory(prefix="kdist-") as running:
-        command = build(options, program(running=running))
+        reports = None if watched is None else running
+        command = build(options, program(output=output, running=running, reports=watched is not None), reports)
         if output is not None:
             _make_directory(output)
         monitor = FailureMonitor(running)
 
-        boxes = BoxFilter("" if is_module else words[0])
+        boxes = BoxFilter(script_path)
 
         def must_end() -> bool:
             if problem := scope_marks.read(running).problem():
                 monitor.mute()
                 boxes.know()
                 print(f"kdist: {problem}", file=sys.stderr)
+                append_failure(running, Failure(Kind.DISAGREEMENT, problem))
             return bool(problem)
 
+        shown = boxes if command.prints_boxes else None
         code = process.run(
             command,
             on_signal=monitor.mute,
             must_end=must_end,
-            stderr=boxes if command.prints_boxes else None,
+            stderr=shown if watched is None else watched.filtered(shown),
+            signals=None if watched is None else watched.signals,
         )
         monitor.close()
         code = code if monitor.code is None else monitor.code
+        if watched is not None:
+            watched.read(running)
         if output is not None:
             print(f"kdist: the output of each rank is in {output} (rank0.out, rank0.err, ...)", file=sys.stderr)
         if code and (summary := boxes.summary(code)):
@@ -139,12 +178,13 @@ def run(options: argparse.Namespace) -> int:
     return code
 
 
-def build(options: argparse.Namespace, program: Sequence[str]) -> Command:
+def build(options: argparse.Namespace, program: Sequence[str], reports: str | None = None) -> Command:
     """Builds the command that starts a job, from the arguments of `add_launch_arguments`.
 
     Args:
         options: the parsed arguments.
         program: sequence of str, what each rank runs.
+        reports: str or `None`, the directory in which a launcher of kdist reports which rank failed first.
 
     Returns:
         A `Command`.
@@ -177,6 +217,7 @@ def build(options: argparse.Namespace, program: Sequence[str]) -> Command:
         env=env,
         ps=options.ps,
         oversubscribe=options.oversubscribe,
+        reports=reports,
     )
     word = strategy or os.environ.get("KDIST_STRATEGY", "auto")
     if job.ps is not None and (word != PARAMETER_SERVER or job.ps < 1):
@@ -199,6 +240,7 @@ class _Job:
     env: Mapping[str, str]  # added to the ranks' environment
     ps: int | None  # the number of parameter servers, if given
     oversubscribe: bool  # whether there may be more ranks than slots
+    reports: str | None = None  # where a launcher of kdist reports which rank failed first
 
 
 def _by_mpirun(job: _Job) -> Command:
@@ -220,7 +262,7 @@ def _by_local_cluster(job: _Job) -> Command:
     # On several hosts mpirun starts the ranks, which exchange their addresses over MPI.
     if not job.local or job.extra:
         return _by_mpirun(job)
-    return local_cluster.build(sys.executable, job.program, np=job.np, env=job.env)
+    return local_cluster.build(sys.executable, job.program, np=job.np, env=job.env, reports=job.reports)
 
 
 def _by_roles(job: _Job) -> Command:
@@ -273,6 +315,20 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
             f"The hostfile cannot be read. Received: --hostfile {options.hostfile}: {err}. Expected a text file with "
             "one host per line. Fix: check the path, or pass the hosts to -H."
         ) from err
+
+
+def _check_restarts(options: argparse.Namespace) -> None:
+    if options.restarts < 1:
+        raise LaunchError(
+            f"--restarts is not positive. Received: --restarts {options.restarts}. Expected at least 1. Fix: omit it, "
+            "and the job is started once."
+        )
+    if (options.strategy or os.environ.get("KDIST_STRATEGY")) == PARAMETER_SERVER:
+        raise LaunchError(
+            f"--restarts is not for parameter servers. Received: --restarts {options.restarts} with the strategy "
+            f"{PARAMETER_SERVER!r}, whose lost workers are started again by themselves. Expected one of collectives. "
+            "Fix: omit --restarts, and start the command again after a loss of the chief or of a parameter server."
+        )
 
 
 def _make_directory(path: str) -> None:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from kdist.launch.output import REPORT_PREFIX
+from kdist.restarts.report import Kind, own_reports
 
 INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C ended
 
@@ -105,6 +106,7 @@ class FailureHook:
         trace: TracebackType | None,
         explained: BaseException | None,
     ) -> None:
+        report(error, is_consequence=getattr(explained or error, "is_consequence", False))
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         # One write each, so that the lines of two ranks do not mix.
@@ -156,6 +158,26 @@ def install(
     if before_abort is not None:
         hook.before_abort = before_abort
     return hook
+
+
+def report(error: BaseException, *, is_consequence: bool = False) -> None:
+    """Reports an uncaught exception of this rank to a supervisor.
+
+    Args:
+        error: the exception.
+        is_consequence: bool, whether another rank's end is the cause.
+    """
+    code = exit_code(error)
+    if isinstance(error, SystemExit) and code:
+        own_reports.failed(Kind.EXIT, f"exited with code {code}", own_reports.rank)
+    elif code and not isinstance(error, KeyboardInterrupt):
+        own_reports.failed(
+            Kind.EXCEPTION,
+            f"raised {type(error).__name__}: {error}",
+            own_reports.rank,
+            is_consequence=is_consequence,
+            comes_again=getattr(error, "on_all_ranks", False) or isinstance(error, (ImportError, SyntaxError)),
+        )
 
 
 def exit_code(error: BaseException) -> int:

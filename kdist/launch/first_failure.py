@@ -22,6 +22,7 @@ from pathlib import Path
 
 from kdist.launch.failure import OUTPUT_DELAY
 from kdist.launch.output import REPORT_PREFIX
+from kdist.restarts.report import Failure, Kind, append_failure
 
 _SOCKET = "monitor"  # its name in the job's directory
 _MAX_MESSAGE_BYTES = 1 << 12
@@ -100,6 +101,7 @@ class FailureMonitor:
     """
 
     def __init__(self, directory: str) -> None:
+        self._directory = directory
         self.code: int | None = None
         self._is_reported = False
         self._exited_with_0: _Rank | None = None
@@ -179,11 +181,14 @@ class FailureMonitor:
                 self._report(rank, "died", None)
             else:
                 how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-                self._report(rank, how, 128 - code if code < 0 else code)
+                self._report(rank, how, 128 - code if code < 0 else code, Kind.SIGNAL if code < 0 else Kind.EXIT)
         rank.close()
 
-    def _report(self, rank: _Rank, how: str, code: int | None) -> None:
+    def _report(self, rank: _Rank, how: str, code: int | None, kind: Kind = Kind.LOST) -> None:
         self._is_reported, self.code = True, code
+        number, _, host = rank.name.partition(" of ")
+        host = host.rpartition(" ")[2]
+        append_failure(self._directory, Failure(kind, how, int(number), host, from_launcher=True))
         with contextlib.suppress(OSError, ValueError):  # stderr is closed
             sys.stderr.write(
                 f"{REPORT_PREFIX}{rank.name} {how} without an error message. Fix: read its output and the system log "

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from kdist.launch.hosts import check_slots
 from kdist.launch.output import REPORT_PREFIX
 from kdist.launch.ports import free_ports
 from kdist.launch.process import stop_signals
+from kdist.restarts.launcher_words import killed_by
+from kdist.restarts.report import Failure, Kind, append_failure
 
 _LOG = logging.getLogger("kdist")
 _MAX_RESTARTS = 10  # of each rank that can be replaced
@@ -32,7 +35,9 @@ _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _Ranks = dict[int, tuple[int, "subprocess.Popen[bytes]"]]
 
 
-def build(python: str, program: Sequence[str], *, np: int, env: Mapping[str, str], ps: int = 0) -> Command:
+def build(
+    python: str, program: Sequence[str], *, np: int, env: Mapping[str, str], ps: int = 0, reports: str | None = None
+) -> Command:
     """Builds the command that starts a job.
 
     Args:
@@ -41,6 +46,7 @@ def build(python: str, program: Sequence[str], *, np: int, env: Mapping[str, str
         np: int, the number of ranks.
         env: mapping of variable name to value, added to the ranks' environment.
         ps: int, how many of the ranks are parameter servers; the others are then a chief and workers.
+        reports: str or `None`, the directory in which it reports which rank failed first.
 
     Returns:
         A `Command`.
@@ -54,7 +60,8 @@ def build(python: str, program: Sequence[str], *, np: int, env: Mapping[str, str
             f"Too few ranks for parameter servers. Received: -np {np} --ps {ps}. Expected a chief, a worker and {ps} "
             f"ps: at least -np {ps + 2}. Fix: start more ranks."
         )
-    roles = ("--ps", str(ps)) if ps else ()
+    roles: tuple[str, ...] = ("--ps", str(ps)) if ps else ()
+    roles += ("--reports", reports) if reports else ()
     return Command((python, "-m", "kdist.launch.local_cluster", "-np", str(np), *roles, *program), env)
 
 
@@ -70,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kdist.launch.local_cluster", allow_abbrev=False)
     parser.add_argument("-np", type=int, required=True)
     parser.add_argument("--ps", type=int, default=0)
+    parser.add_argument("--reports")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     logging.basicConfig(format="[kdist] %(message)s")
@@ -91,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for rank in range(options.np):
             start(rank)
-        return _wait(ranks, options.np, start, dict.fromkeys(replaceable, _MAX_RESTARTS))
+        return _wait(ranks, options.np, start, dict.fromkeys(replaceable, _MAX_RESTARTS), options.reports)
     except OSError as error:
         _LOG.error("a rank cannot be started: %s", error)
         return 1
@@ -130,7 +138,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise _Stopped(number)
 
 
-def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[int, int]) -> int:
+def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[int, int], reports: str | None) -> int:
     """Waits until all ranks have exited or one has failed; removes those that exited from `ranks`.
 
     A rank that was killed by a signal is restarted up to `restarts` times.
@@ -156,6 +164,9 @@ def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[i
         else:
             # It may have reported nothing: after `os._exit`, or before kdist was used.
             _LOG.error("the job ends: rank %d of %d exited with code %d", rank, np, code)
+        if reports is not None:
+            kind, text = (Kind.SIGNAL, killed_by(-code)) if code < 0 else (Kind.EXIT, f"exited with code {code}")
+            append_failure(reports, Failure(kind, text, rank, platform.node(), from_launcher=True))
         return 128 - code if code < 0 else code
     return 0
 

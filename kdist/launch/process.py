@@ -16,7 +16,7 @@ from typing import IO
 
 from kdist.errors import LaunchError
 from kdist.launch.command import Command
-from kdist.launch.launcher_boxes import BoxFilter
+from kdist.restarts.event_lines import Filter
 
 _LOG = logging.getLogger("kdist")
 
@@ -28,7 +28,8 @@ def run(
     command: Command,
     on_signal: Callable[[], object] | None = None,
     must_end: Callable[[], bool] | None = None,
-    stderr: BoxFilter | None = None,
+    stderr: Filter | None = None,
+    signals: list[int] | None = None,
 ) -> int:
     """Runs a job until it exits.
 
@@ -39,7 +40,8 @@ def run(
         command: `Command`, which starts the job.
         on_signal: function that is called first when a signal ends the job, or `None`.
         must_end: function that is called every half second and returns whether the job cannot go on, or `None`.
-        stderr: `BoxFilter` or `None`, through which the launcher's standard error passes.
+        stderr: `Filter` or `None`, through which the launcher's standard error passes.
+        signals: what `received_signals` yields, if the caller has entered it, or `None`.
 
     Returns:
         The exit code: the launcher's own, or 128 plus a signal's number, as a shell reports it; 1 after `must_end`.
@@ -47,7 +49,8 @@ def run(
     Raises:
         LaunchError: if the launcher cannot be started.
     """
-    with _received_signals() as received, _guard() as guard_session:
+    collected = received_signals() if signals is None else contextlib.nullcontext(signals)
+    with collected as received, _guard() as guard_session:
         try:
             # In a session of its own: Ctrl-C in a terminal reaches only this process, and all ranks can be found.
             process = subprocess.Popen(
@@ -85,7 +88,7 @@ def run(
     return 128 - code if code < 0 else code
 
 
-def _copy(reading: IO[bytes], stderr: BoxFilter) -> None:
+def _copy(reading: IO[bytes], stderr: Filter) -> None:
     """Copies the launcher's standard error to that of this process, and closes it."""
     with reading:
         while piece := os.read(reading.fileno(), 1 << 16):
@@ -138,6 +141,7 @@ def end_session(leader: int) -> None:
     for pid in _session(leader):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    _wait_until(lambda: not _session(leader), _GRACE_OF_RANKS)
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
@@ -165,8 +169,8 @@ def _session(leader: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _received_signals() -> Iterator[list[int]]:
-    """Collects the signals that end a job. Python allows it in the main thread only."""
+def received_signals() -> Iterator[list[int]]:
+    """Yields a list of the signals that end a job, as they come. Python allows it in the main thread only."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

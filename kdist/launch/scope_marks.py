@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+from kdist.restarts.report import own_reports
+
 _WAITING, _ALONE, _NEVER, _NEVER_WITH_KERAS = "waiting", "alone", "never", "never-with-keras"
 
 
@@ -32,6 +34,7 @@ class OwnScopes:
     def entered(self) -> Iterator[None]:
         """Records that a scope is open while the context is."""
         self.is_open = self.was_entered = True
+        own_reports.reached_scope()
         try:
             yield
         finally:

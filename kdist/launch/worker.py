@@ -26,6 +26,7 @@ from kdist.launch import failure, first_failure
 from kdist.launch.output import redirect
 from kdist.launch.scope_marks import own_scopes
 from kdist.launch.user_line import user_line
+from kdist.restarts.report import own_reports
 
 
 def program(
@@ -36,6 +37,7 @@ def program(
     output: str | None = None,
     running: str | None = None,
     tee: bool = False,
+    reports: bool = False,
 ) -> tuple[str, ...]:
     """Returns the arguments that start a worker.
 
@@ -47,6 +49,7 @@ def program(
         running: str or `None`, a directory of this host in which each rank has a file until its script has
             finished without an error.
         tee: bool, whether the output of all ranks is shown, with rank and time.
+        reports: bool, whether each rank reports to a supervisor how it fares.
 
     Returns:
         A tuple of str.
@@ -54,6 +57,7 @@ def program(
     options: tuple[str, ...] = () if output is None else ("--output", output)
     options += ("--tee",) if tee else ()
     options += () if running is None else ("--running", running)
+    options += ("--reports",) if reports else ()
     return (python, "-m", "kdist.launch.worker", *options, *(("-m",) if module else ()), *command)
 
 
@@ -80,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if info.size > 1 and sys.breakpointhook is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = functools.partial(_no_breakpoint, info.rank, info.size)
     running_file = None if options.running is None else Path(options.running, str(info.rank))
+    if running_file is not None and options.reports:
+        own_reports.directory, own_reports.rank = running_file.parent, info.rank
     if running_file is not None:
         with contextlib.suppress(OSError):
             running_file.touch()
@@ -93,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code == 0:
             _ended_well(running_file)
         error.__traceback__ = trace
+        if hook is None:
+            failure.report(error)
         if isinstance(error, SystemExit) and (hook is None or code == 0):
             raise
         if not isinstance(error, (SystemExit, KeyboardInterrupt)):
@@ -146,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="DIR")
     parser.add_argument("--running", metavar="DIR")
     parser.add_argument("--tee", action="store_true")
+    parser.add_argument("--reports", action="store_true")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser

@@ -9,6 +9,7 @@ import keras
 from kdist.checkpoint.backup import Backup
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.launch.log import once
+from kdist.restarts.report import own_reports
 from kdist.state.comparison import check_agreement, check_equal, learning_rates
 from kdist.trainer.session import ReplicatedSession
 
@@ -96,6 +97,7 @@ class RankSynchronization(keras.callbacks.Callback):
             session.broadcast_loaded_weights()
         if not self._is_checked:
             self._is_checked = True
+            own_reports.made_step()
             if session.engine.rank == 0 and len(session.rates()) > 1:  # by now it is known which ones update
                 self._report_settings()
             if session.local_sgd is None:  # which compares after its first average

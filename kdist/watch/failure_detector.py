@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from kdist.restarts.report import Kind
+
 _GRACE = 3.0  # seconds that the launcher has to end the job by itself after a rank died
 _SETTLED = 2.0  # seconds after which a rank that waits for an impossible collective is reported
 _SKEW = 60.0  # seconds after which ranks in different collectives are not merely one step apart
@@ -54,11 +56,13 @@ class Failure:
         is_fatal: bool, whether the job must end; otherwise it is a warning.
         ranks: tuple of int, the ranks at fault.
         text: str, the message: received, expected, how to fix it.
+        kind: `Kind`, what a supervisor makes of it.
     """
 
     is_fatal: bool
     ranks: tuple[int, ...]
     text: str
+    kind: Kind = Kind.DISAGREEMENT
 
 
 def detect_failure(reports: Sequence[RankReport], stall_timeout: float | None, *, is_strict: bool) -> Failure | None:
@@ -92,6 +96,7 @@ def _died(reports: Sequence[RankReport]) -> Failure | None:
         _ranks(dead),
         f"{_names(dead)} died without an error message. Received: a closed connection. Expected it to keep training. "
         "Fix: read its output and the system log of its host; the kernel kills processes that run out of memory.",
+        Kind.LOST,
     )
 
 
@@ -190,6 +195,7 @@ def _stalled(reports: Sequence[RankReport], stall_timeout: float | None, is_stri
         f"{'; '.join(map(_state, at_fault))}. Expected every rank to arrive within stall_timeout={stall_timeout:g} "
         f"s. Fix: {'remove' if fatal else 'check'} what blocks it; kdist.scope(stall_timeout=...) allows more time, "
         f"None any time.{_stacks(at_fault)}",
+        Kind.STALL,
     )
 
 
@@ -207,6 +213,7 @@ def _lost_at_exit(reports: Sequence[RankReport], stall_timeout: float | None) ->
         f"{_names(finished)} has finished and waits at exit. Received: {'; '.join(map(_no_heartbeat, left))}. Expected "
         f"a heartbeat within stall_timeout={stall_timeout:g} s. Fix: check its host, and what its script does at the "
         "end; kdist.scope(stall_timeout=...) allows more time, None any time.",
+        Kind.STALL,
     )
 
 

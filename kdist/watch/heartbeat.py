@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kdist.restarts.report import own_reports
 from kdist.watch.activity import Activity
 from kdist.watch.failure_detector import Failure, RankReport, detect_failure
 
@@ -168,6 +169,7 @@ class Heartbeat:
             time.sleep(_ROOT_FIRST * min(self._rank - 1, 3))  # rank 0 has failed: the lowest other rank reports it
         for peer in self._peers.values():
             peer.send({"failed": True})
+        own_reports.failed(failure.kind, failure.text, failure.ranks[0])
         self._fail(failure.text)
 
 

@@ -7,6 +7,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
+from kdist.restarts.report import Kind, own_reports
+
 _LOG = logging.getLogger("kdist")
 
 _WARN_AFTER = 60.0  # seconds after which a rank logs that it waits
@@ -36,6 +38,7 @@ def startup_timeout(seconds: float, rank: int, size: int, fail: Callable[[str], 
             *(rank, size, seconds - warn_after),
         )
         if not has_started.wait(seconds - warn_after):
+            own_reports.failed(Kind.STALL, f"not all ranks have started within {seconds:g} s", None)
             fail(
                 f"not all ranks have started within {seconds:g} s. Received: rank {rank} of {size} waits for the "
                 "others, and the launcher reports no failure. Expected kdist.scope() on every rank. Fix: look for a "

@@ -1,0 +1,119 @@
+"""`kdist run --restarts N`: the attempts of a job, what is said of them, and the summary."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kdist.launch.process import received_signals
+from kdist.restarts import progress, report, summary
+from kdist.restarts.attempt import Attempt, End, cause
+from kdist.restarts.event_lines import EventLines, Filter
+from kdist.restarts.supervisor import supervise
+
+SUMMARY = "restarts.json"  # in the directory of the output
+
+
+class Watched:
+    """What the supervisor learns of one attempt.
+
+    Args:
+        signals: list of int, the signals that this process has received so far.
+
+    Attributes:
+        signals: the same.
+        events: `Events`, after the attempt.
+        progress: `Progress` or `None`, after the attempt.
+    """
+
+    def __init__(self, signals: list[int]) -> None:
+        self.signals = signals
+        self.events = report.Events({}, False, (), None)
+        self.progress: progress.Progress | None = None
+        self._lines = EventLines()
+
+    def filtered(self, rest: Filter | None) -> Filter:
+        """Returns a filter of the launcher's standard error that passes all but events on.
+
+        Args:
+            rest: `Filter` or `None`, the next one.
+        """
+        self._lines = EventLines(rest)
+        return self._lines
+
+    def read(self, running: str) -> None:
+        """Reads what the ranks have reported.
+
+        Args:
+            running: str, the job's directory.
+        """
+        self.events = report.read(running, self._lines.lines)
+        self.progress = progress.read(running, self.events)
+
+    def attempt(self, code: int, began: float, output: str | None) -> Attempt:
+        """Returns the attempt, which has ended.
+
+        Args:
+            code: int, its exit code.
+            began: float, in seconds since 1970.
+            output: str or `None`, the directory of its ranks' output.
+        """
+        end = End.STOPPED if self.signals else End.WELL if code == 0 else End.FAILED
+        hosts = {platform.node(), *self.events.hosts.values()}
+        failure = None
+        if end is End.FAILED:
+            failure = cause(self.events, code, self._lines.end(), platform.node() if len(hosts) == 1 else "")
+        return Attempt(end, code, began, time.time(), self.events, failure, self.progress, output)
+
+
+def run(run_job: Callable[[str | None, Watched], int], restarts: int, output: str | None) -> int:
+    """Runs a job, again where that helps.
+
+    Args:
+        run_job: function of the output's directory and of a `Watched` that makes an attempt and returns its code.
+        restarts: int, how many restarts are allowed without a new checkpoint between them.
+        output: str or `None`, the directory in which each attempt gets one of its own.
+
+    Returns:
+        The exit code of the last attempt.
+    """
+    with received_signals() as signals:
+
+        def start(number: int) -> Attempt:
+            watched, began = Watched(signals), time.time()
+            directory = None if output is None else os.path.join(output, f"attempt{number}")
+            return watched.attempt(run_job(directory, watched), began, directory)
+
+        attempts, why = supervise(
+            start,
+            restarts,
+            say=_say,
+            keep=functools.partial(_keep, restarts, output),
+            is_stopped=lambda: bool(signals),
+        )
+    if said := summary.in_words(attempts, why):
+        _say(said)
+    if output is not None:
+        _say(f"the summary of all attempts is in {os.path.join(output, SUMMARY)}")
+    if signals and attempts[-1].end is not End.STOPPED:  # between two attempts
+        return 128 + signals[0]
+    return attempts[-1].code
+
+
+def _say(text: str) -> None:
+    print(f"kdist: {text}", file=sys.stderr, flush=True)
+
+
+def _keep(restarts: int, output: str | None, attempts: Sequence[Attempt], why: str) -> None:
+    if output is not None:
+        text = json.dumps(summary.as_values(attempts, why, restarts), indent=2)
+        try:
+            Path(output, SUMMARY).write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            _say(f"the summary of the attempts cannot be written: {error}")

@@ -1,0 +1,100 @@
+"""One attempt of a job: why it ended, and how far it came."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from kdist.restarts.launcher_words import failure_in, failure_of_code
+from kdist.restarts.progress import Progress
+from kdist.restarts.report import Events, Failure, Kind
+
+
+class End(enum.Enum):
+    """How an attempt ended."""
+
+    WELL = "success"
+    STOPPED = "stopped"  # by a signal to `kdist run`
+    FAILED = "failed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One attempt of a job.
+
+    Attributes:
+        end: `End`.
+        code: int, its exit code.
+        began: float, in seconds since 1970.
+        ended: float, the same.
+        events: `Events`, what its ranks reported.
+        failure: `Failure` or `None`, the cause of its end, if it failed and that is known.
+        progress: `Progress` or `None`, by its backups; `None` without any.
+        output: str or `None`, the directory of its ranks' output.
+    """
+
+    end: End
+    code: int
+    began: float
+    ended: float
+    events: Events
+    failure: Failure | None = None
+    progress: Progress | None = None
+    output: str | None = None
+
+    @property
+    def cause(self) -> str:
+        """The kind of its end, in one word."""
+        if self.end is not End.FAILED:
+            return self.end.value
+        return self.failure.kind.value if self.failure is not None else "unknown"
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether its ranks saved and left, as they were asked to."""
+        return self.failure is not None and self.failure.kind is Kind.PREEMPTION
+
+    @property
+    def made_step(self) -> bool:
+        """Whether it is known to have trained a step."""
+        return self.events.made_step or (self.progress is not None and self.progress.steps > 0)
+
+
+def cause(events: Events, code: int, launcher_says: str, host: str) -> Failure | None:
+    """Returns why an attempt that did not end well has ended, or `None` if nothing tells.
+
+    What a rank says of itself counts first, then what its launcher says of it, then what other ranks see of it.
+
+    Args:
+        events: `Events`, what was reported.
+        code: int, the exit code.
+        launcher_says: str, the end of the launcher's standard error.
+        host: str, this host, if all ranks run on it, else empty.
+    """
+    found = _first(events, code, launcher_says)
+    if found is None or found.host or found.rank is None:
+        return found
+    return dataclasses.replace(found, host=events.hosts.get(found.rank, host))
+
+
+def _first(events: Events, code: int, launcher_says: str) -> Failure | None:
+    failures = events.failures
+    if preemptions := [each for each in failures if each.kind is Kind.PREEMPTION]:
+        return preemptions[0]  # what came after it was saved does not matter
+    reported: set[int | None] = set()  # a launcher also reports the code of a rank that has reported why
+    for each in failures:
+        is_known = each.from_launcher and each.kind is Kind.EXIT and each.rank in reported
+        if not is_known and each.kind is not Kind.LOST and not each.is_consequence:
+            return each
+        reported.add(each.rank)
+    said = failure_in(launcher_says)
+    if said is not None and not (said.kind is Kind.EXIT and failures):
+        return said
+    lost = [each for each in failures if each.kind is Kind.LOST]
+    if lost:
+        return lost[0]
+    if by_code := failure_of_code(code):
+        return by_code
+    if failures:  # consequences alone
+        return dataclasses.replace(failures[0], kind=Kind.LOST, rank=None, host="", text="a rank was lost")
+    return said

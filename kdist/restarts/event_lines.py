@@ -1,0 +1,75 @@
+"""Takes events out of a launcher's standard error, and keeps the end of what it says."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+from kdist.restarts.report import LINE_PREFIX
+
+_KEPT_BYTES = 1 << 16  # of what the launcher says
+_MAX_BEFORE = 30  # bytes that the regular expression allows before the prefix
+
+# horovodrun and `--tee` put something before each line.
+_EVENT = re.compile(rb"^(?:\[\d+,?\d*\]<stderr>:|\[rank \d+ [\d:]+\] )?" + re.escape(LINE_PREFIX.encode()) + rb"(.*)$")
+
+
+class Filter(Protocol):
+    """What a launcher's standard error passes through."""
+
+    def feed(self, piece: bytes) -> bytes:
+        """Returns what is shown of the next output."""
+
+    def finish(self) -> bytes:
+        """Returns what was held back and is shown in the end."""
+
+
+def _may_be_event(beginning: bytes) -> bool:
+    prefix = LINE_PREFIX.encode()
+    # A progress bar may begin with a bracket too.
+    is_short = len(beginning) < len(prefix) + _MAX_BEFORE and b"\r" not in beginning
+    return prefix in beginning or (beginning.startswith(b"[") and is_short)
+
+
+class EventLines:
+    """A filter of a launcher's standard error that takes events out of it.
+
+    Args:
+        rest: `Filter` or `None`, through which all else passes.
+
+    Attributes:
+        lines: list of str, the events so far.
+    """
+
+    def __init__(self, rest: Filter | None = None) -> None:
+        self.lines: list[str] = []
+        self._rest = rest
+        self._held = b""  # the beginning of a line that may be an event
+        self._end = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """Returns what is shown of the next output; a line that has not ended is held only if it may be an event.
+
+        Args:
+            piece: bytes.
+        """
+        *lines, last = (self._held + piece).split(b"\n")
+        shown = b""
+        for line in lines:
+            if found := _EVENT.match(line):
+                self.lines.append(found[1].decode(errors="replace"))
+            else:
+                shown += line + b"\n"
+        self._held = last if _may_be_event(last) else b""
+        shown += last[len(self._held) :]
+        self._end = (self._end + shown)[-_KEPT_BYTES:]
+        return shown if self._rest is None else self._rest.feed(shown)
+
+    def finish(self) -> bytes:
+        """Returns what was held back and is shown in the end."""
+        held, self._held = self._held, b""
+        return held if self._rest is None else self._rest.feed(held) + self._rest.finish()
+
+    def end(self) -> str:
+        """Returns the end of what the launcher has said."""
+        return self._end.decode(errors="replace")

@@ -1,0 +1,128 @@
+"""How far an attempt has come, by its backups: numbers in a file that survive the chief's death at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import struct
+import time
+from pathlib import Path
+
+from kdist.restarts.report import Events, own_reports
+
+_FILE = "progress"  # in the job's directory
+_NUMBERS = struct.Struct("7q2d")
+
+
+@dataclasses.dataclass
+class Progress:
+    """The steps and checkpoints of an attempt.
+
+    Attributes:
+        fits: int, how many calls of `fit` with a backup have begun.
+        steps: int, how many steps these have trained.
+        saved_steps: int, how many of them were trained before the last save.
+        saves: int, how many checkpoints were written.
+        saved_fit: int, which of these calls wrote the last one, from 1; 0 for none.
+        epoch: int, the epoch of the last one.
+        epoch_step: int, its step in that epoch.
+        first_step: float, when the first step had ended, in seconds since 1970; 0 for never.
+        last_save: float, when the last checkpoint had been written; 0 for never.
+    """
+
+    fits: int = 0
+    steps: int = 0
+    saved_steps: int = 0
+    saves: int = 0
+    saved_fit: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    first_step: float = 0.0
+    last_save: float = 0.0
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The place of the last checkpoint, later in the script where it is greater; zeros without one."""
+        return self.saved_fit, self.epoch, self.epoch_step
+
+
+class OwnProgress:
+    """The progress of this process, if it is the chief of `kdist run --restarts`; else nothing is kept."""
+
+    def __init__(self) -> None:
+        self._now = Progress()
+        self._memory: mmap.mmap | None = None
+
+    def fit_begins(self) -> None:
+        """Records that a `fit` with a backup begins."""
+        if own_reports.directory is None:
+            return
+        self._now.fits += 1
+        if self._memory is None:
+            with contextlib.suppress(OSError):  # on another host than `kdist run`
+                self._memory = _mapped(own_reports.directory / _FILE)
+        self._write()
+        self._send()
+
+    def made_steps(self, number: int) -> None:
+        """Records steps.
+
+        Args:
+            number: int, how many.
+        """
+        if own_reports.directory is None:
+            return
+        self._now.steps += number
+        self._now.first_step = self._now.first_step or time.time()
+        self._write()
+
+    def saved(self, epoch: int, epoch_step: int) -> None:
+        """Records a checkpoint.
+
+        Args:
+            epoch: int, the epoch in which training would go on.
+            epoch_step: int, the step of that epoch.
+        """
+        if own_reports.directory is None:
+            return
+        now = self._now
+        now.saves, now.saved_steps, now.last_save = now.saves + 1, now.steps, time.time()
+        now.saved_fit, now.epoch, now.epoch_step = now.fits, epoch, epoch_step
+        self._write()
+        self._send()
+
+    def _write(self) -> None:
+        if self._memory is not None:
+            _NUMBERS.pack_into(self._memory, 0, *dataclasses.astuple(self._now))
+
+    def _send(self) -> None:
+        if self._memory is None:
+            own_reports.progress(dataclasses.astuple(self._now))
+
+
+own_progress = OwnProgress()
+"""That of this process."""
+
+
+def read(directory: str, events: Events) -> Progress | None:
+    """Returns the progress of an attempt, or `None` if no `fit` with a backup began.
+
+    Args:
+        directory: str, the job's.
+        events: `Events`, of an attempt whose chief may run on another host.
+    """
+    numbers: tuple[float, ...] | None = events.progress
+    with contextlib.suppress(OSError, struct.error):
+        numbers = _NUMBERS.unpack(Path(directory, _FILE).read_bytes())
+    if numbers is None:
+        return None
+    whole, times = numbers[:-2], numbers[-2:]
+    return Progress(*map(int, whole), *times)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with open(path, "w+b") as file:
+        file.write(bytes(_NUMBERS.size))
+        file.flush()
+        return mmap.mmap(file.fileno(), _NUMBERS.size)

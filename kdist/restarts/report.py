@@ -1,0 +1,180 @@
+"""What ranks and launchers report of an attempt, beside the sentences that the user reads: its events, in their order.
+
+A rank on the host of `kdist run` appends to a file in the job's directory. One on another host writes a line to its
+standard error, which `kdist run` takes out of what it shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import os
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+LINE_PREFIX = "[kdist-event] "
+"""The beginning of a line of standard error that is an event."""
+
+_FILE = "events.jsonl"  # in the job's directory
+_MAX_TEXT = 1000  # characters of a message: a line must be written at once
+
+
+class Kind(enum.Enum):
+    """The kinds of failures, by what follows from them."""
+
+    EXCEPTION = "exception"  # of the user's script or of kdist
+    EXIT = "exit"  # a code that the script chose
+    DISAGREEMENT = "disagreement"  # ranks make different calls
+    STALL = "stall"  # a rank makes no progress, or sends no heartbeat
+    LOST = "lost"  # a rank or its host is gone; nobody knows how
+    SIGNAL = "signal"  # a rank was killed
+    PREEMPTION = "preemption"  # all ranks have saved and left, as they were asked to
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A failure of an attempt.
+
+    Attributes:
+        kind: `Kind`.
+        text: str, in words.
+        rank: int or `None`, the rank to blame.
+        host: str, its host, where it is known.
+        is_consequence: bool, whether another rank's end is the cause.
+        comes_again: bool, whether another attempt is known to fail alike.
+        from_launcher: bool, whether a launcher reports it, not a rank.
+    """
+
+    kind: Kind
+    text: str
+    rank: int | None = None
+    host: str = ""
+    is_consequence: bool = False
+    comes_again: bool = False
+    from_launcher: bool = False
+
+
+@dataclasses.dataclass
+class OwnReports:
+    """What this process reports; nothing, unless it is a rank of `kdist run --restarts`.
+
+    Attributes:
+        directory: `Path` or `None`, the job's, which exists on the host of `kdist run`.
+        rank: int, this process's number.
+    """
+
+    directory: Path | None = None
+    rank: int = 0
+
+    def reached_scope(self) -> None:
+        """Reports that this rank has entered a scope."""
+        self._send({"event": "scope", "rank": self.rank, "host": platform.node()})
+
+    def made_step(self) -> None:
+        """Reports that this rank has trained a first step."""
+        if self.rank == 0:
+            self._send({"event": "step"})
+
+    def progress(self, numbers: Iterable[float]) -> None:
+        """Reports the progress of a chief whose file `kdist run` cannot read.
+
+        Args:
+            numbers: iterable of float, the fields of `kdist.restarts.progress.Progress`.
+        """
+        self._send({"event": "progress", "numbers": list(numbers)})
+
+    def failed(self, kind: Kind, text: str, rank: int | None, **more: bool) -> None:
+        """Reports a failure.
+
+        Args:
+            kind: `Kind`.
+            text: str, in words.
+            rank: int or `None`, the rank to blame, if one is.
+            **more: other attributes of `Failure`.
+        """
+        host = platform.node() if rank == self.rank else ""
+        self._send(_encoded(Failure(kind, text, rank, host, **more)))
+
+    def _send(self, event: dict[str, Any]) -> None:
+        if self.directory is None:
+            return
+        with contextlib.suppress(OSError):
+            if self.directory.is_dir():
+                _append(self.directory, event)
+            else:
+                os.write(2, f"{LINE_PREFIX}{json.dumps(event)}\n".encode())
+
+
+own_reports = OwnReports()
+"""Those of this process."""
+
+
+def append_failure(directory: str, failure: Failure) -> None:
+    """Adds a failure to the events of a job of which this process is no rank.
+
+    Args:
+        directory: str, the job's.
+        failure: `Failure`.
+    """
+    with contextlib.suppress(OSError):
+        _append(Path(directory), _encoded(failure))
+
+
+@dataclasses.dataclass(frozen=True)
+class Events:
+    """What was reported of an attempt.
+
+    Attributes:
+        hosts: dict of int to str, the ranks that entered a scope, with their hosts.
+        made_step: bool, whether a step was trained.
+        failures: tuple of `Failure`, in their order.
+        progress: tuple of float or `None`, the last progress that came by standard error.
+    """
+
+    hosts: dict[int, str]
+    made_step: bool
+    failures: tuple[Failure, ...]
+    progress: tuple[float, ...] | None
+
+
+def read(directory: str, lines: Iterable[str] = ()) -> Events:
+    """Returns the events of an attempt.
+
+    Args:
+        directory: str, the job's.
+        lines: iterable of str, events that came by standard error.
+    """
+    file = Path(directory, _FILE)
+    texts = [*(file.read_text().splitlines() if file.exists() else ()), *lines]
+    hosts: dict[int, str] = {}
+    failures, progress, made_step = [], None, False
+    for text in texts:
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line of a rank that was killed
+            event = json.loads(text)
+            kind = event.pop("event")
+            if kind == "scope":
+                hosts[int(event["rank"])] = event["host"]
+            elif kind == "step":
+                made_step = True
+            elif kind == "progress":
+                progress = tuple(event["numbers"])
+            else:
+                failures.append(Failure(**{**event, "kind": Kind(event["kind"])}))
+    return Events(hosts, made_step, tuple(failures), progress)
+
+
+def _encoded(failure: Failure) -> dict[str, Any]:
+    values = {**dataclasses.asdict(failure), "kind": failure.kind.value, "text": failure.text[:_MAX_TEXT]}
+    return {"event": "failure", **values}
+
+
+def _append(directory: Path, event: dict[str, Any]) -> None:
+    descriptor = os.open(directory / _FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, f"{json.dumps(event)}\n".encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,105 @@
+"""Whether a job is started again after its last attempt."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kdist.restarts.attempt import Attempt, End
+from kdist.restarts.report import Kind
+
+_MAX_WITHOUT_CHECKPOINT = 2  # attempts
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Whether a job is started again.
+
+    Attributes:
+        again: bool.
+        why: str, the reason if it is not, in words; empty if none is needed.
+        left: int, the restarts that are left after this one.
+    """
+
+    again: bool
+    why: str = ""
+    left: int = 0
+
+
+def decide(attempts: Sequence[Attempt], restarts: int) -> Decision:
+    """Returns whether a job is started again.
+
+    Args:
+        attempts: sequence of `Attempt`, all so far, at least one.
+        restarts: int, how many restarts are allowed without a new checkpoint between them.
+
+    Returns:
+        A `Decision`.
+    """
+    left = restarts - _num_used(attempts)
+    if attempts[-1].end is End.WELL:
+        return Decision(False)
+    if attempts[-1].is_preempted:
+        return Decision(True, left=left)
+    if why := _why_not(attempts):
+        return Decision(False, why)
+    if left < 1:
+        each = "the restart has" if restarts == 1 else f"all {restarts} restarts have"
+        return Decision(False, f"{each} been used since the last new checkpoint")
+    return Decision(True, left=left - 1)
+
+
+def are_new(attempts: Sequence[Attempt]) -> list[bool]:
+    """Returns for each attempt whether it wrote a checkpoint that is further than all of those before.
+
+    Args:
+        attempts: sequence of `Attempt`.
+    """
+    furthest, found = (0, 0, 0), []
+    for each in attempts:
+        place = (0, 0, 0) if each.progress is None else each.progress.place
+        found.append(place > furthest)
+        furthest = max(place, furthest)
+    return found
+
+
+def _why_not(attempts: Sequence[Attempt]) -> str:
+    last = attempts[-1]
+    failure = last.failure
+    if last.end is End.STOPPED:
+        return "kdist run was asked to end"
+    if failure is not None and failure.kind is Kind.EXIT:
+        return "the script chose to exit"
+    if failure is not None and (failure.comes_again or failure.kind is Kind.DISAGREEMENT):
+        return "it would fail in the same way again"
+    if not any(each.events.hosts for each in attempts):
+        return "the start failed: no rank entered kdist.scope()"
+    if failure is None or failure.kind is Kind.EXCEPTION:
+        if not last.made_step:
+            return "the start failed: no step was trained"
+        if len(attempts) > 1 and _raised(attempts[-2]) and _raised(last) and not are_new(attempts)[-1]:
+            return "it was raised twice, without a new checkpoint between"
+    if not any(_news(attempts)[-_MAX_WITHOUT_CHECKPOINT:]) and len(_news(attempts)) >= _MAX_WITHOUT_CHECKPOINT:
+        return f"{_MAX_WITHOUT_CHECKPOINT} attempts have made no new checkpoint"
+    return ""
+
+
+def _raised(attempt: Attempt) -> bool:
+    return attempt.failure is not None and attempt.failure.kind is Kind.EXCEPTION
+
+
+def _news(attempts: Sequence[Attempt]) -> list[bool]:
+    """Returns `are_new` without the attempts that were preempted, which count for nothing."""
+    return [is_new for each, is_new in zip(attempts, are_new(attempts), strict=True) if is_new or not each.is_preempted]
+
+
+def _num_used(attempts: Sequence[Attempt]) -> int:
+    """Returns how many restarts were used since the last attempt that made a new checkpoint."""
+    used = 0
+    for place, is_new in enumerate(are_new(attempts)):
+        if is_new:
+            used = 0
+        # The last attempt's restart is not yet decided.
+        if place < len(attempts) - 1 and not attempts[place].is_preempted:
+            used += 1
+    return used

@@ -1,0 +1,145 @@
+"""Why an attempt ended, from what ranks and launchers report of it."""
+
+import time
+
+import pytest
+
+from kdist.restarts import progress, report
+from kdist.restarts.attempt import cause
+from kdist.restarts.event_lines import EventLines
+from kdist.restarts.report import Events, Failure, Kind, OwnReports
+
+# What Open MPI 5 and horovodrun over Gloo wrote.
+MPIRUN_KILLED = """\
+prterun noticed that process rank 1 with PID 28282 on node beta exited on
+signal 9 (Killed).
+"""
+MPIRUN_EXITED = """\
+  Process name: [prterun-alpha-1@1,1]
+  Exit code:    5
+"""
+MPIRUN_LOST = """\
+PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-alpha-1@0,0] on node alpha
+  Remote daemon: [prterun-alpha-1@0,1] on node beta
+"""
+HOROVODRUN = """\
+Process name: 1
+Exit code: 137
+"""
+
+SIGNAL = Failure(Kind.SIGNAL, "killed", 1, "beta", from_launcher=True)
+EXIT = Failure(Kind.EXIT, "exited", 1, "beta", from_launcher=True)
+RAISED = Failure(Kind.EXCEPTION, "raised", 1, "beta")
+FOLLOWS = Failure(Kind.EXCEPTION, "broken pipe", 0, "alpha", is_consequence=True)
+LOST = Failure(Kind.LOST, "died", 1)
+STALL = Failure(Kind.STALL, "sends no heartbeat", 1)
+PREEMPTED = Failure(Kind.PREEMPTION, "saved", 1, "beta")
+LEFT = Failure(Kind.EXIT, "exited with code 75", 0, "alpha")
+
+
+@pytest.mark.parametrize(
+    ("failures", "code", "said", "kind", "rank"),
+    [
+        ([RAISED, EXIT], 1, "", Kind.EXCEPTION, 1),
+        ([RAISED], 1, MPIRUN_EXITED, Kind.EXCEPTION, 1),
+        ([FOLLOWS, SIGNAL], 137, "", Kind.SIGNAL, 1),
+        ([FOLLOWS], 137, MPIRUN_KILLED, Kind.SIGNAL, 1),
+        ([LOST], 137, MPIRUN_KILLED, Kind.SIGNAL, 1),
+        ([LOST], 1, "", Kind.LOST, 1),
+        ([FOLLOWS], 1, "", Kind.LOST, None),
+        ([STALL, EXIT], 1, "", Kind.STALL, 1),
+        ([PREEMPTED, LEFT], 75, "", Kind.PREEMPTION, 1),
+        ([], 5, MPIRUN_EXITED, Kind.EXIT, 1),
+        ([], 1, MPIRUN_LOST, Kind.LOST, None),
+        ([], 1, HOROVODRUN, Kind.SIGNAL, 1),
+        ([], 139, "", Kind.SIGNAL, None),
+    ],
+)
+def test_the_cause(failures, code, said, kind, rank):
+    found = cause(Events({1: "beta"}, True, tuple(failures), None), code, said, "")
+    assert found is not None
+    assert (found.kind, found.rank) == (kind, rank)
+    assert found.host == "beta" or kind in (Kind.LOST, Kind.SIGNAL)
+    if said == MPIRUN_LOST:
+        assert found.host == "beta"
+
+
+def test_nothing_is_known():
+    assert cause(Events({}, True, (), None), 1, "something else", "alpha") is None
+
+
+def test_events_in_the_jobs_directory(tmp_path):
+    rank = OwnReports(tmp_path, rank=0)
+    rank.reached_scope()
+    rank.made_step()
+    rank.failed(Kind.STALL, "x" * 5000, 1)
+    rank.failed(Kind.EXCEPTION, "raised", 0, comes_again=True)
+    report.append_failure(str(tmp_path), SIGNAL)
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"event": "fail')  # by a rank that was killed
+    events = report.read(str(tmp_path))
+    assert list(events.hosts) == [0]
+    assert events.made_step
+    first, second, third = events.failures
+    assert (first.kind, first.rank, first.host) == (Kind.STALL, 1, "")
+    assert len(first.text) <= 1000
+    assert second.comes_again
+    assert second.host
+    assert third == SIGNAL
+
+
+def test_a_rank_without_a_supervisor_reports_nothing(capfd):
+    OwnReports().failed(Kind.EXCEPTION, "raised", 0)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("before", ["", "[1,0]<stderr>:", "[rank 0 12:00:00] "])
+def test_events_of_another_host_come_by_standard_error(tmp_path, capfd, before):
+    rank = OwnReports(tmp_path / "elsewhere", rank=0)
+    rank.reached_scope()
+    rank.progress([1, 2, 2, 1, 1, 0, 2, 5.0, 6.0])
+    rank.failed(Kind.EXCEPTION, "raised", 0)
+    lines = capfd.readouterr().err.splitlines()
+    text = "".join(f"{before}{line}\n" for line in ["shown", *lines, "[kdist] shown too"])
+    stream = EventLines()
+    # In pieces, as pipes have them.
+    shown = b"".join(stream.feed(text.encode()[at : at + 7]) for at in range(0, len(text), 7)) + stream.finish()
+    assert shown.decode() == f"{before}shown\n{before}[kdist] shown too\n"
+    events = report.read(str(tmp_path), stream.lines)
+    assert list(events.hosts) == [0]
+    assert events.failures[0].kind is Kind.EXCEPTION
+    assert progress.read(str(tmp_path), events).place == (1, 0, 2)
+
+
+def test_a_progress_bar_is_not_held_back():
+    stream = EventLines()
+    assert stream.feed(b"1/2\r") == b"1/2\r"
+    assert stream.feed(b"2/2") == b"2/2"
+    assert stream.end() == "1/2\r2/2"
+    assert stream.feed(b"\n[##  ]\r") == b"\n[##  ]\r"
+    assert stream.feed(b"[") == b""
+    assert stream.finish() == b"["
+
+
+def test_progress_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "own_reports", OwnReports(tmp_path))
+    mine, before = progress.OwnProgress(), time.time()
+
+    def now():
+        return progress.read(str(tmp_path), report.read(str(tmp_path)))
+
+    assert now() is None
+    mine.fit_begins()
+    assert now() == progress.Progress(fits=1)
+    mine.made_steps(3)
+    mine.saved(0, 3)
+    mine.made_steps(2)
+    found = now()
+    assert (found.steps, found.saved_steps, found.saves, found.place) == (5, 3, 1, (1, 0, 3))
+    assert before <= found.first_step <= found.last_save
+    mine.fit_begins()
+    assert now().place == (1, 0, 3)
+    mine.saved(0, 1)
+    assert now().place == (2, 0, 1)

@@ -1,0 +1,104 @@
+"""`kdist run --restarts` with real jobs whose ranks fail."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import needs
+from tests.restarts.trained import causes, run, train
+
+QUICK = str(Path(__file__).with_name("quick.py"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    whole = train(tmp_path_factory.mktemp("whole"))
+    assert causes(whole.attempts) == [("success", None)]
+    assert "started again" not in whole.said
+    return whole
+
+
+def test_it_goes_on_after_a_kill_an_exception_and_a_preemption(tmp_path, uninterrupted):
+    """Each attempt makes a new checkpoint, so one restart is enough for two failures; a preemption does not count."""
+    trained = train(tmp_path, "kill", "raise", "preempt")
+    assert trained.differences(uninterrupted) == []
+    attempts = trained.attempts
+    assert causes(attempts) == [("signal", 1), ("exception", 1), ("preemption", 1), ("success", None)]
+    assert all(each["new_checkpoint"] for each in attempts)
+    assert attempts[0]["exit_code"] == 137
+    assert attempts[0]["steps_lost"] <= 1
+    assert attempts[2]["steps_lost"] == 0
+    assert "4 attempts, the last one ended well" in trained.said
+    assert "no backup" not in trained.said
+    assert "OSError: the disk is gone" in (tmp_path / "out" / "attempt2" / "rank1.err").read_text()
+    assert (tmp_path / "out" / "attempt4" / "rank0.out").exists()
+
+
+def test_over_collectives(tmp_path, uninterrupted):
+    trained = train(tmp_path, "kill", strategy="collective")
+    assert trained.differences(uninterrupted) == []  # of two ranks no order of sums matters
+    assert causes(trained.attempts) == [("signal", 1), ("success", None)]
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "collective", pytest.param("mpich", marks=needs.mpich)])
+def test_it_ends_without_progress(launcher, tmp_path):
+    python = os.environ["KDIST_TEST_MPICH_PYTHON"] if launcher == "mpich" else sys.executable
+    strategy = "collective" if launcher == "collective" else "mpi"
+    done = run("--restarts", "3", "--strategy", strategy, QUICK, "kill", str(tmp_path), timeout=120, python=python)
+    assert done.returncode == 137, done.output
+    assert done.output.count("the job is started again") == 1
+    assert done.output.count("no backup was made") == 1
+    assert "2 attempts, exit code 137; not started again: 2 attempts have made no new checkpoint" in done.output
+    assert done.output.count(": was killed by signal 9") == 3  # at the restart, and for each attempt at the end
+
+
+def test_a_start_that_fails_is_not_repeated(tmp_path):
+    done = run("--restarts", "3", "--output", str(tmp_path / "out"), QUICK, "import", str(tmp_path), timeout=120)
+    assert done.returncode == 1, done.output
+    assert "started again, attempt" not in done.output
+    summary = json.loads((tmp_path / "out" / "restarts.json").read_text())
+    assert [each["cause"] for each in summary["attempts"]] == ["exception"]
+    assert "no_such_module" in summary["attempts"][0]["message"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_kdist_run_ends_the_job(number, tmp_path):
+    command = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2", "--restarts", "3", QUICK, "wait"]
+    with open(tmp_path / "said", "w") as said:
+        process = subprocess.Popen([*command, str(tmp_path)], stderr=said, start_new_session=True)
+    try:
+        files = [tmp_path / f"pid{rank}" for rank in (0, 1)]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        process.send_signal(number)
+        code = process.wait(60)
+        wait_until(lambda: not any(Path("/proc", file.read_text()).exists() for file in files))
+    finally:
+        process.kill()
+        process.wait()
+    if number is signal.SIGTERM:
+        assert code == 143
+        assert (
+            "1 attempt, exit code 143; not started again: kdist run was asked to end" in (tmp_path / "said").read_text()
+        )
+
+
+def test_parameter_servers_and_no_restarts_are_refused(tmp_path):
+    done = run("--restarts", "3", "--strategy", "parameter_server", QUICK, "wait", str(tmp_path), timeout=60, ranks=3)
+    assert done.returncode == 2
+    assert "lost workers are started again by themselves" in done.output
+    done = run("--restarts", "0", QUICK, "wait", str(tmp_path), timeout=60)
+    assert done.returncode == 2
+    assert "--restarts is not positive" in done.output
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

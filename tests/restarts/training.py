@@ -1,0 +1,83 @@
+"""A training that breaks, each time it is started in another way: `python -m tests.restarts.training FOLDER WAY...`.
+
+It goes on from its backup. Each way breaks one start, on rank 1, or on the rank that it names: `kill@0`. After the last
+one training ends, and the chief writes its history and its weights.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import kdist
+
+STEP = 3  # of a start, in which it breaks; in the middle of an epoch, and after one step that is not saved
+
+
+class Broken(keras.callbacks.Callback):
+    """Breaks a rank in one of this start's steps.
+
+    Args:
+        way: str, `"kill"`, `"crash"`, `"stop"`, `"raise"` or `"preempt"`, and the rank, if not 1.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        kind, _, rank = way.partition("@")
+        self._way = kind if kdist.rank() == int(rank or 1) else ""
+        self._steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Breaks, if it is time."""
+        self._steps += 1
+        if self._steps != STEP:
+            return
+        if self._way == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._way == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self._way == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self._way == "raise":
+            raise OSError("the disk is gone")
+        if self._way == "preempt":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Trains, and breaks in the first way that has not been used."""
+    folder, *ways = sys.argv[1:]
+    tf.config.experimental.enable_op_determinism()
+    keras.utils.set_random_seed(3)
+    x, y = np.random.rand(60, 4), np.random.rand(60, 1)
+    with kdist.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dropout(0.2)])
+        model.add(keras.layers.Dense(1))
+        model.compile("adam", "mse", metrics=["mae"])
+        starts = Path(folder, f"starts{kdist.rank()}")
+        number = len(starts.read_text()) if starts.exists() else 0
+        starts.write_text("." * (number + 1))
+        backup = kdist.callbacks.BackupAndRestore(Path(folder, "backup"), save_freq=2)
+        callbacks = [Broken(ways[number])] if number < len(ways) else []
+        history = model.fit(
+            *(x, y),
+            batch_size=5,
+            epochs=3,
+            verbose=0,
+            callbacks=[backup, kdist.callbacks.Preemption(), *callbacks],
+        )
+        if kdist.is_chief():
+            logs = {f"log {name}": values for name, values in history.history.items()}
+            weights = {f"weight {number}": value for number, value in enumerate(model.get_weights())}
+            np.savez(Path(folder, "result.npz"), **logs, **weights)
+
+
+if __name__ == "__main__":
+    main()
