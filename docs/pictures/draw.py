@@ -40,7 +40,7 @@ def effective_rate(path: Path) -> None:
 
 def choose(path: Path) -> None:
     """From what one has to how one starts a script: questions, whose answer is a command."""
-    figure, axes = canvas(7.8, 5.45)
+    figure, axes = canvas(7.8, 5.6)
     questions = {
         "Workers of unequal speed,\nor that come and go?": "kdist run --strategy parameter_server -np 4 train.py\n"
         "asynchronous; all others are synchronous and exact",
@@ -50,7 +50,7 @@ def choose(path: Path) -> None:
         "Several machines,\nreached by ssh?": "kdist run -H a:4,b:4 train.py",
         "Several GPUs or cores?": "kdist run -np N train.py\nN: one a GPU, or one for a core or two",
     }
-    places = [5.0 - 0.98 * number for number in range(len(questions))]
+    places = [5.15 - 0.98 * number for number in range(len(questions))]
     for y, (question, answer) in zip(places, questions.items(), strict=True):
         box(axes, 1.3, y, question, QUIET, width=2.5)
         box(axes, 5.7, y, answer, PAPER, width=4.0)
