@@ -65,4 +65,8 @@ def test_a_list_without_it_has_keras_own_bar():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     listed = keras.callbacks.CallbackList([], add_progbar=True, model=model)
     assert [type(each) for each in listed.callbacks] == [keras.callbacks.ProgbarLogger]
-    assert kept.keys_not_in_bar == frozenset()
+    listed = keras.callbacks.CallbackList([kept], add_progbar=True, model=model)
+    assert isinstance(listed.callbacks[-1], keras.callbacks.ProgbarLogger)
+    assert type(listed.callbacks[-1]) is not keras.callbacks.ProgbarLogger
+    del kept, listed
+    assert not hasattr(keras.callbacks.CallbackList.set_model, "hook")  # nothing is left of it
