@@ -421,7 +421,7 @@ def plot(found: dict[str, _Found], file: Path) -> None:
         style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "capsize": 2, "label": way}
         draw(times, mine, style, lambda _, seconds: 1e6 * seconds)
         draw(bandwidths, mine, style, lambda size, seconds: size / seconds / 1e9)
-    for axes, title in ((times, "time, µs"), (bandwidths, "bandwidth, GB/s")):
+    for axes, title in ((times, "time, µs: lower is faster"), (bandwidths, "bandwidth, GB/s: higher is faster")):
         axes.set(xscale="log", yscale="log", xlabel="bytes of the message", title=title)
         axes.set_xticks([size for _, size in _SIZES], [name for name, _ in _SIZES], rotation=45, minor=False)
         axes.set_xticks([], minor=True)
@@ -429,7 +429,7 @@ def plot(found: dict[str, _Found], file: Path) -> None:
     handles, labels = times.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle("An all-reduce between two ranks; graphs net of the function's call")
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=150, facecolor="#ffffff")
     pyplot.close(figure)
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from kdist.callbacks.engine_callback import EngineCallback
 from kdist.data.batch import Rows, Shard, int64
 from kdist.engines.engine import Engine
-from kdist.keras_hooks.callbacks import print_msg
+from kdist.keras_hooks.callbacks import on_list_ready, print_msg, shorten_progress_bar
 from kdist.keras_hooks.patching import patched
 from kdist.state.session import session_of
 from kdist.step.extensions import step_extensions
@@ -52,12 +52,14 @@ class Times(NamedTuple):
 class Throughput(EngineCallback):
     """Measures samples per second over all ranks, and each rank's time in input, compute and waiting for others.
 
-    At the end of an epoch it adds to the logs, and so to the progress bar, `CSVLogger` and `TensorBoard`, which must
-    come after it in the list: `samples_per_second`, the sum over the ranks; and for each rank `r` the fractions
-    `input_rank_r`, `compute_rank_r` and `waiting_rank_r`, which sum to 1. After training, the chief prints a table with
-    the slow rank and the reason: `input-bound` or `slow compute`, if the others wait for it for more than a tenth of
-    the time; `slow link`, if no rank is late and all spend a third of the time in messages. Steps in which TensorFlow
-    traces, and validation, are not measured.
+    At the end of an epoch it adds to the logs `samples_per_second`, the sum over the ranks, and for each rank `r` the
+    fractions `input_rank_r`, `compute_rank_r` and `waiting_rank_r`, which sum to 1. The progress bar shows
+    `samples_per_second` only. `History` has all of them, and so have `CSVLogger` and `TensorBoard`, which must come
+    after this callback in the list.
+
+    After training, the chief prints a table with the slow rank and the reason. `input-bound` or `slow compute`: the
+    others wait for it for more than a tenth of the time. `slow link`: no rank is late, and all spend a third of the
+    time in messages. Steps in which TensorFlow traces, and validation, are not measured.
 
     On GPUs, with an engine that does not measure its time (Horovod, TensorFlow's collective ops), pending computation
     of the device at a message is measured as waiting.
@@ -70,6 +72,7 @@ class Throughput(EngineCallback):
 
     Attributes:
         slowest: `(rank, reason)` after training; `None` if no rank is slow.
+        keys_not_in_bar: frozenset of str, what it adds to the logs and not to the progress bar.
 
     Example:
     ```python
@@ -83,6 +86,8 @@ class Throughput(EngineCallback):
         super().__init__(engine)
         self.per_rank = per_rank
         self.slowest: tuple[int, str] | None = None
+        self.keys_not_in_bar: frozenset[str] = frozenset()
+        on_list_ready(self, shorten_progress_bar)
         self._totals: list[Times] = []
         self._num_epochs = 0
         self._was_traced = False
@@ -127,8 +132,13 @@ class Throughput(EngineCallback):
         rate = sum(each.rows for each in by_rank) / seconds if seconds > 0 else float("nan")
         if logs is not None:
             logs["samples_per_second"] = rate
-            for rank, each in enumerate(by_rank if self.per_rank else []):
-                logs.update({f"{name}_rank_{rank}": share for name, share in each.shares().items()})
+            by_name = {
+                f"{name}_rank_{rank}": share
+                for rank, each in enumerate(by_rank if self.per_rank else [])
+                for name, share in each.shares().items()
+            }
+            logs.update(by_name)
+            self.keys_not_in_bar = frozenset(by_name)
         self._totals = [Times(*np.add(a, b).tolist()) for a, b in zip(self._totals, by_rank, strict=True)]
         self._num_epochs += 1
 

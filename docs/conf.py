@@ -1,5 +1,6 @@
 """How the guide is built: `sphinx-build -W docs build/docs`."""
 
+import importlib.util
 import re
 import textwrap
 from typing import Any
@@ -11,12 +12,16 @@ author = "the kdist authors"
 release = kdist.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+if importlib.util.find_spec("sphinx_copybutton"):  # an environment from before it was required builds without buttons
+    extensions.append("sphinx_copybutton")
 myst_heading_anchors = 3
 exclude_patterns = ["build"]
 
 html_theme = "furo"
 html_title = "kdist"
 html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 highlight_language = "none"  # of fences that name none: what programs print
 
 # Docstrings are Keras': Markdown's backticks and fences, and sections that napoleon knows.
@@ -25,7 +30,11 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
-autodoc_typehints = "none"  # the sections say it in words
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+# Types of others, and kdist's own that are on no page.
+nitpick_ignore_regex = [("py:class", r"(tf|keras|collections)\..*|ScopeContext|kdist\.engines\..*")]
+maximum_signature_line_length = 80  # longer ones have a line for each argument
 autodoc_member_order = "bysource"
 
 

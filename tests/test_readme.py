@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.guide import fences
 from tests.helpers import spmd
 
 ROOT = Path(__file__).parents[1]
@@ -14,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [code for _, code in fences(README, language)]
 
 
 @pytest.fixture

@@ -39,48 +39,49 @@ def effective_rate(path: Path) -> None:
 
 
 def choose(path: Path) -> None:
-    """From what one has to how one starts a script."""
-    figure, axes = canvas(7.4, 5.2)
-    rows = {
-        "One machine": "kdist run -np N train.py\nN: one a GPU, or one for a core or two",
-        "A queue, or the\ncluster's MPI": "srun python train.py\nmpirun or horovodrun -np N python train.py",
-        "A service that\nsets TF_CONFIG": "python train.py\non every machine, started by the service",
-        "Hosts with ssh": "kdist run -H a:4,b:4 train.py",
+    """From what one has to how one starts a script: questions, whose answer is a command."""
+    figure, axes = canvas(7.8, 5.6)
+    questions = {
+        "Workers of unequal speed,\nor that come and go?": "kdist run --strategy parameter_server -np 4 train.py\n"
+        "asynchronous; all others are synchronous and exact",
+        "Does a service set TF_CONFIG?\n(Kubernetes, Vertex AI)": "python train.py\n"
+        "on each machine, started by the service",
+        "A queue, or the\ncluster's own MPI?": "srun python train.py\nmpirun or horovodrun -np N python train.py",
+        "Several machines,\nreached by ssh?": "kdist run -H a:4,b:4 train.py",
+        "Several GPUs or cores?": "kdist run -np N train.py\nN: one a GPU, or one for a core or two",
     }
-    places = [4.6 - 1.1 * number for number in range(len(rows))]
-    for y, (what, how) in zip(places, rows.items(), strict=True):
-        box(axes, 1.2, y, what, QUIET)
-        box(axes, 5.3, y, how, PAPER, width=3.8)
-        arrow(axes, (2.2, y), (3.4, y), "yes")
-    for start, end in itertools.pairwise(places):
-        arrow(axes, (1.2, start - 0.35), (1.2, end + 0.35), "no")
-    box(axes, 1.95, 0.2, "synchronous: exact, the default", "#dcebd9", width=3.5)
-    box(axes, 5.5, 0.2, "--strategy parameter_server: asynchronous", "#f6e3cf", width=3.4)
+    places = [5.15 - 0.98 * number for number in range(len(questions))]
+    for y, (question, answer) in zip(places, questions.items(), strict=True):
+        box(axes, 1.3, y, question, QUIET, width=2.5)
+        box(axes, 5.7, y, answer, PAPER, width=4.0)
+        arrow(axes, (2.55, y), (3.7, y), "yes")
+    for start, end in itertools.pairwise([*places, places[-1] - 0.98]):
+        arrow(axes, (1.3, start - 0.35), (1.3, end + 0.35), "no")
+    box(axes, 1.3, places[-1] - 0.98, "python train.py\none process", PAPER, width=2.5)
     save(figure, path)
 
 
 def step(path: Path) -> None:
     """One training step on two ranks."""
-    figure, axes = canvas(8.6, 4.0)
-    parts = {
-        "its rows of\nthe global batch": "data/",
-        "forward, loss by\nglobal denominators": "step/",
-        "gradients,\nits share of them": "",
-        "clip, check, update:\nKeras' own": "",
-    }
-    for rank, y in enumerate((3.3, 0.5)):
-        axes.text(-0.1, y + 0.5, f"rank {rank}", color=INK, weight="bold")
-        for place, (part, room) in enumerate(parts.items()):
+    figure, axes = canvas(8.6, 3.8)
+    parts = (
+        "its rows of\nthe global batch",
+        "forward pass,\nloss",
+        "backward pass,\ngradients",
+        "clip, update\nthe weights",
+    )
+    for rank, y in enumerate((3.2, 0.4)):
+        axes.text(0.1, y + 0.45, f"process {rank}", color=INK, weight="bold")
+        for place, part in enumerate(parts):
             x = 1.0 + 2.2 * place
             box(axes, x, y, part, QUIET, width=1.75)
-            axes.text(x, y - 0.6, room, ha="center", color=ACCENT, size=9)
             if place in (1, 2):
-                arrow(axes, (x - 1.35, y), (x - 0.85, y))
-    box(axes, 6.5, 1.9, "one message: sums of gradients,\nstatistics and votes", "#dcebd9", width=3.9)
-    axes.text(4.4, 1.9, "engines/", color=ACCENT, size=9, va="center", ha="right")
-    for y, end in ((2.95, 2.25), (0.85, 1.55)):
+                arrow(axes, (x - 1.325, y), (x - 0.875, y))
+    box(axes, 6.5, 1.8, "one message: the sum of all processes'\ngradients (all-reduce)", "#dcebd9", width=3.9)
+    for y, end in ((2.85, 2.15), (0.75, 1.45)):
         arrow(axes, (5.4, y), (5.4, end))
         arrow(axes, (7.6, end), (7.6, y))
+    axes.text(0.1, 1.8, "Both hold the whole model,\nand end with equal weights.", color=INK, size=9, va="center")
     save(figure, path)
 
 
@@ -104,8 +105,11 @@ def box(axes: Any, x: float, y: float, text: str, color: str, width: float = 2.0
 def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:
     """Draws an arrow, with a word beside it."""
     axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 0.9, "shrinkA": 0, "shrinkB": 0})
-    if text:
-        axes.text((start[0] + end[0]) / 2 + 0.06, (start[1] + end[1]) / 2 + 0.08, text, color=INK, size=9)
+    x, y = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
+    if start[0] == end[0]:
+        axes.text(x + 0.08, y, text, color=INK, size=9, va="center")
+    else:
+        axes.text(x, y + 0.06, text, color=INK, size=9, ha="center")
 
 
 def save(figure: Any, path: Path) -> None:

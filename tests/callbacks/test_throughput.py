@@ -1,8 +1,12 @@
 """Which rank is slow, and why; what is printed."""
 
+import re
+
+import keras
+import numpy as np
 import pytest
 
-from kdist.callbacks.throughput import Times, diagnose, table
+from kdist.callbacks.throughput import Throughput, Times, diagnose, table
 
 
 def times(seconds=10.0, input=0.5, waiting=0.5):
@@ -41,3 +45,28 @@ def test_the_table():
         "   0    2.0%    58.0%    40.0%",
         "   1   45.0%    54.0%     1.0%  slowest: input-bound",
     ]
+
+
+def test_the_bar_has_one_key_and_a_file_all(tmp_path, capsys):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    log = tmp_path / "log.csv"
+    callbacks = [Throughput(), keras.callbacks.CSVLogger(log)]
+    history = model.fit(np.ones((32, 3)), np.ones((32, 1)), epochs=2, callbacks=callbacks).history
+    shares = {"input_rank_0", "compute_rank_0", "waiting_rank_0"}
+    assert set(history) == {"loss", "samples_per_second", *shares}
+    assert set(log.read_text().splitlines()[0].split(",")) >= {"epoch", *history}
+    bar, _, _ = capsys.readouterr().out.partition("Throughput")
+    assert set(re.findall(r" (\w+): ", bar)) == {"loss", "samples_per_second"}
+
+
+def test_a_list_without_it_has_keras_own_bar():
+    kept = Throughput()
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    listed = keras.callbacks.CallbackList([], add_progbar=True, model=model)
+    assert [type(each) for each in listed.callbacks] == [keras.callbacks.ProgbarLogger]
+    listed = keras.callbacks.CallbackList([kept], add_progbar=True, model=model)
+    assert isinstance(listed.callbacks[-1], keras.callbacks.ProgbarLogger)
+    assert type(listed.callbacks[-1]) is not keras.callbacks.ProgbarLogger
+    del kept, listed
+    assert not hasattr(keras.callbacks.CallbackList.set_model, "hook")  # nothing is left of it
