@@ -86,8 +86,8 @@ def in_words(attempts: Sequence[Attempt], why: str) -> str:
         if each.end is End.WELL:
             continue
         steps = steps_lost(each)
-        lost = f"steps lost: {'all, without a backup' if steps is None else steps}"
-        lines.append(f"  attempt {place + 1}: {blamed(each)}; {lost}, time lost: {seconds_lost(attempts, place):.0f} s")
+        lost = "all steps, without a backup," if steps is None else f"{steps} steps"
+        lines.append(f"  attempt {place + 1}: {blamed(each)}; lost {lost} and {seconds_lost(attempts, place):.0f} s")
     return "\n".join(lines)
 
 

@@ -126,8 +126,8 @@ def test_the_summary():
     attempts = [attempt(KILLED, 2), attempt(Kind.EXCEPTION, 4), attempt(Kind.EXIT, backup=False)]
     words = in_words(attempts, "the script chose to exit").splitlines()
     assert words[0] == "3 attempts, exit code 1; not started again: the script chose to exit"
-    assert "attempt 1: rank 1 on host here: of the kind signal; steps lost: 3, time lost: 5 s" in words[1]
-    assert "steps lost: all, without a backup" in words[3]
+    assert "attempt 1: rank 1 on host here: of the kind signal; lost 3 steps and 5 s" in words[1]
+    assert "lost all steps, without a backup, and" in words[3]
     values = as_values(attempts, "the script chose to exit", 1)
     assert [each["cause"] for each in values["attempts"]] == ["signal", "exception", "exit"]
     assert [each["new_checkpoint"] for each in values["attempts"]] == [True, True, False]
