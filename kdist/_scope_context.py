@@ -10,10 +10,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from kdist._user_code import user_line
 from kdist.cluster import detect
 from kdist.errors import KDistError
 from kdist.launch.log import show_log
-from kdist.launch.user_line import user_line
 
 if TYPE_CHECKING:
     import tensorflow as tf

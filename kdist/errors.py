@@ -50,6 +50,8 @@ class ScopeError(KDistError, RuntimeError):
 class StrategyError(KDistError, ValueError):
     """The strategy is unknown, or cannot be used in this job."""
 
+    on_all_ranks = True
+
 
 class EngineError(KDistError, RuntimeError):
     """A collective failed, or was called wrongly.

@@ -124,11 +124,11 @@ def run(options: argparse.Namespace) -> int:
         )
         monitor.close()
         code = code if monitor.code is None else monitor.code
-        if output is not None:
+        summary = boxes.summary(code, output) if code else ""
+        if output is not None and not summary:
             print(f"kdist: the output of each rank is in {output} (rank0.out, rank0.err, ...)", file=sys.stderr)
-        if code and (summary := boxes.summary(code)):
-            hint = "" if output else "; --output DIR keeps the output of each rank"
-            print(f"kdist: {summary}{hint}", file=sys.stderr)
+        for line in summary.splitlines():
+            print(f"kdist: {line}", file=sys.stderr)
         if code == 0 and (remark := scope_marks.read(running).remark()):
             print(f"kdist: {remark}", file=sys.stderr)
         lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)

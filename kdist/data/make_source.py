@@ -20,10 +20,12 @@ from kdist.data.sharding import Plan
 from kdist.data.source import Source
 from kdist.data.tf_data import tf_data_source
 from kdist.engines.engine import Engine
-from kdist.errors import DataError
+from kdist.errors import DataError, MismatchError
 from kdist.keras_hooks.data_adapters import DataAdapter, array_parts, iterable_parts, py_dataset_parts, tf_dataset
 from kdist.keras_hooks.trainer import is_built
 from kdist.state.random_state import random_state, set_random_state
+
+_ROWS = "seeds and means of some rows"
 
 
 def make_source(
@@ -104,9 +106,30 @@ def describe_source(source: Source) -> dict[str, Any]:
         "number of samples or batches": source.cardinality,
         "number of steps": source.num_steps,
         # After an unseeded split or shuffle before the scope each rank has other rows of the same shape.
-        "seeds and means of some rows": source.fingerprint(),
+        _ROWS: source.fingerprint(),
         "lookup tables, variables and tensors in its functions": source.functions_fingerprint(),
     }
+
+
+def refuse_other_rows(verb: str, name: str, rank: int) -> None:
+    """Refuses data whose rows differ between the ranks, with the likely cause.
+
+    Args:
+        verb: str, the verb that the data was given to.
+        name: str, what differs, a key of `describe_source`.
+        rank: int, the rank on which it differs from rank 0.
+
+    Raises:
+        MismatchError: if that is the rows.
+    """
+    if name == _ROWS:
+        raise MismatchError(
+            "Each rank has other data. The likely cause is a `train_test_split` without `random_state`, or a shuffle "
+            f"or random numbers without a seed, before the scope. Received: other rows in `{verb}` on rank {rank} than "
+            "on rank 0 (KDIST_LOG=debug shows numbers). Expected the same data on all ranks, which kdist shares out. "
+            "Fix: pass a seed (`random_state=0`, `default_rng(0)`), or make the data inside kdist.scope(); where each "
+            "rank has data of its own, kdist.scope(auto_shard=False)."
+        )
 
 
 def holds_random_state(source: Source) -> bool:

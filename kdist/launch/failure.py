@@ -8,12 +8,12 @@ import platform
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
 from kdist.launch.output import REPORT_PREFIX
+from kdist.launch.traceback_text import traceback_text
 
 INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C ended
 
@@ -114,7 +114,7 @@ class FailureHook:
         else:
             header = f"{self._header()} raised {kind.__name__}:\n"
             if self.previous is sys.__excepthook__:
-                sys.stderr.write(header + "".join(traceback.format_exception(kind, error, trace)))
+                sys.stderr.write(header + traceback_text(kind, error, trace, os.environ))
             else:
                 sys.stderr.write(header)
                 self.previous(kind, error, trace)

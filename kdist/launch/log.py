@@ -12,6 +12,9 @@ _LOG = logging.getLogger("kdist")
 LEVELS = ("debug", "info", "warning", "error")
 """What `KDIST_LOG` may be."""
 
+TRACEBACK_VARIABLE = "KDIST_TRACEBACK"
+"""The variable that, as `full`, leaves kdist's frames in tracebacks."""
+
 
 def show_log(info: ClusterInfo) -> None:
     """Adds a handler for kdist's log unless the user has one: all messages on the chief, warnings elsewhere.

@@ -79,7 +79,7 @@ class ReplicatedModel:
     def install(self) -> None:
         """Sets the methods on the instance, and the model's session."""
         verbs = {
-            name: functools.partial(self._verb_on_batch if name.endswith("_on_batch") else self._verb, name)
+            name: functools.partial(self._call, self._verb_on_batch if name.endswith("_on_batch") else self._verb, name)
             for name in VERBS
         }
         steps = {
@@ -97,6 +97,10 @@ class ReplicatedModel:
         return original(self._model, name)
 
     # The verbs.
+
+    def _call(self, verb: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        with self._engine.activity.running(f"model.{name}"):
+            return verb(name, *args, **kwargs)
 
     def _verb(self, name: str, *args: Any, **kwargs: Any) -> Any:
         session, run = self.session, self._original(name)

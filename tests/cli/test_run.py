@@ -109,6 +109,7 @@ def test_a_rank_that_raises_ends_the_job_with_one_report(script, tmp_path, how, 
     last = done.output.strip().splitlines()[-1]
     assert last.startswith("kdist: rank 1 of 2 on host "), done.output
     assert "raised ValueError in script.py:12; the job's exit code is 1" in last
+    assert (f"its output is in {tmp_path / 'logs' / 'rank1.err'}" in last) == keep
     for word in ("prterun", "MPI_ABORT", "-----"):
         assert word not in done.output
     if keep:
