@@ -10,7 +10,7 @@ import pytest
 
 import kdist
 from kdist import _first_fit
-from kdist.launch.scope_marks import OwnScopes, read
+from kdist.launch.scope_marks import Marks, OwnScopes, SlowStart, read
 from tests.helpers import spmd
 from tests.helpers.jobs import job
 
@@ -157,3 +157,13 @@ def test_a_scope_is_a_decorator_and_can_be_opened_again():
         return 1
 
     assert opened() + opened() == 2
+
+
+def test_a_start_that_takes_long_is_told_of_once():
+    none, waiting = Marks((), (), (), False), Marks((0,), (), (), False)
+    start = SlowStart(patience=0.0)
+    assert start.remark(none).startswith("no rank has entered kdist.scope() for 0 s")
+    assert start.remark(none) == ""
+    start = SlowStart(patience=0.0)
+    assert start.remark(waiting) == start.remark(none) == ""
+    assert SlowStart(patience=60.0).remark(none) == ""

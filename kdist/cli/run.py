@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist._arguments import check_environment
 from kdist.cli import script
+from kdist.cli.parser import closest
 from kdist.cluster import detect
 from kdist.errors import LaunchError
 from kdist.launch import horovodrun, local_cluster, mpirun, process, scope_marks, worker
@@ -107,10 +108,14 @@ def run(options: argparse.Namespace) -> int:
             _make_directory(output)
         monitor = FailureMonitor(running)
 
+        slow_start = scope_marks.SlowStart()
         boxes = BoxFilter("" if is_module else words[0])
 
         def must_end() -> bool:
-            if problem := scope_marks.read(running).problem():
+            marks = scope_marks.read(running)
+            if remark := slow_start.remark(marks):
+                print(f"kdist: {remark}", file=sys.stderr)
+            if problem := marks.problem():
                 monitor.mute()
                 boxes.know()
                 print(f"kdist: {problem}", file=sys.stderr)
@@ -293,8 +298,10 @@ def _check_strategy(strategy: str) -> str:
         )
     if strategy in WORDS:
         return strategy
+    meant = closest(strategy, _words())
     raise LaunchError(
-        f"Unknown strategy. Received: --strategy {strategy}. Expected one of {', '.join(_words())}. Fix: choose one."
+        f"Unknown strategy. Received: --strategy {strategy}. Expected one of {', '.join(_words())}. "
+        f"Fix: {f'did you mean {meant}?' if meant else 'choose one.'}"
     )
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from kdist.data.arrays import ArraySource
 from kdist.data.batch import Rows, Shard
+from kdist.data.fingerprint import SEEDS
 from kdist.data.generator import GeneratorSource
 from kdist.data.graphs.options import sharded_options
 from kdist.data.per_rank_stream import PerRankStream
@@ -25,7 +26,7 @@ from kdist.keras_hooks.data_adapters import DataAdapter, array_parts, iterable_p
 from kdist.keras_hooks.trainer import is_built
 from kdist.state.random_state import random_state, set_random_state
 
-_ROWS = "seeds and means of some rows"
+_ROWS = "means of some rows"
 
 
 def make_source(
@@ -100,13 +101,15 @@ def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset
 
 def describe_source(source: Source) -> dict[str, Any]:
     """Returns what must be equal of a source on all ranks, as JSON values by name."""
+    summary = source.fingerprint()
     return {
         "kind": type(source).__name__,
         "signature": repr(source.signature),
         "number of samples or batches": source.cardinality,
         "number of steps": source.num_steps,
         # After an unseeded split or shuffle before the scope each rank has other rows of the same shape.
-        _ROWS: source.fingerprint(),
+        "seeds": [each for each in summary if SEEDS in each],
+        _ROWS: [each for each in summary if SEEDS not in each],
         "lookup tables, variables and tensors in its functions": source.functions_fingerprint(),
     }
 

@@ -7,7 +7,7 @@ import re
 
 _LABEL = rb"(?:\[rank \d+ [\d:]+\] )?"  # of --tee
 _REPORT = re.compile(
-    _LABEL + rb"\[kdist\] (rank \d+ of \d+ on host \S+) (raised [\w.]+|exited with code \d+|ends the job(?:: .*)?)"
+    _LABEL + rb"\[kdist\] (rank \d+ of \d+ on host \S+) (raised [\w.]+|(?:exited with code \d+|ends the job)(?:: .*)?)"
 )
 _ENDS = "ends the job"
 _OF_KDIST = re.compile(_LABEL + rb"(?:\[kdist\]|kdist\.errors\.)")

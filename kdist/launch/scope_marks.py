@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +99,34 @@ class Marks:
         return (
             "no rank entered kdist.scope(): each rank ran the whole script by itself. Fix: put the lines that make and "
             "fit the model into `with kdist.scope():`."
+        )
+
+
+class SlowStart:
+    """Remarks once on a job in which no rank has entered a scope for long.
+
+    Args:
+        patience: float, seconds.
+    """
+
+    def __init__(self, patience: float = 30.0) -> None:
+        self._patience = patience
+        self._begin: float | None = time.monotonic()
+
+    def remark(self, marks: Marks) -> str:
+        """Returns what a user may want to know, or an empty text.
+
+        Args:
+            marks: `Marks`, what the ranks have recorded so far.
+        """
+        if marks.waiting or marks.alone or marks.never:
+            self._begin = None
+        if self._begin is None or time.monotonic() - self._begin < self._patience:
+            return ""
+        self._begin = None
+        return (
+            f"no rank has entered kdist.scope() for {self._patience:.0f} s: they load TensorFlow, or do what stands "
+            "before the scope"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import traceback
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from types import TracebackType
 from kdist._user_code import is_kdists
 from kdist.launch.log import TRACEBACK_VARIABLE
 
-_OF_KERAS_FILTER = os.path.join("keras", "src", "utils", "traceback_utils.py")
+_OF_KERAS = tuple(os.path.join("site-packages", name, "") for name in ("keras", "tensorflow"))
 
 
 def traceback_text(
@@ -35,7 +36,8 @@ def _shorten(told: traceback.TracebackException, seen: set[int]) -> None:
     if id(told) in seen:
         return
     seen.add(id(told))
-    kept = [frame for frame in told.stack if not _is_plumbing(frame.filename)]
+    inner = [*told.stack[1:], None]
+    kept = [frame for frame, called in zip(told.stack, inner, strict=True) if not _is_plumbing(frame, called)]
     if kept:  # an error of kdist's own threads has no other frames
         told.stack[:] = kept
     # The members of a group from Python 3.11 on.
@@ -44,6 +46,14 @@ def _shorten(told: traceback.TracebackException, seen: set[int]) -> None:
             _shorten(each, seen)
 
 
-def _is_plumbing(file: str) -> bool:
-    """Returns whether a frame is of kdist, of its contexts, or of what Keras raises its filtered errors again with."""
-    return is_kdists(file) or file == contextlib.__file__ or file.endswith(_OF_KERAS_FILTER)
+def _is_plumbing(frame: traceback.FrameSummary, called: traceback.FrameSummary | None) -> bool:
+    """Returns whether a frame is of kdist, of its contexts, or, as Keras filters them, of Keras on the way."""
+    file = frame.filename
+    if file == "<string>" and frame.name == "__init__":  # of a dataclass
+        return called is not None and is_kdists(called.filename)
+    return (
+        is_kdists(file)
+        or file in (contextlib.__file__, importlib.__file__)
+        or file.startswith("<frozen importlib")
+        or (called is not None and any(each in file for each in _OF_KERAS))
+    )

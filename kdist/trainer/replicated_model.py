@@ -34,6 +34,7 @@ from kdist.keras_hooks.trainer import (
     set_strategy,
     tensor_names_kept,
 )
+from kdist.launch.log import warnings_at_users_lines
 from kdist.state.comparison import check_agreement, check_equal
 from kdist.state.metrics import add_over_ranks
 from kdist.state.session import has_session, set_session
@@ -99,7 +100,7 @@ class ReplicatedModel:
     # The verbs.
 
     def _call(self, verb: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-        with self._engine.activity.running(f"model.{name}"):
+        with self._engine.activity.running(f"model.{name}"), warnings_at_users_lines():
             return verb(name, *args, **kwargs)
 
     def _verb(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -65,6 +65,8 @@ def test_the_summary():
     )
     labelled = "".join(f"[rank 1 12:00:59] {line}\n" for line in REPORT.splitlines())
     assert summary(labelled) == raised + HINT
+    said = "[kdist] rank 0 of 2 on host vm exited with code 1: give --epochs\n"
+    assert summary(said) == f"rank 0 of 2 on host vm exited with code 1: give --epochs; the job's exit code is 1{HINT}"
     exited = "[kdist] rank 0 of 2 on host vm exited with code 7\n"
     assert summary(exited) == f"rank 0 of 2 on host vm exited with code 7; the job's exit code is 1{HINT}"
 
