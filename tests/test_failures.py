@@ -1,6 +1,6 @@
 """Whole jobs that must end: within seconds, with a non-zero exit code, and with one report of the rank and the reason.
 
-Each kind of fault at each moment: `tests/faults`.
+Each kind of fault at each moment: `tests/faults`. What a user reads of typical mistakes: `tests/transcripts`.
 """
 
 import os
@@ -100,6 +100,15 @@ def test_an_error_on_all_ranks_is_printed_once(ended):
     assert "[3, 3]" in done.output
 
 
+def test_an_argument_that_no_rank_accepts_is_refused_once(ended):
+    """Before there is an engine, and without `kdist run`, which would refuse it before it starts anything."""
+    done = ended("with kdist.scope():\n    pass\n", head="import kdist\n", env={"KDIST_SCALE_LR": "lots"})
+    assert done.returncode == 1, done.output
+    assert done.output.count("StrategyError: `scale_lr` is invalid") == 1, done.output
+    assert done.output.count("Traceback (most recent call last)") == 1
+    assert "contextlib" not in done.output
+
+
 def test_a_rank_that_exits_with_a_code_ends_the_job_with_it(ended):
     done = ended(breaks("exit", code=3))
     assert done.returncode == 3, done.output
@@ -125,12 +134,6 @@ def test_a_rank_that_exits_early_with_0_ends_the_job(ended):
     assert done.returncode != 0
     assert "rank 1 has ended its script" in done.output, done.output
     assert "rank 0 is in `model.fit`, script.py:" in done.output, done.output
-
-
-def test_fit_on_the_chief_only_ends_the_job(ended):
-    done = ended("with kdist.scope():\n    m = model()\n    if rank == 0: m.evaluate(x, y, verbose=0)\n")
-    assert done.returncode != 0
-    assert "rank 1 has ended its script" in done.output, done.output
 
 
 @pytest.mark.parametrize("steps", [0, 3])

@@ -1,4 +1,4 @@
-"""Several ranks that train without a scope, by accident, are told so; a rank that ends before it ends the job."""
+"""Several ranks that train without a scope, by accident, are told so."""
 
 import gc
 import importlib
@@ -47,13 +47,6 @@ with kdist.scope("single"):
     trained()
 trained()
 """
-EARLY = """
-import sys, kdist
-if kdist.rank() == 1:
-    sys.exit(0)
-with kdist.scope():
-    pass
-"""
 
 
 def launched(tmp_path, text, command=None):
@@ -87,12 +80,6 @@ def test_separate_trainings_on_purpose_are_not_told_of(tmp_path):
     assert done.returncode == 0, done.output
     assert "outside" not in done.output
     assert "entered" not in done.output
-
-
-def test_a_rank_that_ends_before_the_scope_ends_the_job(tmp_path):
-    done = launched(tmp_path, EARLY, RUN)
-    assert done.returncode == 1, done.output
-    assert "kdist: rank 1 has ended without kdist.scope(), in which rank 0 waits for it." in done.output
 
 
 # Without a launcher.

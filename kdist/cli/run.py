@@ -129,6 +129,8 @@ def run(options: argparse.Namespace) -> int:
         )
         monitor.close()
         code = code if monitor.code is None else monitor.code
+        if not command.prints_boxes:
+            boxes.feed(scope_marks.read_report(running).encode())
         summary = boxes.summary(code, output) if code else ""
         if output is not None and not summary:
             print(f"kdist: the output of each rank is in {output} (rank0.out, rank0.err, ...)", file=sys.stderr)

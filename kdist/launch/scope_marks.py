@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+_REPORT = "report"
 _WAITING, _ALONE, _NEVER, _NEVER_WITH_KERAS = "waiting", "alone", "never", "never-with-keras"
 
 
@@ -55,6 +56,16 @@ class OwnScopes:
         """
         if not self.was_entered and not self.trains_alone:
             self._mark(_NEVER_WITH_KERAS if used_keras else _NEVER)
+
+    def failed(self, report: str) -> None:
+        """Records the report of a failure, unless another rank's is there.
+
+        Args:
+            report: str, as printed.
+        """
+        if self.directory is not None:
+            with contextlib.suppress(OSError), (self.directory / _REPORT).open("x", encoding="utf-8") as file:
+                file.write(report)
 
     def _mark(self, kind: str) -> None:
         if self.directory is not None:
@@ -143,6 +154,17 @@ def read(directory: str) -> Marks:
             found[kind].append(int(rank))
     waiting, alone, without, with_keras = (tuple(sorted(ranks)) for ranks in found.values())
     return Marks(waiting, alone, tuple(sorted(without + with_keras)), bool(with_keras))
+
+
+def read_report(directory: str) -> str:
+    """Returns the first report of a failure by a rank of this host, or an empty text.
+
+    Args:
+        directory: str, the job's.
+    """
+    with contextlib.suppress(OSError):
+        return Path(directory, _REPORT).read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _join(ranks: tuple[int, ...]) -> str:
