@@ -75,7 +75,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ps", type=int, metavar="N", help="with --strategy parameter_server: how many ranks hold variables (1)"
     )
-    parser.add_argument("--launcher-args", default="", metavar='"..."', help="additional arguments for the launcher")
+    parser.add_argument("--launcher-args", default="", metavar="ARGS", help="additional arguments for the launcher")
 
 
 def run(options: argparse.Namespace) -> int:
