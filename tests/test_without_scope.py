@@ -10,7 +10,7 @@ import pytest
 
 import kdist
 from kdist import _first_fit
-from kdist.launch.scope_marks import Marks, OwnScopes, SlowStart, read
+from kdist.launch.scope_marks import Marks, OwnScopes, SlowStart, read, read_report
 from tests.helpers import spmd
 from tests.helpers.jobs import job
 
@@ -154,3 +154,12 @@ def test_a_start_that_takes_long_is_told_of_once():
     start = SlowStart(patience=0.0)
     assert start.remark(waiting) == start.remark(none) == ""
     assert SlowStart(patience=60.0).remark(none) == ""
+
+
+def test_the_first_report_of_a_failure_is_kept(tmp_path):
+    assert read_report(str(tmp_path)) == ""
+    for rank in range(2):
+        OwnScopes(directory=tmp_path, rank=rank).failed(f"rank {rank} raised")
+    OwnScopes().failed("no directory")
+    assert read_report(str(tmp_path)) == "rank 0 raised"
+    assert read(str(tmp_path)) == Marks((), (), (), False)
