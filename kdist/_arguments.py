@@ -102,7 +102,7 @@ def misspelled(env: Mapping[str, str]) -> dict[str, str]:
     Args:
         env: mapping, the environment.
     """
-    known = ["KDIST_LOG", *(f"KDIST_{name.upper()}" for name in _DEFAULTS)]
+    known = ["KDIST_LOG", "KDIST_TRACEBACK", *(f"KDIST_{name.upper()}" for name in _DEFAULTS)]
     unknown = [name for name in env if name.startswith("KDIST_") and name not in known]
     similar = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.7) for name in unknown}
     return {name: close[0] for name, close in similar.items() if close}

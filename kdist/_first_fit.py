@@ -16,12 +16,12 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kdist._user_code import user_line
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import KDistError
 from kdist.launch.log import show_log
 from kdist.launch.scope_marks import own_scopes
-from kdist.launch.user_line import user_line
 
 _LOG = logging.getLogger("kdist")
 

@@ -74,7 +74,9 @@ def barrier() -> None:
     Collective: every rank must call this, in the same order.
     """
     # Outside of a scope ranks may take very different times, as in a sweep.
-    open_engine(cluster_info(), start_timeout=_NO_TIMEOUT).barrier()
+    engine = open_engine(cluster_info(), start_timeout=_NO_TIMEOUT)
+    with engine.activity.running("kdist.barrier"):
+        engine.barrier()
 
 
 @contextlib.contextmanager

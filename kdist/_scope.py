@@ -20,7 +20,7 @@ from kdist._process import cluster_info, open_engine, select_strategy, set_stall
 from kdist._scope_context import ScopeContext
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import ScopeError, StrategyError
-from kdist.launch.log import once, show_log
+from kdist.launch.log import once, show_log, warnings_at_users_lines
 from kdist.launch.scope_marks import own_scopes
 from kdist.strategies.options import TPU, AllReduce, ParameterServer
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, Selection
@@ -119,7 +119,8 @@ def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
             return
         info = cluster_info()
         for name, meant in _arguments.misspelled(os.environ).items() if info.is_chief else ():
-            logger.warning("kdist ignores the unknown variable %s; did you mean %s?", name, meant)
+            show_log(info)
+            logger.warning("the variable %s is unknown, and has no effect. Fix: did you mean %s?", name, meant)
         word = asked if isinstance(asked, str) else asked.word
         selection = select_strategy(word, info, is_synchronous=isinstance(asked, AllReduce))
         if selection.strategy == "single":
@@ -304,6 +305,7 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
         replicate(model, strategy, settings)
 
     with (
+        warnings_at_users_lines(),
         scopes_outlive_clear_session(silence_other_ranks),
         strategy.scope(),
         watch_models(made, adopt),

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from kdist._user_code import user_line
 from kdist.cluster import detect
 from kdist.errors import KDistError
 from kdist.launch.log import show_log
-from kdist.launch.user_line import user_line
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -37,7 +37,11 @@ class ScopeContext(contextlib.ContextDecorator, contextlib.AbstractContextManage
     def __enter__(self) -> tf.distribute.Strategy:
         self._was_entered = True
         context = self._make()
-        strategy = context.__enter__()
+        try:
+            strategy = context.__enter__()
+        except KDistError:
+            self._report_on_one_rank()
+            raise
         self._opened.append(context)
         return strategy
 
@@ -45,6 +49,16 @@ class ScopeContext(contextlib.ContextDecorator, contextlib.AbstractContextManage
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         return self._opened.pop().__exit__(kind, error, trace)
+
+    def _report_on_one_rank(self) -> None:
+        """Lets one rank print the error that all have, where no engine has done so yet: under a launcher's command."""
+        from kdist.launch import failure
+        from kdist.launch.worker import end_job
+
+        with contextlib.suppress(KDistError):  # of the launcher's variables
+            info = detect(os.environ)
+            if info.size > 1 and not isinstance(sys.excepthook, failure.FailureHook):
+                failure.install(end_job, info.rank, info.size)
 
     def __del__(self) -> None:
         if self._was_entered or sys.is_finalizing():

@@ -46,9 +46,13 @@ class InstallError(KDistError, RuntimeError):
 class ScopeError(KDistError, RuntimeError):
     """A scope cannot be opened here: it is nested, contradictory, or too late."""
 
+    on_all_ranks = True
+
 
 class StrategyError(KDistError, ValueError):
     """The strategy is unknown, or cannot be used in this job."""
+
+    on_all_ranks = True
 
 
 class EngineError(KDistError, RuntimeError):

@@ -13,6 +13,7 @@ KDIST = Path(__file__).parents[1] / "kdist"
 ROOMS = (
     "kdist.errors",
     "kdist.scaling",
+    "kdist._user_code",
     "kdist.cluster",
     "kdist.data.sharding",
     "kdist.restarts",

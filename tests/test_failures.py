@@ -1,6 +1,6 @@
 """Whole jobs that must end: within seconds, with a non-zero exit code, and with one report of the rank and the reason.
 
-Each kind of fault at each moment: `tests/faults`.
+Each kind of fault at each moment: `tests/faults`. What a user reads of typical mistakes: `tests/transcripts`.
 """
 
 import os
@@ -100,6 +100,15 @@ def test_an_error_on_all_ranks_is_printed_once(ended):
     assert "[3, 3]" in done.output
 
 
+def test_an_argument_that_no_rank_accepts_is_refused_once(ended):
+    """Before there is an engine, and without `kdist run`, which would refuse it before it starts anything."""
+    done = ended("with kdist.scope():\n    pass\n", head="import kdist\n", env={"KDIST_SCALE_LR": "lots"})
+    assert done.returncode == 1, done.output
+    assert done.output.count("StrategyError: `scale_lr` is invalid") == 1, done.output
+    assert done.output.count("Traceback (most recent call last)") == 1
+    assert "contextlib" not in done.output
+
+
 def test_a_rank_that_exits_with_a_code_ends_the_job_with_it(ended):
     done = ended(breaks("exit", code=3))
     assert done.returncode == 3, done.output
@@ -123,14 +132,8 @@ def test_different_methods_on_two_ranks_are_refused(ended):
 def test_a_rank_that_exits_early_with_0_ends_the_job(ended):
     done = ended(breaks("exit", code=0))
     assert done.returncode != 0
-    assert "for rank 1, which has finished its script" in done.output, done.output
-    assert "allreduce of" in done.output
-
-
-def test_fit_on_the_chief_only_ends_the_job(ended):
-    done = ended("with kdist.scope():\n    m = model()\n    if rank == 0: m.evaluate(x, y, verbose=0)\n")
-    assert done.returncode != 0
-    assert "for rank 1, which has finished its script" in done.output, done.output
+    assert "rank 1 has ended its script" in done.output, done.output
+    assert "rank 0 is in `model.fit`, script.py:" in done.output, done.output
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -145,7 +148,7 @@ with kdist.scope():
 """
     done = ended(lines)
     assert done.returncode != 0
-    assert "for rank 1, which has finished its script" in done.output, done.output
+    assert "rank 1 has ended its script" in done.output, done.output
     assert "an optimizer's apply" in done.output
 
 
@@ -158,7 +161,7 @@ def test_a_rank_that_waits_at_exit_takes_part_in_no_collective(ended, launcher):
     )
     assert done.returncode != 0
     assert "went on" not in done.output, done.output
-    assert "for rank 1, which has finished its script" in done.output, done.output
+    assert "rank 1 has ended its script" in done.output, done.output
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("horovodrun_gloo", marks=needs.horovod), "local_cluster"])
@@ -178,7 +181,7 @@ with kdist.scope(stall_timeout=6):
 """
     done = ended(lines, launcher=launcher)
     assert done.returncode != 0
-    assert "Ranks wait in different collectives" in done.output, done.output
+    assert "Ranks make different calls" in done.output, done.output
     assert "float32[7]" in done.output
     assert "float32[8]" in done.output
 
@@ -190,8 +193,8 @@ OVER_HOROVOD = {"env": {"KDIST_STRATEGY": "horovod"}}
 @pytest.mark.parametrize(
     ("way", "waits"),
     [
-        (ON_MPI, "rank 1 waits in allreduce"),
-        pytest.param(OVER_HOROVOD, "rank 1 waits in a collective of a graph", marks=needs.horovod),
+        (ON_MPI, "rank 1 waits in `model.fit`, script.py:"),
+        pytest.param(OVER_HOROVOD, "rank 1 waits in `model.fit`, script.py:", marks=needs.horovod),
     ],
 )
 def test_a_stopped_rank_is_named(ended, way, waits):
@@ -206,9 +209,9 @@ def test_a_stopped_rank_is_named(ended, way, waits):
 @pytest.mark.parametrize(
     ("launcher", "waits"),
     [
-        ("mpirun", "rank 0 waits in allreduce"),
-        pytest.param("horovodrun_gloo", "rank 0 waits in a collective of a graph", marks=needs.horovod),
-        ("local_cluster", "rank 0 waits in a collective of a graph"),
+        ("mpirun", "rank 0 waits in `model.fit`, script.py:"),
+        pytest.param("horovodrun_gloo", "rank 0 waits in `model.fit`, script.py:", marks=needs.horovod),
+        ("local_cluster", "rank 0 waits in `model.fit`, script.py:"),
     ],
 )
 def test_a_rank_whose_input_is_blocked_is_named_with_the_line(ended, launcher, waits):

@@ -1,4 +1,4 @@
-"""Several ranks that train without a scope, by accident, are told so; a rank that ends before it ends the job."""
+"""Several ranks that train without a scope, by accident, are told so."""
 
 import gc
 import importlib
@@ -10,7 +10,7 @@ import pytest
 
 import kdist
 from kdist import _first_fit
-from kdist.launch.scope_marks import OwnScopes, read
+from kdist.launch.scope_marks import Marks, OwnScopes, SlowStart, read, read_report
 from tests.helpers import spmd
 from tests.helpers.jobs import job
 
@@ -47,13 +47,6 @@ with kdist.scope("single"):
     trained()
 trained()
 """
-EARLY = """
-import sys, kdist
-if kdist.rank() == 1:
-    sys.exit(0)
-with kdist.scope():
-    pass
-"""
 
 
 def launched(tmp_path, text, command=None):
@@ -87,12 +80,6 @@ def test_separate_trainings_on_purpose_are_not_told_of(tmp_path):
     assert done.returncode == 0, done.output
     assert "outside" not in done.output
     assert "entered" not in done.output
-
-
-def test_a_rank_that_ends_before_the_scope_ends_the_job(tmp_path):
-    done = launched(tmp_path, EARLY, RUN)
-    assert done.returncode == 1, done.output
-    assert "kdist: rank 1 has ended without kdist.scope(), in which rank 0 waits for it." in done.output
 
 
 # Without a launcher.
@@ -157,3 +144,22 @@ def test_a_scope_is_a_decorator_and_can_be_opened_again():
         return 1
 
     assert opened() + opened() == 2
+
+
+def test_a_start_that_takes_long_is_told_of_once():
+    none, waiting = Marks((), (), (), False), Marks((0,), (), (), False)
+    start = SlowStart(patience=0.0)
+    assert start.remark(none).startswith("no rank has entered kdist.scope() for 0 s")
+    assert start.remark(none) == ""
+    start = SlowStart(patience=0.0)
+    assert start.remark(waiting) == start.remark(none) == ""
+    assert SlowStart(patience=60.0).remark(none) == ""
+
+
+def test_the_first_report_of_a_failure_is_kept(tmp_path):
+    assert read_report(str(tmp_path)) == ""
+    for rank in range(2):
+        OwnScopes(directory=tmp_path, rank=rank).failed(f"rank {rank} raised")
+    OwnScopes().failed("no directory")
+    assert read_report(str(tmp_path)) == "rank 0 raised"
+    assert read(str(tmp_path)) == Marks((), (), (), False)

@@ -22,7 +22,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
     """
     parser = verbs.add_parser(
         "check",
-        help="smoke test under the real launcher: ranks, devices, all-reduce, a small fit",
+        help="test the launcher, the ranks' devices and messages, and a small fit",
         description="Run a smoke test on several processes, under the launcher that kdist run uses.",
         usage="kdist check [-np N] [options] [SCRIPT [ARGS...]]",
         allow_abbrev=False,
@@ -47,12 +47,17 @@ def run(options: argparse.Namespace) -> int:
     if options.np is None and not (options.hosts or options.hostfile):
         options.np = 2
     words, is_module = script.parse(options.script)
-    if not words:
+    is_own = not words
+    if is_own:
         words, is_module = ["kdist.cli.smoke"], True
     elif not is_module:
         script.check_exists(words[0])
     command = build(options, worker.program(sys.executable, words, module=is_module))
     print(f"kdist check: {command}", flush=True)
+    if is_own:
+        print("start       the ranks load TensorFlow, which takes some seconds", flush=True)
     code = process.run(command)
-    print(f"kdist check: {'passed' if code == 0 else f'failed with exit code {code}'}")
+    verdict = "the ranks train as one process does" if is_own else "the script ended well"
+    failed = f"failed with exit code {code}. Fix: see above; `kdist env` shows what is installed and set"
+    print(f"kdist check: {f'passed: {verdict}' if code == 0 else failed}")
     return code

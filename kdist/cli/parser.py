@@ -43,4 +43,4 @@ def closest(word: str, known: Iterable[str]) -> str:
         word: str, what was written.
         known: iterable of str.
     """
-    return next(iter(difflib.get_close_matches(word.partition("=")[0], list(known), n=1, cutoff=0.7)), "")
+    return next(iter(difflib.get_close_matches(word.partition("=")[0], list(known), n=1, cutoff=0.6)), "")

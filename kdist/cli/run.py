@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist._arguments import check_environment
 from kdist.cli import script, supervised
+from kdist.cli.parser import closest
 from kdist.cluster import detect
 from kdist.errors import LaunchError
 from kdist.launch import horovodrun, local_cluster, mpirun, process, scope_marks, worker
@@ -81,7 +82,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ps", type=int, metavar="N", help="with --strategy parameter_server: how many ranks hold variables (1)"
     )
-    parser.add_argument("--launcher-args", default="", metavar='"..."', help="additional arguments for the launcher")
+    parser.add_argument("--launcher-args", default="", metavar="ARGS", help="additional arguments for the launcher")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -141,10 +142,14 @@ def _run_job(
             _make_directory(output)
         monitor = FailureMonitor(running)
 
+        slow_start = scope_marks.SlowStart()
         boxes = BoxFilter(script_path)
 
         def must_end() -> bool:
-            if problem := scope_marks.read(running).problem():
+            marks = scope_marks.read(running)
+            if remark := slow_start.remark(marks):
+                print(f"kdist: {remark}", file=sys.stderr)
+            if problem := marks.problem():
                 monitor.mute()
                 boxes.know()
                 print(f"kdist: {problem}", file=sys.stderr)
@@ -163,11 +168,13 @@ def _run_job(
         code = code if monitor.code is None else monitor.code
         if watched is not None:
             watched.read(running)
-        if output is not None:
+        if not command.prints_boxes:
+            boxes.feed(scope_marks.read_report(running).encode())
+        summary = boxes.summary(code, output) if code else ""
+        if output is not None and not summary:
             print(f"kdist: the output of each rank is in {output} (rank0.out, rank0.err, ...)", file=sys.stderr)
-        if code and (summary := boxes.summary(code)):
-            hint = "" if output else "; --output DIR keeps the output of each rank"
-            print(f"kdist: {summary}{hint}", file=sys.stderr)
+        for line in summary.splitlines():
+            print(f"kdist: {line}", file=sys.stderr)
         if code == 0 and (remark := scope_marks.read(running).remark()):
             print(f"kdist: {remark}", file=sys.stderr)
         lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)
@@ -349,8 +356,10 @@ def _check_strategy(strategy: str) -> str:
         )
     if strategy in WORDS:
         return strategy
+    meant = closest(strategy, _words())
     raise LaunchError(
-        f"Unknown strategy. Received: --strategy {strategy}. Expected one of {', '.join(_words())}. Fix: choose one."
+        f"Unknown strategy. Received: --strategy {strategy}. Expected one of {', '.join(_words())}. "
+        f"Fix: {f'did you mean {meant}?' if meant else 'choose one.'}"
     )
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import keras
 
 _SMALL, _LARGE = 1 << 10, 16 << 20  # bytes of an all-reduce
+_BYTES_OF_A_MODEL = 4 * 10_000_000
+_SLOW_LATENCY, _SLOW_BANDWIDTH = 2e-3, 100e6  # seconds, bytes a second: as over a busy network of 1 Gb/s
 _BATCH = 8  # rows of a replica's batch
 _STEPS = 2
 _TOLERANCE = 1e-5  # relative to the largest entry of a variable, in float32
@@ -65,8 +67,22 @@ def _report_allreduce(engine: Engine) -> None:
     bandwidth = _LARGE / _allreduce_seconds(engine, _LARGE, repeats=5)
     _print(
         f"all-reduce  {engine.name}: {1e6 * latency:.0f} µs for {_SMALL >> 10} KB, "
-        f"{bandwidth / 1e9:.2f} GB/s for {_LARGE >> 20} MB"
+        f"{bandwidth / 1e9:.2f} GB/s for {_LARGE >> 20} MB; {judgement(latency, bandwidth)}"
     )
+
+
+def judgement(latency: float, bandwidth: float) -> str:
+    """Returns what the speed of messages means for training, and what to do if it is low.
+
+    Args:
+        latency: float, seconds of a small all-reduce.
+        bandwidth: float, bytes a second of a large one.
+    """
+    seconds = latency + _BYTES_OF_A_MODEL / bandwidth
+    text = f"a step of a model of 10 million weights sends for {1e3 * seconds:.0f} ms"
+    if latency < _SLOW_LATENCY and bandwidth > _SLOW_BANDWIDTH:
+        return text
+    return f"{text}: SLOW. Fix: idle cores for each rank, and the fast network (docs/networks.md)"
 
 
 def _allreduce_seconds(engine: Engine, size: int, repeats: int) -> float:

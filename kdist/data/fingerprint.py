@@ -31,6 +31,10 @@ def row_means(rows: Any) -> str:
     return " ".join(f"{mean:.3g}" for mean in means)
 
 
+SEEDS = " of seeds "
+"""What stands in the summary of a random operation, and in none of rows."""
+
+
 def fingerprint_of_targets(batch: Any) -> list[str]:
     """Returns the means of some targets of a batch `(x, y)` or `(x, y, sample_weight)`; of others nothing."""
     targets = batch[1] if isinstance(batch, (list, tuple)) and len(batch) > 1 else None
@@ -48,7 +52,7 @@ def fingerprint_of_pipeline(dataset: Any) -> list[str]:
         for each in with_inputs(dataset):
             op = attributes(each)
             if kind(each) in ("Random", "Shuffle"):
-                found.append(f"{kind(each)} of seeds {int(op.seed)}, {int(op.seed2)}")
+                found.append(f"{kind(each)}{SEEDS}{int(op.seed)}, {int(op.seed2)}")
             elif kind(each) == "TensorSlice":
                 leaves = [leaf for leaf in op.tensors if leaf.dtype.name != "variant"]
                 found += [row_means(leaf.numpy()[sample_rows(len(leaf))]) for leaf in leaves]

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from kdist.data.arrays import ArraySource
 from kdist.data.batch import Rows, Shard
+from kdist.data.fingerprint import SEEDS
 from kdist.data.generator import GeneratorSource
 from kdist.data.graphs.options import sharded_options
 from kdist.data.per_rank_stream import PerRankStream
@@ -20,10 +21,12 @@ from kdist.data.sharding import Plan
 from kdist.data.source import Source
 from kdist.data.tf_data import tf_data_source
 from kdist.engines.engine import Engine
-from kdist.errors import DataError
+from kdist.errors import DataError, MismatchError
 from kdist.keras_hooks.data_adapters import DataAdapter, array_parts, iterable_parts, py_dataset_parts, tf_dataset
 from kdist.keras_hooks.trainer import is_built
 from kdist.state.random_state import random_state, set_random_state
+
+_ROWS = "means of some rows"
 
 
 def make_source(
@@ -98,15 +101,38 @@ def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset
 
 def describe_source(source: Source) -> dict[str, Any]:
     """Returns what must be equal of a source on all ranks, as JSON values by name."""
+    summary = source.fingerprint()
     return {
         "kind": type(source).__name__,
         "signature": repr(source.signature),
         "number of samples or batches": source.cardinality,
         "number of steps": source.num_steps,
         # After an unseeded split or shuffle before the scope each rank has other rows of the same shape.
-        "seeds and means of some rows": source.fingerprint(),
+        "seeds": [each for each in summary if SEEDS in each],
+        _ROWS: [each for each in summary if SEEDS not in each],
         "lookup tables, variables and tensors in its functions": source.functions_fingerprint(),
     }
+
+
+def refuse_other_rows(verb: str, name: str, rank: int) -> None:
+    """Refuses data whose rows differ between the ranks, with the likely cause.
+
+    Args:
+        verb: str, the verb that the data was given to.
+        name: str, what differs, a key of `describe_source`.
+        rank: int, the rank on which it differs from rank 0.
+
+    Raises:
+        MismatchError: if that is the rows.
+    """
+    if name == _ROWS:
+        raise MismatchError(
+            "Each rank has other data. The likely cause is a `train_test_split` without `random_state`, or a shuffle "
+            f"or random numbers without a seed, before the scope. Received: other rows in `{verb}` on rank {rank} than "
+            "on rank 0 (KDIST_LOG=debug shows numbers). Expected the same data on all ranks, which kdist shares out. "
+            "Fix: pass a seed (`random_state=0`, `default_rng(0)`), or make the data inside kdist.scope(); where each "
+            "rank has data of its own, kdist.scope(auto_shard=False)."
+        )
 
 
 def holds_random_state(source: Source) -> bool:

@@ -8,12 +8,13 @@ import platform
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
 from kdist.launch.output import REPORT_PREFIX
+from kdist.launch.scope_marks import own_scopes
+from kdist.launch.traceback_text import traceback_text
 from kdist.restarts.report import Kind, own_reports
 
 INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C ended
@@ -95,7 +96,7 @@ class FailureHook:
         limit.daemon = True
         limit.start()
         if message:
-            sys.stderr.write(f"{self._header()} ends the job: {message}\n")
+            self._write(f"{self._header()} ends the job: {message}\n")
             time.sleep(OUTPUT_DELAY)
         self.end(1)
 
@@ -112,16 +113,20 @@ class FailureHook:
         # One write each, so that the lines of two ranks do not mix.
         if isinstance(error, SystemExit):
             message = "" if isinstance(error.code, int) else f": {error.code}"
-            sys.stderr.write(f"{self._header()} exited with code {exit_code(error)}{message}\n")
+            self._write(f"{self._header()} exited with code {exit_code(error)}{message}\n")
         else:
             header = f"{self._header()} raised {kind.__name__}:\n"
             if self.previous is sys.__excepthook__:
-                sys.stderr.write(header + "".join(traceback.format_exception(kind, error, trace)))
+                self._write(header + traceback_text(kind, error, trace, os.environ))
             else:
-                sys.stderr.write(header)
+                self._write(header)
                 self.previous(kind, error, trace)
         if explained is not None:
             sys.stderr.write(f"[kdist] Explanation: {explained}\n")
+
+    def _write(self, report: str) -> None:
+        own_scopes.failed(report)  # before the write, which may block for ever
+        sys.stderr.write(report)
 
     def _header(self) -> str:
         return f"{REPORT_PREFIX}{self.rank} of {self.size} on host {platform.node()}"

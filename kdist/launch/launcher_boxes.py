@@ -5,7 +5,16 @@ from __future__ import annotations
 import os
 import re
 
-_REPORT = re.compile(rb"\[kdist\] (rank \d+ of \d+ on host \S+) (raised [\w.]+|exited with code \d+|ends the job)")
+_LABEL = rb"(?:\[rank \d+ [\d:]+\] )?"  # of --tee
+_REPORT = re.compile(
+    _LABEL + rb"\[kdist\] (rank \d+ of \d+ on host \S+) (raised [\w.]+|(?:exited with code \d+|ends the job)(?:: .*)?)"
+)
+_ENDS = "ends the job"
+_OF_KDIST = re.compile(_LABEL + rb"(?:\[kdist\]|kdist\.errors\.)")
+_FIX = re.compile(rb".*\bFix: (.+)")  # the last one of a line
+_KILLED = re.compile(rb"process rank (\d+) with PID \d+ on node (\S+)\s+exited on\s+signal (\d+)(?: \(([^)]*)\))?")
+_EXITED = re.compile(rb"Process name: \[\S+,(\d+)\]\s+Exit code:\s+(\d+)")
+_LINES_OF_A_CAUSE = 3  # of one of these two, in a box
 _RULE = re.compile(rb"-{60,}\r?\n")
 _OF_MPIRUN = re.compile(rb"prterun|mpirun|MPI_ABORT|PRTE")
 _ERROR_OF_MPIRUN = re.compile(rb"\[[^\]\s]+:\d+\] PMIX ERROR")
@@ -20,12 +29,14 @@ class BoxFilter:
     """
 
     def __init__(self, script: str = "") -> None:
-        self._frame = re.compile(rb'  File "%s", line (\d+)' % re.escape(os.path.abspath(script).encode()))
+        self._frame = re.compile(_LABEL + rb'  File "%s", line (\d+)' % re.escape(os.path.abspath(script).encode()))
         self._script = os.path.basename(script)
         self._line = b""  # the last one, if it has not ended
         self._box: list[bytes] = []
         self._report: tuple[str, str] | None = None
         self._line_number = ""
+        self._fix = ""
+        self._last: list[bytes] = []  # of the lines before a report
         self._is_known = False
 
     def know(self) -> None:
@@ -57,23 +68,58 @@ class BoxFilter:
         # mpirun's last box may end in a NUL.
         return b"" if _OF_MPIRUN.search(held) or not held.strip(b" \0\r\n") else held
 
-    def summary(self, code: int) -> str:
-        """Returns what failed, in one line; empty if no rank has reported it.
+    def summary(self, code: int, output: str | None = None) -> str:
+        """Returns what failed, and below it how to fix it if kdist knows; empty if nothing is known.
 
         Args:
             code: int, the exit code of the job.
+            output: str or `None`, the directory of every rank's output.
         """
+        if self._report is None:
+            return ""
+        rank = self._report[0].split()[1]
+        kept = (
+            f"its output is in {os.path.join(output, f'rank{rank}.err')}, that of the other ranks beside it"
+            if output
+            else "--output DIR keeps the output of each rank"
+        )
+        fix = f"\nFix: {self._fix}" if self._fix else ""
+        return f"{self._failure()}; the job's exit code is {code}; {kept}{fix}"
+
+    def _failure(self) -> str:
         if self._report is None:
             return ""
         who, what = self._report
         line = f" in {self._script}:{self._line_number}" if self._line_number else ""
-        how = {"ends": "ended the job, for the reason above"}.get(what.split()[0], what)
-        return f"{who} {how}{line}; the job's exit code is {code}"
+        how = what
+        if what.startswith(_ENDS):
+            cause = re.split(r"\. | Received: ", what[len(_ENDS) :])[0]
+            how = f"ended the job{cause or ', for the reason above'}"
+        return f"{who} {how}{line}"
 
     def _look(self, line: bytes) -> None:
         if match := _REPORT.match(line):
             self._report = match[1].decode(), match[2].decode()
             self._is_known = True
+            self._look_for_fix(line)
+            return
+        self._last = [*self._last, line][-_LINES_OF_A_CAUSE:]
+        box = b"\n".join(self._last)
+        if match := _KILLED.search(box):
+            name = f" ({match[4].decode()})" if match[4] else ""
+            who = f"rank {int(match[1])} on host {match[2].decode()}"
+            self._report = who, f"was killed by signal {int(match[3])}{name}"
+            self._fix = (
+                "read its output, and the system log of its host: the kernel kills processes that run out of memory, "
+                "and schedulers those that exceed their limits"
+            )
+        elif match := _EXITED.search(box):
+            self._report = f"rank {int(match[1])}", f"exited with code {int(match[2])}, without a message"
+            self._fix = "read its output, and look for what ends a process: `os._exit`, or a library"
+
+    def _look_for_fix(self, line: bytes) -> None:
+        if _OF_KDIST.match(line) and (match := _FIX.match(line)):
+            self._fix = match[1].decode(errors="replace").strip()
 
     def _show(self, line: bytes) -> bytes:
         if not self._box:
@@ -82,6 +128,7 @@ class BoxFilter:
                 return b""
             if match := self._frame.match(line):
                 self._line_number = match[1].decode()
+            self._look_for_fix(line)
             return b"" if _ERROR_OF_MPIRUN.match(line) else line
         self._box.append(line)
         if not _RULE.fullmatch(line) and len(self._box) < _MAX_LINES:

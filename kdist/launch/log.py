@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import warnings
+from collections.abc import Iterator
 
+from kdist._user_code import is_kdists, user_place
 from kdist.cluster.info import ClusterInfo
 
 _LOG = logging.getLogger("kdist")
 
 LEVELS = ("debug", "info", "warning", "error")
 """What `KDIST_LOG` may be."""
+
+TRACEBACK_VARIABLE = "KDIST_TRACEBACK"
+"""The variable that, as `full`, leaves kdist's frames in tracebacks."""
 
 
 def show_log(info: ClusterInfo) -> None:
@@ -35,6 +42,30 @@ def show_log(info: ClusterInfo) -> None:
         _LOG.setLevel(logging.INFO)
     if level:
         _LOG.warning("KDIST_LOG is unknown. Received: %r. Expected one of %s.", level, ", ".join(LEVELS))
+
+
+@contextlib.contextmanager
+def warnings_at_users_lines() -> Iterator[None]:
+    """A context in which a Python warning that would show a line of kdist shows the user's line that led there.
+
+    Keras and TensorFlow warn of their caller, and that is kdist where it calls them for the user.
+    """
+    previous = warnings.formatwarning
+
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        place = user_place() if is_kdists(filename) else None
+        if place is not None:
+            (filename, lineno), line = place, None
+        return previous(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        if warnings.formatwarning is formatted:  # the user may have set another one
+            warnings.formatwarning = previous
 
 
 class OnceLog:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,13 @@ REPORT_PREFIX = "[kdist] rank "
 
 # What makes a buffered stderr be shown: kdist's reports, and those of Python's faulthandler.
 _FAILURE_MARKS = (REPORT_PREFIX.encode(), b"Fatal Python error: ")
+# What TensorFlow's C++ code writes below its errors: the CPU, the GPUs that there are not.
+_STARTUP_LINE = re.compile(
+    rb"^(?:WARNING: All log messages before absl::InitializeLog.*|[IW]\d{4} \d\d:\d\d:\d\d.*|"
+    rb"[IWE]0{4} 00:00:\d+\.\d+ .*(?:cudart|cuda_platform|cpu_feature_guard|cuInit|gpu_device).*|"
+    rb"To enable the following instructions:.*rebuild TensorFlow.*)\n",
+    re.MULTILINE,
+)
 _BUFFER_BYTES = 1 << 18  # of stderr that are kept until a failure
 _STDOUT, _STDERR = 1, 2
 
@@ -98,13 +106,22 @@ def _copy(reading: int, shown: int, file: int, until_failure: bool, label: str) 
                 buffer = (buffer + piece)[-_BUFFER_BYTES:]
                 if not any(mark in buffer for mark in _FAILURE_MARKS):
                     continue
-                until_failure, piece = False, buffer
+                until_failure, piece = False, without_startup_lines(buffer)
             _write(1, piece)
         _write(1, labelled(rest, label) if rest else b"")
     except OSError:
         pass  # a pseudo-terminal is closed
     finally:
         os._exit(0)
+
+
+def without_startup_lines(text: bytes) -> bytes:
+    """Returns what a rank has written without what TensorFlow says at each start: rank 0 has shown it.
+
+    Args:
+        text: bytes.
+    """
+    return _STARTUP_LINE.sub(b"", text)
 
 
 def labelled(lines: bytes, label: str) -> bytes:

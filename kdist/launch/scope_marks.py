@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from kdist.restarts.report import own_reports
 
+_REPORT = "report"
 _WAITING, _ALONE, _NEVER, _NEVER_WITH_KERAS = "waiting", "alone", "never", "never-with-keras"
 
 
@@ -58,6 +60,16 @@ class OwnScopes:
         if not self.was_entered and not self.trains_alone:
             self._mark(_NEVER_WITH_KERAS if used_keras else _NEVER)
 
+    def failed(self, report: str) -> None:
+        """Records the report of a failure, unless another rank's is there.
+
+        Args:
+            report: str, as printed.
+        """
+        if self.directory is not None:
+            with contextlib.suppress(OSError), (self.directory / _REPORT).open("x", encoding="utf-8") as file:
+                file.write(report)
+
     def _mark(self, kind: str) -> None:
         if self.directory is not None:
             with contextlib.suppress(OSError):  # on another host than `kdist run`
@@ -104,6 +116,34 @@ class Marks:
         )
 
 
+class SlowStart:
+    """Remarks once on a job in which no rank has entered a scope for long.
+
+    Args:
+        patience: float, seconds.
+    """
+
+    def __init__(self, patience: float = 30.0) -> None:
+        self._patience = patience
+        self._begin: float | None = time.monotonic()
+
+    def remark(self, marks: Marks) -> str:
+        """Returns what a user may want to know, or an empty text.
+
+        Args:
+            marks: `Marks`, what the ranks have recorded so far.
+        """
+        if marks.waiting or marks.alone or marks.never:
+            self._begin = None
+        if self._begin is None or time.monotonic() - self._begin < self._patience:
+            return ""
+        self._begin = None
+        return (
+            f"no rank has entered kdist.scope() for {self._patience:.0f} s: they load TensorFlow, or do what stands "
+            "before the scope"
+        )
+
+
 def read(directory: str) -> Marks:
     """Returns what the ranks have recorded so far.
 
@@ -117,6 +157,17 @@ def read(directory: str) -> Marks:
             found[kind].append(int(rank))
     waiting, alone, without, with_keras = (tuple(sorted(ranks)) for ranks in found.values())
     return Marks(waiting, alone, tuple(sorted(without + with_keras)), bool(with_keras))
+
+
+def read_report(directory: str) -> str:
+    """Returns the first report of a failure by a rank of this host, or an empty text.
+
+    Args:
+        directory: str, the job's.
+    """
+    with contextlib.suppress(OSError):
+        return Path(directory, _REPORT).read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _join(ranks: tuple[int, ...]) -> str:

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from kdist._user_code import user_line
 from kdist.cluster import detect
 from kdist.launch import failure, first_failure
 from kdist.launch.output import redirect
 from kdist.launch.scope_marks import own_scopes
-from kdist.launch.user_line import user_line
 from kdist.restarts.report import own_reports
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -20,8 +21,12 @@ from kdist.keras_hooks.trainer import compile_arguments
 from kdist.keras_hooks.variables import raw_variable
 from kdist.state.broadcast import broadcast_state
 
+logger = logging.getLogger("kdist")
 
-def check_agreement(engine: Engine, what: str, local: Mapping[str, Any]) -> None:
+
+def check_agreement(
+    engine: Engine, what: str, local: Mapping[str, Any], refuse_otherwise: Callable[[str, int], None] | None = None
+) -> None:
     """Raises on all ranks unless values are equal on all of them.
 
     Collective: every rank must call this, in the same order.
@@ -30,6 +35,8 @@ def check_agreement(engine: Engine, what: str, local: Mapping[str, Any]) -> None
         engine: `Engine`, how the ranks communicate.
         what: str, what is compared, for the message.
         local: mapping of names to anything that JSON can write.
+        refuse_otherwise: function of such a name and the rank that differs, which raises where another error is
+            clearer, or `None`.
 
     Raises:
         MismatchError: naming the rank and the first name whose values differ.
@@ -40,6 +47,9 @@ def check_agreement(engine: Engine, what: str, local: Mapping[str, Any]) -> None
             mine, theirs = root.get(name, "nothing"), other.get(name, "nothing")
             if mine != theirs:
                 mine, theirs = _excerpts(mine, theirs)
+                if refuse_otherwise is not None:
+                    logger.debug("%s, %s: %s on rank 0, %s on rank %d", what, name, mine, theirs, rank)
+                    refuse_otherwise(name, rank)
                 raise MismatchError(
                     f"Ranks differ in {what}: {name}. Received: {mine} on rank 0 and {theirs} on rank {rank}. "
                     f"Expected the same on all {engine.size} ranks. Fix: look for what depends on the rank, the host "

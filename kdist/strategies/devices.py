@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from kdist._user_code import user_line
 from kdist.errors import ScopeError
 
 logger = logging.getLogger("kdist")
@@ -67,16 +67,9 @@ def hide_gpus() -> None:
 def _too_late(what: str, error: RuntimeError) -> ScopeError:
     return ScopeError(
         f"TensorFlow initialised its devices before kdist.scope() could {what}. Received: {error} Expected no tensor "
-        f"before the first call of kdist, in {_line_of_the_script()}. Fix: move that line up, above "
+        f"before the first call of kdist, in {user_line()}. Fix: move that line up, above "
         "the first one that makes a tensor, a layer or a model."
     )
-
-
-def _line_of_the_script() -> str:
-    """Returns the innermost line of the stack outside of kdist and the standard library."""
-    libraries = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__), "<")
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(libraries)]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "an unknown line"
 
 
 def device_of(devices: Sequence[Any], local_rank: int) -> Any:

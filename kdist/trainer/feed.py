@@ -11,7 +11,14 @@ from typing import Any
 import keras
 
 from kdist.data.input_checks import check_inputs
-from kdist.data.make_source import SourceAdapter, describe_source, has_fixed_shapes, holds_random_state, make_source
+from kdist.data.make_source import (
+    SourceAdapter,
+    describe_source,
+    has_fixed_shapes,
+    holds_random_state,
+    make_source,
+    refuse_other_rows,
+)
 from kdist.errors import ScopeError
 from kdist.state.comparison import check_agreement
 from kdist.state.random_state import agree_random_state, input_seed
@@ -108,7 +115,12 @@ class Feed:
         )
         self._num_sources += 1
         source = remake(seed=input_seed(self._random_state, self._num_sources))
-        check_agreement(self._engine, f"the data given to {verb}", describe_source(source))
+        check_agreement(
+            self._engine,
+            f"the data given to {verb}",
+            describe_source(source),
+            functools.partial(refuse_other_rows, f"model.{verb}"),
+        )
         check_inputs(adapter, source, self._engine, auto_shard=self._settings.auto_shard)
         if verb == "predict" and self.widths_differ != (widths_differ := not has_fixed_shapes(source)):
             self.widths_differ, self._model.predict_function = widths_differ, None

@@ -34,6 +34,7 @@ from kdist.keras_hooks.trainer import (
     set_strategy,
     tensor_names_kept,
 )
+from kdist.launch.log import warnings_at_users_lines
 from kdist.state.comparison import check_agreement, check_equal
 from kdist.state.metrics import add_over_ranks
 from kdist.state.session import has_session, set_session
@@ -79,7 +80,7 @@ class ReplicatedModel:
     def install(self) -> None:
         """Sets the methods on the instance, and the model's session."""
         verbs = {
-            name: functools.partial(self._verb_on_batch if name.endswith("_on_batch") else self._verb, name)
+            name: functools.partial(self._call, self._verb_on_batch if name.endswith("_on_batch") else self._verb, name)
             for name in VERBS
         }
         steps = {
@@ -97,6 +98,10 @@ class ReplicatedModel:
         return original(self._model, name)
 
     # The verbs.
+
+    def _call(self, verb: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        with self._engine.activity.running(f"model.{name}"), warnings_at_users_lines():
+            return verb(name, *args, **kwargs)
 
     def _verb(self, name: str, *args: Any, **kwargs: Any) -> Any:
         session, run = self.session, self._original(name)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import site
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+from kdist._user_code import UNKNOWN_LINE, is_users, user_line
 from kdist.watch.failure_detector import IN_A_GRAPH
 
+_LINE_AFTER = 1.0  # seconds without a change, after which a report has the line of the script
 _STACK_AFTER = 5.0  # seconds without a change, after which a report has the stacks
 _MAX_THREADS = 8
 _MAX_FRAMES = 12  # of the main thread, the innermost
 _BUSY_FRACTION = 0.2  # CPU time over wall-clock time between two reports
-_LIBRARIES = tuple({*site.getsitepackages(), os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__)})
 _KERAS_TRAINER = os.path.join("keras", "src", "backend", "tensorflow", "trainer.py")
 _KERAS_CALLBACKS = os.path.join("keras", "src", "callbacks", "callback_list.py")
 
@@ -39,12 +40,30 @@ class Activity:
         self.graph_progress: Callable[[], tuple[int, int, str]] | None = None
         self.group_progress: list[tuple[Callable[[], tuple[int, int, str]], Sequence[int]]] = []
         self.has_finished = False
+        self._verbs: list[tuple[str, str]] = []  # those that run, with the lines that call them
         self._waiting: tuple[str, Any, int] | None = None
         self._among: Sequence[int] | None = None
         self._since = time.monotonic()
         self._graph_progress = (0, 0, "")
         self._group_progress: list[tuple[int, int, str]] = []
         self._times = (time.monotonic(), 0.0)
+
+    @contextlib.contextmanager
+    def running(self, verb: str) -> Iterator[None]:
+        """A context that is open while a verb of the user's runs: `model.fit`, say.
+
+        Args:
+            verb: str, as the user writes it.
+        """
+        line = user_line()
+        if any(line == other for _, other in self._verbs):  # validation within fit
+            yield
+            return
+        self._verbs.append((verb, line))
+        try:
+            yield
+        finally:
+            self._verbs.pop()
 
     def begin(
         self, kind: str, sent: Sequence[tuple[Any, Any]], num_fixed: int, among: Sequence[int] | None = None
@@ -90,6 +109,7 @@ class Activity:
             "finished": self.has_finished,
             "calls": self.calls + begun,
             "waiting": waiting,
+            "place": self._place(elapsed),
             "among": among if among is None else list(among),
             "elapsed": elapsed,
             "busy": self._is_busy(),
@@ -97,6 +117,17 @@ class Activity:
             "stack": [_location(frame, line) for frame, line in _relevant(stack)[-_MAX_FRAMES:]],
             "threads": [_location(frame, frame.f_lineno) for frame in threads[:_MAX_THREADS]],
         }
+
+    def _place(self, elapsed: float) -> str:
+        """Returns the verb that runs and its line; without one the line of the script, where that is worth a look."""
+        if self.has_finished:
+            return ""
+        if verbs := self._verbs[-1:]:
+            verb, line = verbs[0]
+            return f"`{verb}`, {line}"
+        frame = sys._current_frames().get(threading.main_thread().ident or 0) if elapsed > _LINE_AFTER else None
+        line = UNKNOWN_LINE if frame is None else user_line(frame)
+        return "" if line == UNKNOWN_LINE else line
 
     def _poll_graphs(self) -> tuple[int, int, str]:
         """Returns what `graph_progress` does, and records the time when that changes."""
@@ -149,7 +180,7 @@ def _relevant(stack: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]
         for place, (frame, line) in enumerate(stack)
         if place == len(stack) - 1
         or frame.f_code.co_filename.endswith(_KERAS_TRAINER)
-        or not frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
+        or is_users(frame.f_code.co_filename)
     ]
 
 

@@ -26,6 +26,7 @@ class RankReport:
         finished: bool, whether its script has finished.
         calls: int, how many collectives it has begun.
         waiting: str or `None`, the collective that it waits in.
+        place: str, the user's verb that runs, and the line of the script; empty if unknown.
         among: tuple of int or `None`, the ranks that take part in that one; `None` for all.
         elapsed: float, seconds since it began that one, or finished the last one.
         busy: bool, whether it uses the CPU.
@@ -40,6 +41,7 @@ class RankReport:
     finished: bool = False
     calls: int = 0
     waiting: str | None = None
+    place: str = ""
     among: tuple[int, ...] | None = None
     elapsed: float = 0.0
     busy: bool = False
@@ -94,7 +96,8 @@ def _died(reports: Sequence[RankReport]) -> Failure | None:
     return Failure(
         True,
         _ranks(dead),
-        f"{_names(dead)} died without an error message. Received: a closed connection. Expected it to keep training. "
+        f"{_names(dead)} died without an error message{_last_place(dead)}. Received: a closed connection. Expected "
+        "it to keep training. "
         "Fix: read its output and the system log of its host; the kernel kills processes that run out of memory.",
         Kind.LOST,
     )
@@ -109,9 +112,9 @@ def _finished_early(reports: Sequence[RankReport]) -> Failure | None:
     return Failure(
         True,
         _ranks(early),
-        f"{_names(waiting)} waits in {waiting[0].waiting} for {_names(early)}, which has finished its script. "
-        "Received: an exit on some ranks only. Expected every rank to make the same calls. Fix: look for `sys.exit`, "
-        "or for a branch on the rank around fit, evaluate, predict or an optimizer's apply.",
+        f"{_names(waiting)} is in {_place(waiting[0])}; {_names(early)} has ended its script. Received: an exit on "
+        "some ranks only. Expected every rank to make the same calls. Fix: look for `sys.exit`, or for a "
+        "branch on the rank, around fit, evaluate, predict or an optimizer's apply.",
     )
 
 
@@ -136,7 +139,7 @@ def _mismatch(reports: Sequence[RankReport], skew: float) -> Failure | None:
                 return Failure(
                     True,
                     (first.rank, other.rank),
-                    f"Ranks wait in different collectives. Received: {_call(first)}, and {_call(other)}. Expected the "
+                    f"Ranks make different calls. Received: {_call(first, other)}; {_call(other, first)}. Expected the "
                     "same call with the same tensors on every rank. Fix: look for a branch, a shape or a number of "
                     f"steps that depends on the rank.{_stacks([first, other])}",
                 )
@@ -154,10 +157,9 @@ def _deadlock(reports: Sequence[RankReport], skew: float) -> Failure | None:
                 return Failure(
                     True,
                     (first.rank, other.rank),
-                    f"All ranks wait for each other. Received: rank {first.rank} in {first.waiting}, and rank "
-                    f"{other.rank} in {other.waiting}. Expected both in the same collective, or one to send what the "
-                    "other receives. Fix: let the ranks of a group make the same calls in the same order, and send "
-                    f"before they receive.{_stacks([first, other])}",
+                    f"All ranks wait for each other. Received: {_call(first, first)}; {_call(other, other)}. Expected "
+                    "both in one collective, or one to send what the other receives. Fix: let the ranks of a group "
+                    f"make the same calls in the same order, and send before they receive.{_stacks([first, other])}",
                 )
     return None
 
@@ -191,7 +193,7 @@ def _stalled(reports: Sequence[RankReport], stall_timeout: float | None, is_stri
     return Failure(
         fatal,
         _ranks(at_fault),
-        f"{_names(others)} waits in {others[0].waiting} for {seconds:.0f} s. Received: "
+        f"{_names(others)} waits in {_place(others[0])} for {seconds:.0f} s. Received: "
         f"{'; '.join(map(_state, at_fault))}. Expected every rank to arrive within stall_timeout={stall_timeout:g} "
         f"s. Fix: {'remove' if fatal else 'check'} what blocks it; kdist.scope(stall_timeout=...) allows more time, "
         f"None any time.{_stacks(at_fault)}",
@@ -238,8 +240,20 @@ def _no_heartbeat(report: RankReport) -> str:
     return f"rank {report.rank} sends no heartbeat for {report.heartbeat_age:.0f} s: it or its host is stopped"
 
 
-def _call(report: RankReport) -> str:
-    return f"rank {report.rank} in its call {report.calls}, {report.waiting}"
+def _call(report: RankReport, other: RankReport) -> str:
+    """Returns what a rank waits in; the collective, too, where the other rank is at the same place."""
+    if report.place and other.place and report.place != other.place:
+        return f"rank {report.rank} is in {report.place}"
+    place = f"{report.place}, in " if report.place else ""
+    return f"rank {report.rank} is in {place}its call {report.calls}, {report.waiting}"
+
+
+def _place(report: RankReport) -> str:
+    return report.place or str(report.waiting)
+
+
+def _last_place(reports: Sequence[RankReport]) -> str:
+    return f", in {reports[0].place}" if reports[0].place else ""
 
 
 def _names(reports: Sequence[RankReport]) -> str:

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from kdist.cli.smoke import judgement
 from tests.helpers import spmd
 
 COMMAND = [sys.executable, "-m", "kdist.cli.main", "check", "-np", "2"]
@@ -13,9 +14,24 @@ COMMAND = [sys.executable, "-m", "kdist.cli.main", "check", "-np", "2"]
 def test_it_passes_here():
     done = spmd.execute(COMMAND, timeout=150)
     assert done.returncode == 0, done.output
-    for word in ["rank 0", "rank 1", "CPU:0", "GB/s", "µs", "within 1e-05", "kdist check: passed"]:
+    for word in [
+        "rank 0",
+        "rank 1",
+        "CPU:0",
+        "GB/s",
+        "µs",
+        "within 1e-05",
+        "load TensorFlow",
+        "kdist check: passed: the ranks train",
+    ]:
         assert word in done.output, done.output
     assert "oneDNN" not in done.output
+
+
+def test_the_speed_of_messages_is_judged():
+    assert judgement(2e-5, 4e9) == "a step of a model of 10 million weights sends for 10 ms"
+    for slow in (judgement(3e-3, 4e9), judgement(2e-5, 5e7)):
+        assert "SLOW. Fix: " in slow
 
 
 def test_a_user_script_that_fails(tmp_path):

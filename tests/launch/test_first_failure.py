@@ -58,6 +58,9 @@ def test_the_first_rank_to_die_is_named_and_no_other(command, tmp_path, end, cod
     assert ended.output.count("[kdist] rank 2 of 3") == 1, ended.output
     assert ended.output.count("[kdist] rank") == 1, ended.output
     assert (DIED in ended.output) == (end != "sys.exit(6)"), ended.output
+    # The rank's own report is summed up in the last line.
+    summed_up = "kdist: rank 2 of 3 on host" in ended.output.splitlines()[-1]
+    assert summed_up == (end == "sys.exit(6)"), ended.output
 
 
 def test_a_rank_that_exits_with_0_during_training_fails_the_job():

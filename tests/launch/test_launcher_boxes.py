@@ -20,7 +20,7 @@ ValueError: boom
 def filtered(text, size, script="/work/train.py"):
     boxes, data = BoxFilter(script), text.encode()
     shown = b"".join(boxes.feed(data[start : start + size]) for start in range(0, len(data), size))
-    return (shown + boxes.finish()).decode(), boxes.summary(1)
+    return (shown + boxes.finish()).decode()
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10_000])
@@ -38,7 +38,7 @@ def filtered(text, size, script="/work/train.py"):
     ],
 )
 def test_what_is_shown(text, shown, size):
-    assert filtered(text, size)[0] == shown
+    assert filtered(text, size) == shown
 
 
 def test_output_is_not_held_back_before_a_failure():
@@ -48,8 +48,42 @@ def test_output_is_not_held_back_before_a_failure():
     assert boxes.summary(1) == ""
 
 
+HINT = "; --output DIR keeps the output of each rank"
+
+
+def summary(text, output=None):
+    boxes = BoxFilter("/work/train.py")
+    boxes.feed(text.encode())
+    return boxes.summary(1, output)
+
+
 def test_the_summary():
-    summary = "rank 1 of 2 on host vm raised ValueError in train.py:12; the job's exit code is 1"
-    assert filtered(REPORT + BOX, 50)[1] == summary
+    raised = "rank 1 of 2 on host vm raised ValueError in train.py:12; the job's exit code is 1"
+    assert summary(REPORT + BOX) == raised + HINT
+    assert (
+        summary(REPORT + BOX, "logs") == f"{raised}; its output is in logs/rank1.err, that of the other ranks beside it"
+    )
+    labelled = "".join(f"[rank 1 12:00:59] {line}\n" for line in REPORT.splitlines())
+    assert summary(labelled) == raised + HINT
+    said = "[kdist] rank 0 of 2 on host vm exited with code 1: give --epochs\n"
+    assert summary(said) == f"rank 0 of 2 on host vm exited with code 1: give --epochs; the job's exit code is 1{HINT}"
     exited = "[kdist] rank 0 of 2 on host vm exited with code 7\n"
-    assert filtered(exited, 50)[1] == "rank 0 of 2 on host vm exited with code 7; the job's exit code is 1"
+    assert summary(exited) == f"rank 0 of 2 on host vm exited with code 7; the job's exit code is 1{HINT}"
+
+
+def test_the_summary_ends_with_the_fix_that_kdist_knows():
+    error = "kdist.errors.DataError: No. Received: 1. Expected 2. Fix: `a Fix: b`, or c.\n"
+    assert summary(REPORT.replace("ValueError: boom\n", error)).splitlines()[1:] == ["Fix: b`, or c."]
+    assert "\n" not in summary(REPORT.replace("ValueError: boom", "ValueError: Fix: it"))
+    ended = "[kdist] rank 0 of 2 on host vm ends the job: rank 1 died. Received: nothing. Fix: read.\n"
+    assert summary(ended) == (
+        f"rank 0 of 2 on host vm ended the job: rank 1 died; the job's exit code is 1{HINT}\nFix: read."
+    )
+
+
+def test_the_summary_of_a_rank_that_only_mpirun_reports():
+    killed = f"{RULE}prterun noticed that process rank 1 with PID 0 on node vm exited on\nsignal 9 (Killed).\n{RULE}"
+    assert summary(killed).startswith("rank 1 on host vm was killed by signal 9 (Killed); the job's exit code is 1")
+    assert "out of memory" in summary(killed).splitlines()[-1]
+    exited = f"{RULE}prterun detected that\n\n   Process name: [prterun-vm-7@1,3]\n   Exit code:    5\n{RULE}"
+    assert summary(exited).startswith("rank 3 exited with code 5, without a message; ")

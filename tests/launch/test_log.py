@@ -2,11 +2,13 @@
 
 import contextlib
 import logging
+import warnings
 
 import pytest
 
+import kdist
 from kdist.cluster.info import ClusterInfo
-from kdist.launch.log import OnceLog, show_log
+from kdist.launch.log import OnceLog, show_log, warnings_at_users_lines
 
 
 @contextlib.contextmanager
@@ -55,3 +57,17 @@ def test_the_same_text_is_said_once(caplog):
         once.clear()
         once.info("a")
     assert [record.getMessage() for record in caplog.records] == ["a", "b", "a"]
+
+
+def test_warnings_show_the_users_line(capsys):
+    before = warnings.formatwarning
+    code = compile("warnings.warn('of whoever called', stacklevel=1)", kdist.__file__, "exec")
+    with warnings.catch_warnings(), warnings_at_users_lines():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *of: print(warnings.formatwarning(*of[:4]))
+        exec(code, {"warnings": warnings})
+        warnings.warn("mine", stacklevel=1)
+    assert warnings.formatwarning is before
+    caller, mine = (line for line in capsys.readouterr().out.splitlines() if "UserWarning" in line)
+    assert caller.startswith(f"{__file__}:")
+    assert mine.startswith(f"{__file__}:")

@@ -1,6 +1,7 @@
 """What a rank reports in its heartbeat."""
 
 import json
+import re
 
 from kdist.watch.activity import Activity
 from kdist.watch.heartbeat import MAX_MESSAGE_BYTES
@@ -29,6 +30,22 @@ def test_the_progress_of_graphs_is_reported():
     assert activity.report()["waiting"] == "a collective of a graph: sum of 1 tensor(s) float32[2]"
     activity.has_finished = True
     assert activity.report()["calls"] == 4  # graphs are not asked any more
+
+
+def test_the_verb_that_runs_is_reported_with_the_line_that_calls_it():
+    activity = Activity()
+    assert activity.report()["place"] == ""
+    with activity.running("model.fit"):
+        own = activity.report()["place"]
+        assert re.fullmatch(r"`model.fit`, test_activity.py:\d+", own)
+        activity._verbs[0] = "model.fit", "train.py:9"
+        with activity.running("model.evaluate"):  # in a callback
+            assert "`model.evaluate`, test_activity.py:" in activity.report()["place"]
+        assert activity.report()["place"] == "`model.fit`, train.py:9"
+    activity._since -= 2.0  # waits in no verb: the line is looked up
+    assert activity.report()["place"].startswith("test_activity.py:")
+    activity.has_finished = True
+    assert activity.report()["place"] == ""
 
 
 def test_a_barrier_at_exit_is_not_counted():

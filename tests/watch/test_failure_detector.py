@@ -51,14 +51,29 @@ def test_a_rank_that_finished_early_is_named_with_the_collective_of_the_others()
     found = detect(waits(0, 4.0), RankReport(rank=1, calls=4, finished=True))
     assert found.is_fatal
     assert found.ranks == (1,)
-    assert "rank 0 waits in allreduce of 1 tensor(s) float32[3] for rank 1, which has finished" in found.text
+    assert "rank 0 is in allreduce of 1 tensor(s) float32[3]; rank 1 has ended its script" in found.text
+
+
+def test_the_users_verb_and_line_stand_in_the_place_of_collectives():
+    """Where two ranks are in the same verb, the collectives are told, too."""
+    fit, evaluate = "`model.fit`, train.py:9", "`model.evaluate`, train.py:15"
+    found = detect(waits(0, 4.0, place=evaluate), RankReport(rank=1, calls=4, finished=True))
+    assert found.text.startswith(f"rank 0 is in {evaluate}; rank 1 has ended its script. ")
+    found = detect(waits(0, 4.0, place=evaluate), waits(1, 4.0, "barrier", place=fit))
+    assert f"rank 0 is in {evaluate}; rank 1 is in {fit}. Expected" in found.text
+    found = detect(waits(0, 4.0, place=fit), waits(1, 4.0, "barrier", place=fit))
+    assert f"rank 1 is in {fit}, in its call 5, barrier. Expected" in found.text
+    found = detect(waits(0, 101.0, place=fit), RankReport(rank=1, heartbeat_age=101.0))
+    assert f"rank 0 waits in {fit} for 101 s" in found.text
+    found = detect(waits(0, 4.0), RankReport(rank=1, disconnected=True, heartbeat_age=4.0, place=fit))
+    assert f"rank 1 died without an error message, in {fit}. " in found.text
 
 
 def test_ranks_in_different_calls_are_both_named():
     found = detect(waits(0, 4.0), waits(1, 4.0, "barrier of 0 tensor(s)"))
     assert found.is_fatal
-    assert "rank 0 in its call 5, allreduce" in found.text
-    assert "rank 1 in its call 5, barrier" in found.text
+    assert "rank 0 is in its call 5, allreduce" in found.text
+    assert "rank 1 is in its call 5, barrier" in found.text
     assert detect(waits(0, 90.0), waits(1, 90.0, calls=6)).is_fatal
 
 
@@ -67,7 +82,7 @@ def test_ranks_that_wait_for_each_other_in_calls_of_groups_are_named():
     found = detect(first, other)
     assert found.is_fatal
     assert found.ranks == (0, 1)
-    assert "rank 0 in recv from 1, and rank 1 in recv from 0" in found.text
+    assert "rank 0 is in its call 5, recv from 1; rank 1 is in its call 5, recv from 0" in found.text
     assert detect(first, other, RankReport(rank=2, elapsed=1.0)) is None  # which may come to their help
     assert detect(first, waits(1, 61.0, CALL)).ranks == (0, 1)
 

@@ -50,7 +50,7 @@ def test_a_rank_that_finishes_early_ends_the_job(ranks):
     root.activity.begin("barrier", [], 0)
     other.heartbeat.finish()
     until(lambda: root.failures)
-    assert "rank 1, which has finished" in root.failures[0]
+    assert "rank 1 has ended its script" in root.failures[0]
     until(lambda: other.failures)
     assert other.failures[0] == "", "rank 0 reports it"
 

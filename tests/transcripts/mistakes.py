@@ -1,0 +1,132 @@
+"""The mistakes, how each is made, and what is compared of its output: the lines of kdist, without what varies."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.helpers import spmd
+
+HERE = Path(__file__).parent
+SCRIPTS, EXPECTED = HERE / "scripts", HERE / "expected"
+MAX_LINES = 12
+
+# Ctrl-C reaches `kdist run` in a terminal. A shell that runs tests in the background lets its children ignore SIGINT,
+# and so would `kdist run`, which then does not end its job: it is started with the usual handling.
+_INTERRUPTIBLE = (
+    "import os, signal, sys\n"
+    "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    "os.environ['LAUNCHER'] = str(os.getpid())\n"
+    "os.execv(sys.argv[1], sys.argv[1:])\n"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """A command with a mistake in it, or in its script.
+
+    Attributes:
+        command: str, as typed after `kdist`.
+        code: int, its exit code.
+        env: mapping, the variables that are set.
+        needs_jax: bool, whether its script imports JAX, which tests hide from ranks.
+        is_any_rank: bool, whether either rank may report it: both make the same mistake.
+    """
+
+    command: str
+    code: int
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_any_rank: bool = False
+    needs_jax: bool = False
+
+
+MISTAKES = {
+    # Of the command line: nothing is started.
+    "misspelled_command": Mistake("rnu -np 2 scope_only.py", 2),
+    "unknown_option": Mistake("run -np 2 --ouput logs scope_only.py", 2),
+    "no_number_of_ranks": Mistake("run scope_only.py", 2),
+    "no_script": Mistake("run -np 2", 2),
+    "missing_script": Mistake("run -np 2 trian.py", 2),
+    "option_of_python": Mistake("run -np 2 python -O scope_only.py", 2),
+    "too_few_slots": Mistake("run -H localhost:2 -np 4 scope_only.py", 2),
+    "unknown_strategy": Mistake("run -np 2 --strategy mip scope_only.py", 2),
+    "wrong_value_of_a_variable": Mistake("run -np 2 scope_only.py", 2, {"KDIST_SCALE_LR": "lots"}),
+    # Of scripts that do not get as far as TensorFlow.
+    "missing_module": Mistake("run -np 2 missing_module.py", 1, is_any_rank=True),
+    "bad_option": Mistake("run -np 2 bad_option.py", 1, is_any_rank=True),
+    "exit_with_a_message": Mistake("run -np 2 exit_with_a_message.py", 1, is_any_rank=True),
+    "breakpoint_on_two_ranks": Mistake("run -np 2 breakpoint_on_two_ranks.py", 0),
+    "interrupted": Mistake("run -np 2 interrupted.py", 130),
+    "rank_killed": Mistake("run -np 2 rank_killed.py", 137),
+    "rank_exits_without_a_word": Mistake("run -np 2 rank_exits_without_a_word.py", 5),
+    # Of whole trainings.
+    "misspelled_variable": Mistake("run -np 1 scope_only.py", 0, {"KDIST_SCALE_RL": "linear"}),
+    "other_backend": Mistake("run -np 2 scope_only.py", 1, {"KERAS_BACKEND": "jax"}, is_any_rank=True, needs_jax=True),
+    "fit_outside_of_the_scope": Mistake("run -np 2 fit_outside.py", 0),
+    "scope_without_with": Mistake("run -np 2 scope_without_with.py", 0),
+    "wrong_indent": Mistake("run -np 2 wrong_indent.py", 0),
+    "unseeded_split": Mistake("run -np 2 unseeded_split.py", 1, is_any_rank=True),
+    "evaluate_on_one_rank": Mistake("run -np 2 evaluate_on_one_rank.py", 1),
+    "file_of_all_ranks": Mistake("run -np 2 file_of_all_ranks.py", 1, is_any_rank=True),
+    "rank_raises": Mistake("run -np 2 rank_raises.py", 1),
+    "rank_ends_early": Mistake("run -np 2 rank_ends_early.py", 1),
+}
+
+
+def transcript(name: str) -> str:
+    """Makes a mistake; returns the command, what kdist said of it, and the exit code.
+
+    Args:
+        name: str, a key of `MISTAKES`.
+    """
+    mistake = MISTAKES[name]
+    kdist = [sys.executable, "-m", "kdist.cli.main", *mistake.command.split()]
+    # The lines that tell of the start, and of a slow one, are not of interest.
+    packages = spmd.EVERY_PACKAGE if mistake.needs_jax else spmd.RANK_ENVIRONMENT
+    path = os.pathsep.join(filter(None, (str(HERE.parents[1]), packages["PYTHONPATH"])))  # this checkout's kdist
+    env = {**spmd.RANK_ENVIRONMENT, "PYTHONPATH": path, "KDIST_LOG": "warning", "COLUMNS": "100", **mistake.env}
+    done = spmd.execute([sys.executable, "-c", _INTERRUPTIBLE, *kdist], env=env, cwd=SCRIPTS, timeout=300)
+    assert not done.timed_out, done.output
+    said = said_by_kdist(done.output, is_any_rank=mistake.is_any_rank)
+    variables = "".join(f"{variable}={value} " for variable, value in mistake.env.items())
+    return "\n".join([f"$ {variables}kdist {mistake.command}", *said, f"exit code {done.returncode}", ""])
+
+
+_OF_KDIST = re.compile(r"(\[kdist\] |kdist( \S+)?: )")
+_TRACEBACK = "Traceback (most recent call last):"
+_MARKERS = re.compile(r"[\s~^]+")  # below a line of a traceback, from Python 3.11 on
+# What a busy machine says: of a start that is slow, of ranks that share cores.
+_OF_A_BUSY_MACHINE = re.compile(r"have not started|no rank has entered kdist.scope\(\) for|share \d+ core")
+
+
+def said_by_kdist(output: str, *, is_any_rank: bool) -> list[str]:
+    """Returns the lines of kdist and the tracebacks that it printed, once each, without what varies.
+
+    Args:
+        output: str, of a job.
+        is_any_rank: bool, whether the numbers of ranks are left out where one reports.
+    """
+    said: list[str] = []
+    in_traceback = False
+    for line in output.replace("\r", "\n").splitlines():
+        if line.startswith(_TRACEBACK):
+            in_traceback = True
+            continue
+        is_part = in_traceback and not _MARKERS.fullmatch(line)
+        in_traceback = in_traceback and line.startswith(" ")
+        if (is_part or _OF_KDIST.match(line)) and not _OF_A_BUSY_MACHINE.search(line):
+            said.append(_without_what_varies(line, is_any_rank=is_any_rank))
+    return list(dict.fromkeys(said))
+
+
+def _without_what_varies(line: str, *, is_any_rank: bool) -> str:
+    for place, word in ((str(SCRIPTS), "..."), (os.path.realpath(SCRIPTS), "..."), (sys.executable, "PYTHON")):
+        line = line.replace(place, word)
+    line = re.sub(r"on host \S+", "on host HOST", line.replace(platform.node(), "HOST"))
+    line = re.sub(r"\bPID \d+", "PID", re.sub(r"\b\d+(\.\d+)? s\b", "N s", line))
+    return re.sub(r"\brank \d+ of", "rank N of", line) if is_any_rank else line

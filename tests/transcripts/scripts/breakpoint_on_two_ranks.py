@@ -1,0 +1,2 @@
+x = 41
+breakpoint()

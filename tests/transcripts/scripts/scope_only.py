@@ -1,0 +1,4 @@
+import kdist
+
+with kdist.scope():
+    pass

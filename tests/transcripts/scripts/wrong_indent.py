@@ -1,0 +1,10 @@
+import keras
+import numpy as np
+
+import kdist
+
+with kdist.scope():
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(x, y, batch_size=2, verbose=0)
