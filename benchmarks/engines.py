@@ -125,7 +125,7 @@ def is_there(engine: str) -> bool:
 def launch(engine: str, options: argparse.Namespace) -> _Found:
     """Runs two ranks to their end and returns what rank 0 found; nothing of them is left behind."""
     mpirun = [str(Path(sys.executable).parent / "mpirun"), "-np", "2", "--oversubscribe", "--bind-to", "none"]
-    cluster = [sys.executable, "-m", "kdist.launch.local_cluster", "-np", "2"]
+    cluster = [sys.executable, "-m", "kdist.launchers.local_cluster", "-np", "2"]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "report.json")
         command = [*(cluster if engine == "collective" else mpirun), sys.executable, __file__, "--worker", engine]

@@ -114,7 +114,7 @@ def launch(role: str, engine: str, turns: int, namespace: str | None = None) -> 
             tcp = ["--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo", "--mca", "pml", "ob1"]
             command = [mpirun, "-np", str(RANKS), *(tcp if namespace else []), "--bind-to", "none", *script]
         else:
-            command = [sys.executable, "-m", "kdist.launch.local_cluster", "-np", str(RANKS), *script]
+            command = [sys.executable, "-m", "kdist.launchers.local_cluster", "-np", str(RANKS), *script]
         entered = ["ip", "netns", "exec", namespace] if namespace else []
         run_well([*entered, *command], ONE_THREAD, LIMIT)
         return json.loads(notes.read_text())

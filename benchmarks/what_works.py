@@ -26,7 +26,7 @@ LIMIT = 180  # seconds
 BESIDE = Path(sys.executable).parent
 
 MPI = [str(BESIDE / "mpirun"), "-np", "2", "--oversubscribe", "--bind-to", "none"]
-CLUSTER = [sys.executable, "-m", "kdist.launch.local_cluster", "-np", "2"]
+CLUSTER = [sys.executable, "-m", "kdist.launchers.local_cluster", "-np", "2"]
 HOROVOD = [str(BESIDE / "horovodrun"), "-np", "2", "--gloo"]
 
 
@@ -156,7 +156,7 @@ def parameter_server() -> tuple[Any, int]:
 
     import tensorflow as tf
 
-    from kdist.launch.ports import free_ports
+    from kdist.launchers.ports import free_ports
 
     ps, worker, chief = (f"localhost:{port}" for port in free_ports(3))
     cluster = {"ps": [ps], "worker": [worker], "chief": [chief]}

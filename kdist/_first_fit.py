@@ -20,8 +20,8 @@ from kdist._user_code import user_line
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import KDistError
-from kdist.launch.log import show_log
-from kdist.launch.scope_marks import own_scopes
+from kdist.reports.log import show_log
+from kdist.reports.scope_marks import own_scopes
 
 _LOG = logging.getLogger("kdist")
 

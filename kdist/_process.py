@@ -223,7 +223,7 @@ def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:
             "and `kdist run` uses the right one."
         )
     if engine.size > 1:
-        from kdist.launch import failure
+        from kdist.reports import failure
 
         hook = failure.install(engine.abort, engine.rank, engine.size, engine.explain)
         _opened.heartbeat = _start_heartbeat(engine, hook.fail)
@@ -253,8 +253,8 @@ def _start_heartbeat(engine: Engine, fail: Callable[[str], Any]) -> Heartbeat | 
 
 def _startup_timeout(info: ClusterInfo, seconds: float) -> contextlib.AbstractContextManager[None]:
     """Ends the job through its launcher if not all ranks have started in time: there is no engine yet."""
-    from kdist.launch.failure import FailureHook
-    from kdist.launch.worker import end_job
+    from kdist.launchers.worker import end_job
+    from kdist.reports.failure import FailureHook
 
     return startup_timeout(seconds, info.rank, info.size, FailureHook(end_job, info.rank, info.size).fail)
 

@@ -20,8 +20,8 @@ from kdist._process import cluster_info, open_engine, select_strategy, set_stall
 from kdist._scope_context import ScopeContext
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import ScopeError, StrategyError
-from kdist.launch.log import once, show_log, warnings_at_users_lines
-from kdist.launch.scope_marks import own_scopes
+from kdist.reports.log import once, show_log, warnings_at_users_lines
+from kdist.reports.scope_marks import own_scopes
 from kdist.strategies.options import TPU, AllReduce, ParameterServer
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, Selection
 
@@ -243,7 +243,7 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     from kdist.keras_hooks.clear_session import scopes_outlive_clear_session
     from kdist.keras_hooks.trainer import is_overridden, watch_models
     from kdist.keras_hooks.tuner import JointSearches
-    from kdist.launch import failure
+    from kdist.reports import failure
     from kdist.state.comparison import check_agreement
     from kdist.state.random_state import AgreedDraws, agree_global_seeds, agree_random_state, input_seed
     from kdist.strategies.all_reduce import AllReduceStrategy

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kdist._user_code import user_line
 from kdist.cluster import detect
 from kdist.errors import KDistError
-from kdist.launch.log import show_log
+from kdist.reports.log import show_log
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -52,8 +52,8 @@ class ScopeContext(contextlib.ContextDecorator, contextlib.AbstractContextManage
 
     def _report_on_one_rank(self) -> None:
         """Lets one rank print the error that all have, where no engine has done so yet: under a launcher's command."""
-        from kdist.launch import failure
-        from kdist.launch.worker import end_job
+        from kdist.launchers.worker import end_job
+        from kdist.reports import failure
 
         with contextlib.suppress(KDistError):  # of the launcher's variables
             info = detect(os.environ)

@@ -25,7 +25,7 @@ def loaded_by(code: str) -> str:
         "import kdist; dir(kdist)",
         "import kdist; kdist.errors.KDistError, kdist.scope, kdist.AllReduce, kdist.ClusterInfo",
         "import kdist; kdist.cluster_info(), kdist.rank(), kdist.size(), kdist.local_rank(), kdist.is_chief()",
-        "import kdist.scaling, kdist.data.sharding, kdist.launch.worker, kdist.launch.mpirun",
+        "import kdist.scaling, kdist.data.sharding, kdist.launchers.worker, kdist.launchers.mpirun",
         "from kdist.cli.main import main\ntry: main(['run', '--help'])\nexcept SystemExit: pass",
     ],
 )

@@ -50,10 +50,10 @@ def test_a_source_distribution_gives_the_same_wheel(tree, tmp_path):
 
 def test_a_package_that_setup_cfg_forgets_is_seen(tree, tmp_path):
     config = tree / "setup.cfg"
-    config.write_text(config.read_text().replace("    kdist.launch\n", "    callbacks\n"))
+    config.write_text(config.read_text().replace("    kdist.launchers\n", "    callbacks\n"))
     (tree / "kdist" / "py.typed").unlink()
     said = complaints(files_of(build("wheel", tree, tmp_path / "dist")), tree)
-    assert "kdist/launch/worker.py is missing" in said
+    assert "kdist/launchers/worker.py is missing" in said
     assert "kdist/py.typed is missing" in said
     assert "callbacks/__init__.py does not belong there" in said
 

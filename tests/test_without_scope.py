@@ -10,7 +10,7 @@ import pytest
 
 import kdist
 from kdist import _first_fit
-from kdist.launch.scope_marks import Marks, OwnScopes, SlowStart, read, read_report
+from kdist.reports.scope_marks import Marks, OwnScopes, SlowStart, read, read_report
 from tests.helpers import spmd
 from tests.helpers.jobs import job
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kdist.launch.ports import free_ports
+from kdist.launchers.ports import free_ports
 
 KERAS3 = {"KERAS_BACKEND": "tensorflow"}
 LEGACY = {"TF_USE_LEGACY_KERAS": "1"}  # also for Horovod's binding, which imports tf.keras
@@ -99,7 +99,7 @@ def launch_line(launcher: str, ranks: int) -> list[str]:
     if launcher == "horovodrun":
         return [program("horovodrun"), *np, "--gloo"]
     if launcher == "local_cluster":
-        return [sys.executable, "-m", "kdist.launch.local_cluster", *np]
+        return [sys.executable, "-m", "kdist.launchers.local_cluster", *np]
     if launcher == "torchrun":
         address = ["--master-addr", "127.0.0.1", "--master-port", str(free_ports(1)[0])]
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *address, "--no-python"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.cli import script
 from kdist.cli.run import add_launch_arguments, build
-from kdist.launch import process, worker
+from kdist.launchers import process, worker
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -15,7 +15,7 @@ from kdist.cli.quiet_import import import_quietly
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import KDistError
-from kdist.launch import mpirun
+from kdist.launchers import mpirun
 from kdist.strategies.selection import PARAMETER_SERVER
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ from kdist.cli import script, supervised
 from kdist.cli.parser import closest
 from kdist.cluster import detect
 from kdist.errors import LaunchError
-from kdist.launch import horovodrun, local_cluster, mpirun, process, scope_marks, worker
-from kdist.launch.command import Command, variables_to_forward
-from kdist.launch.first_failure import FailureMonitor
-from kdist.launch.hosts import Host, all_local, check_slots, is_scheduled, parse_hostfile, parse_hosts
-from kdist.launch.launcher_boxes import BoxFilter
+from kdist.launchers import horovodrun, local_cluster, mpirun, process, worker
+from kdist.launchers.command import Command, variables_to_forward
+from kdist.launchers.hosts import Host, all_local, check_slots, is_scheduled, parse_hostfile, parse_hosts
+from kdist.reports import scope_marks
+from kdist.reports.first_failure import FailureMonitor
+from kdist.reports.launcher_boxes import BoxFilter
 from kdist.restarts.report import Failure, Kind, append_failure
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, WORDS
 

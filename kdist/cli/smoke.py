@@ -14,7 +14,7 @@ import kdist
 from kdist._process import open_engine
 from kdist.cli.quiet_import import import_quietly
 from kdist.engines.engine import Engine
-from kdist.launch.scope_marks import own_scopes
+from kdist.reports.scope_marks import own_scopes
 
 if TYPE_CHECKING:
     import keras

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kdist.launch.process import received_signals
+from kdist.launchers.process import received_signals
 from kdist.restarts import progress, report, summary
 from kdist.restarts.attempt import Attempt, End, cause
 from kdist.restarts.event_lines import EventLines, Filter

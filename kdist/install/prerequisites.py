@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from kdist.errors import InstallError, LaunchError
-from kdist.launch import mpirun
+from kdist.launchers import mpirun
 
 
 @dataclasses.dataclass(frozen=True)

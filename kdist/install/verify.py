@@ -7,8 +7,8 @@ import sys
 
 from kdist.errors import InstallError
 from kdist.install import programs
-from kdist.launch import horovodrun, mpirun
-from kdist.launch.command import Command
+from kdist.launchers import horovodrun, mpirun
+from kdist.launchers.command import Command
 
 _PROGRAM = (sys.executable, "-m", "kdist.install.smoke")
 _TIMEOUT = 300.0  # seconds

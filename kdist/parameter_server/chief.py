@@ -12,13 +12,13 @@ import keras
 
 from kdist.errors import ScopeError
 from kdist.keras_hooks.trainer import watch_models
-from kdist.launch import failure
-from kdist.launch.ports import free_ports
+from kdist.launchers.ports import free_ports
 from kdist.parameter_server.connection import Cluster
 from kdist.parameter_server.dispatch import Dispatcher
 from kdist.parameter_server.membership import Membership
 from kdist.parameter_server.session import train_on_workers
 from kdist.parameter_server.strategy import ParameterServerStrategy
+from kdist.reports import failure
 from kdist.strategies.options import ParameterServer
 
 logger = logging.getLogger("kdist")

@@ -15,10 +15,10 @@ import tensorflow as tf
 
 from kdist._tf_internals import schedule_on_any_worker
 from kdist.errors import ClusterLostError
-from kdist.launch.failure import FailureHook
 from kdist.parameter_server.failure_detector import failure_detection
 from kdist.parameter_server.membership import Membership, ps_lost
 from kdist.parameter_server.strategy import ParameterServerStrategy
+from kdist.reports.failure import FailureHook
 
 _POLL_INTERVAL = 0.5  # seconds after which a wait for a result checks whether it can still come
 _IN_FLIGHT_PER_WORKER = 4

@@ -8,8 +8,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
-from kdist.launch.failure import FailureHook
 from kdist.parameter_server.membership import Membership
+from kdist.reports.failure import FailureHook
 
 _INTERVAL = 1.0  # seconds
 _GRACE = 10.0  # seconds that the chief's main thread has to raise by itself

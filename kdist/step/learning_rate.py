@@ -23,7 +23,7 @@ from kdist.keras_hooks.optimizers import (
     optimizers_of,
     stored_learning_rate,
 )
-from kdist.launch.log import once
+from kdist.reports.log import once
 from kdist.scaling import LearningRateRule, learning_rate_rule, num_warmup_steps
 from kdist.state.comparison import learning_rates
 from kdist.state.part import State, StatePart

@@ -34,7 +34,7 @@ from kdist.keras_hooks.trainer import (
     set_strategy,
     tensor_names_kept,
 )
-from kdist.launch.log import warnings_at_users_lines
+from kdist.reports.log import warnings_at_users_lines
 from kdist.state.comparison import check_agreement, check_equal
 from kdist.state.metrics import add_over_ranks
 from kdist.state.session import has_session, set_session

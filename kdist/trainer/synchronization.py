@@ -8,7 +8,7 @@ import keras
 
 from kdist.checkpoint.backup import Backup
 from kdist.keras_hooks.optimizers import optimizers_of
-from kdist.launch.log import once
+from kdist.reports.log import once
 from kdist.restarts.report import own_reports
 from kdist.state.comparison import check_agreement, check_equal, learning_rates
 from kdist.trainer.session import ReplicatedSession

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from kdist.checkpoint.files import CheckpointDirectory
-from kdist.launch.output import REPORT_PREFIX
+from kdist.reports.output import REPORT_PREFIX
 from tests.callbacks.interrupted_training import KILL, WRITERS
 from tests.callbacks.saver import LENGTH
 from tests.helpers import spmd

@@ -115,14 +115,14 @@ def test_starting_ranks_loads_neither_tensorflow_nor_mpi(arguments):
 )
 def test_ways_to_name_a_script(words, script, capsys):
     assert cli.main(["run", "-np", "2", "--dry-run", *(script if word == "SCRIPT" else word for word in words)]) == 0
-    assert capsys.readouterr().out.endswith(f"-m kdist.launch.worker {script} --epochs 5\n")
+    assert capsys.readouterr().out.endswith(f"-m kdist.launchers.worker {script} --epochs 5\n")
 
 
 @pytest.mark.starts_processes  # `mpirun --version`
 @pytest.mark.parametrize("words", [["-m", "this", "-np", "3"], ["python", "-m", "this", "-np", "3"]])
 def test_ways_to_name_a_module(words, capsys):
     assert cli.main(["run", "-np", "2", "--dry-run", *words]) == 0
-    assert capsys.readouterr().out.endswith("-m kdist.launch.worker -m this -np 3\n")
+    assert capsys.readouterr().out.endswith("-m kdist.launchers.worker -m this -np 3\n")
 
 
 def test_a_script_that_is_called_python_is_a_script(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kdist.launch.output import labelled
+from kdist.reports.output import labelled
 from tests.helpers import spmd
 
 KDIST = [sys.executable, "-m", "kdist.cli.main"]

@@ -127,7 +127,7 @@ def goes_on_until_a_peer_is_gone(action: str, length: int) -> None:
     """Rank 1 is killed, stands still or sends something else in the middle; the others do not wait for ever."""
     import signal
 
-    from kdist.launch import failure
+    from kdist.reports import failure
 
     talking = engine(timeout=None if action == "dies" else 3)
     failure.install(talking.abort, talking.rank, talking.size, talking.explain)
@@ -148,7 +148,7 @@ def goes_on_until_a_peer_is_gone(action: str, length: int) -> None:
 
 def waits_in_a_group(of: str, length: int) -> None:
     """Rank 2 dies while rank 0 waits for it; rank 1, in a group of its own, notices nothing and sleeps."""
-    from kdist.launch import failure
+    from kdist.reports import failure
 
     everyone = engine()
     failure.install(everyone.abort, everyone.rank, everyone.size, everyone.explain)

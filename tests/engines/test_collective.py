@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kdist.launch.local_cluster import configurations
+from kdist.launchers.local_cluster import configurations
 from tests.engines.conformance import GROUPS
 from tests.helpers import spmd
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from kdist.launch.log import once
+from kdist.reports.log import once
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ def _kdist_run(python: str, ranks: int) -> list[str]:
 
 
 def _local_cluster(python: str, ranks: int) -> list[str]:
-    return [python, "-m", "kdist.launch.local_cluster", "-np", str(ranks)]
+    return [python, "-m", "kdist.launchers.local_cluster", "-np", str(ranks)]
 
 
 def _horovodrun_gloo(python: str, ranks: int) -> list[str]:

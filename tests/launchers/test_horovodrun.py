@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from kdist.errors import LaunchError
-from kdist.launch import horovodrun
-from kdist.launch.hosts import Host
+from kdist.launchers import horovodrun
+from kdist.launchers.hosts import Host
 from tests.helpers import needs, spmd
-from tests.launch.test_mpirun import MPICH, OPENMPI, PROGRAM, a_program
+from tests.launchers.test_mpirun import MPICH, OPENMPI, PROGRAM, a_program
 
 
 def line(**options):

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from kdist.errors import LaunchError
-from kdist.launch import mpirun
-from kdist.launch.command import Command, variables_to_forward
-from kdist.launch.hosts import Host
-from kdist.launch.mpirun import MPIRun
+from kdist.launchers import mpirun
+from kdist.launchers.command import Command, variables_to_forward
+from kdist.launchers.hosts import Host
+from kdist.launchers.mpirun import MPIRun
 
 OPENMPI = MPIRun("/opt/bin/mpirun", "openmpi", "5.0.11")
 MPICH = MPIRun("/opt/bin/mpirun", "mpich", "5.0.2")

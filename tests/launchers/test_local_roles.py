@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from kdist.errors import LaunchError
-from kdist.launch import local_cluster
+from kdist.launchers import local_cluster
 from tests.helpers import spmd
 
 HEAD = """

@@ -31,7 +31,7 @@ def project(tmp_path):
 def both(project, *arguments):
     """Runs Python with the arguments, and the worker with the same."""
     python = spmd.execute([sys.executable, *arguments], cwd=project, timeout=60)
-    worker = spmd.execute([sys.executable, "-m", "kdist.launch.worker", *arguments], cwd=project, timeout=60)
+    worker = spmd.execute([sys.executable, "-m", "kdist.launchers.worker", *arguments], cwd=project, timeout=60)
     return python, worker
 
 
@@ -88,13 +88,13 @@ def test_a_rank_has_a_file_until_it_succeeds(project, line, left):
     running = project / "running"
     running.mkdir()
     (project / "end.py").write_text(f"import os; assert os.listdir({str(running)!r}) == ['0']\n{line}")
-    command = [sys.executable, "-m", "kdist.launch.worker", "--running", str(running), "end.py"]
+    command = [sys.executable, "-m", "kdist.launchers.worker", "--running", str(running), "end.py"]
     spmd.execute(command, cwd=project, timeout=60)
     assert [path.name for path in running.iterdir()] == left
 
 
 def test_a_rank_of_another_host_has_no_file(project):
     (project / "end.py").write_text("print('ended')")
-    command = [sys.executable, "-m", "kdist.launch.worker", "--running", str(project / "elsewhere"), "end.py"]
+    command = [sys.executable, "-m", "kdist.launchers.worker", "--running", str(project / "elsewhere"), "end.py"]
     done = spmd.execute(command, cwd=project, timeout=60)
     assert (done.returncode, done.output) == (0, "ended\n")

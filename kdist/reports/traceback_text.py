@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from kdist._user_code import is_kdists
-from kdist.launch.log import TRACEBACK_VARIABLE
+from kdist.reports.log import TRACEBACK_VARIABLE
 
 _OF_KERAS = tuple(os.path.join("site-packages", name, "") for name in ("keras", "tensorflow"))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kdist.errors import LaunchError
-from kdist.launch import process
-from kdist.launch.command import Command
+from kdist.launchers import process
+from kdist.launchers.command import Command
 from tests.helpers import needs, spmd
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,9 @@ def test_an_ignored_signal_ends_nothing(tmp_path, strategy):
 def test_a_launcher_that_was_killed_leaves_no_ranks(job):
     running, pids = job
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    launcher, *_ = [pid for pid in children if b"kdist.launch.guard" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    launcher, *_ = [
+        pid for pid in children if b"kdist.launchers.guard" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(int(launcher), signal.SIGKILL)
     assert running.wait(30) == 128 + 9
     assert wait_for(lambda: not any(map(alive, pids)), 10)

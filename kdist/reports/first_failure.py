@@ -20,8 +20,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from kdist.launch.failure import OUTPUT_DELAY
-from kdist.launch.output import REPORT_PREFIX
+from kdist.reports.failure import OUTPUT_DELAY
+from kdist.reports.output import REPORT_PREFIX
 from kdist.restarts.report import Failure, Kind, append_failure
 
 _SOCKET = "monitor"  # its name in the job's directory

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from kdist.errors import LaunchError
-from kdist.launch.command import Command
-from kdist.launch.hosts import Host, check_slots
-from kdist.launch.mpirun import MPIRun
+from kdist.launchers.command import Command
+from kdist.launchers.hosts import Host, check_slots
+from kdist.launchers.mpirun import MPIRun
 
 
 def find(python: str, search_path: str | None) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kdist.launch.launcher_boxes import BoxFilter
+from kdist.reports.launcher_boxes import BoxFilter
 
 RULE = "-" * 74 + "\n"
 BOX = f"{RULE}prterun detected that one or more processes exited with non-zero status,\nExit code: 3\n{RULE}"

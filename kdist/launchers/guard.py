@@ -1,4 +1,4 @@
-"""A guard process, `python -m kdist.launch.guard`: it ends the job if `kdist run`, which holds its pipe, is killed."""
+"""A guard process, `python -m kdist.launchers.guard`: it ends the job if what holds its pipe is killed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 
-from kdist.launch.process import end_session
+from kdist.launchers.process import end_session
 
 _LOG = logging.getLogger("kdist")
 

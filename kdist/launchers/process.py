@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import IO
 
 from kdist.errors import LaunchError
-from kdist.launch.command import Command
+from kdist.launchers.command import Command
 from kdist.restarts.event_lines import Filter
 
 _LOG = logging.getLogger("kdist")
@@ -112,7 +112,7 @@ def stop_signals() -> list[signal.Signals]:
 def _guard() -> Iterator[Callable[[int], None]]:
     """Yields a function that makes a guard process end a session if this process is killed, as by SIGKILL."""
     guard = subprocess.Popen(
-        [sys.executable, "-m", "kdist.launch.guard"], stdin=subprocess.PIPE, start_new_session=True, text=True
+        [sys.executable, "-m", "kdist.launchers.guard"], stdin=subprocess.PIPE, start_new_session=True, text=True
     )
     try:
         yield functools.partial(_send_leader, guard)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from kdist.errors import MismatchError
-from kdist.launch import failure
+from kdist.reports import failure
 from tests.helpers import spmd
 
 
@@ -46,7 +46,7 @@ def script(tmp_path, abort, rank, raised):
     path.write_text(f"""
 import os, sys, time
 from kdist.errors import MismatchError
-from kdist.launch import failure
+from kdist.reports import failure
 def abort(code):
     print("abort", code, "after", round(time.monotonic() - start, 1) >= 1.0, flush=True)
     {abort}
@@ -90,7 +90,7 @@ def test_an_abort_that_fails_still_ends_the_process(tmp_path):
 def test_a_hook_of_the_user_prints_the_traceback(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(
-        "import os, sys\nfrom kdist.launch import failure\n"
+        "import os, sys\nfrom kdist.reports import failure\n"
         "sys.excepthook = lambda kind, error, trace: print('mine:', error)\n"
         "failure.install(os._exit, 0, 2)\nraise ValueError('boom')\n"
     )
@@ -103,7 +103,7 @@ def test_a_hook_of_the_user_prints_the_traceback(tmp_path):
 def test_under_plain_mpirun_a_rank_that_raises_ends_the_job(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(
-        "import time\nfrom mpi4py import MPI\nfrom kdist.launch import failure\nworld = MPI.COMM_WORLD\n"
+        "import time\nfrom mpi4py import MPI\nfrom kdist.reports import failure\nworld = MPI.COMM_WORLD\n"
         "failure.install(world.Abort, world.rank, world.size)\n"
         "if world.rank == 1: raise ValueError('boom')\nworld.Barrier()\n"
     )

@@ -1,4 +1,4 @@
-"""A TensorFlow cluster on this machine, `python -m kdist.launch.local_cluster`: N ranks by TF_CONFIG, without MPI.
+"""A TensorFlow cluster on this machine, `python -m kdist.launchers.local_cluster`: N ranks by TF_CONFIG, without MPI.
 
 It replaces `mpirun`: it starts the ranks, ends all of them when one fails, and exits with the code of that one.
 """
@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from kdist.errors import LaunchError
-from kdist.launch.command import Command
-from kdist.launch.hosts import check_slots
-from kdist.launch.output import REPORT_PREFIX
-from kdist.launch.ports import free_ports
-from kdist.launch.process import stop_signals
+from kdist.launchers.command import Command
+from kdist.launchers.hosts import check_slots
+from kdist.launchers.ports import free_ports
+from kdist.launchers.process import stop_signals
+from kdist.reports.output import REPORT_PREFIX
 from kdist.restarts.launcher_words import killed_by
 from kdist.restarts.report import Failure, Kind, append_failure
 
@@ -62,7 +62,7 @@ def build(
         )
     roles: tuple[str, ...] = ("--ps", str(ps)) if ps else ()
     roles += ("--reports", reports) if reports else ()
-    return Command((python, "-m", "kdist.launch.local_cluster", "-np", str(np), *roles, *program), env)
+    return Command((python, "-m", "kdist.launchers.local_cluster", "-np", str(np), *roles, *program), env)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code of the first rank that failed (128 plus the signal's number if killed by one), or 0.
     """
-    parser = argparse.ArgumentParser(prog="python -m kdist.launch.local_cluster", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m kdist.launchers.local_cluster", allow_abbrev=False)
     parser.add_argument("-np", type=int, required=True)
     parser.add_argument("--ps", type=int, default=0)
     parser.add_argument("--reports")

@@ -14,7 +14,7 @@ import pytest
 
 from kdist.cluster import detect
 from kdist.errors import LaunchError
-from kdist.launch import local_cluster
+from kdist.launchers import local_cluster
 
 ROOT = Path(__file__).parents[2]
 RANK = "import json, os; rank = json.loads(os.environ['TF_CONFIG'])['task']['index']; "

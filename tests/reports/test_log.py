@@ -8,7 +8,7 @@ import pytest
 
 import kdist
 from kdist.cluster.info import ClusterInfo
-from kdist.launch.log import OnceLog, show_log, warnings_at_users_lines
+from kdist.reports.log import OnceLog, show_log, warnings_at_users_lines
 
 
 @contextlib.contextmanager

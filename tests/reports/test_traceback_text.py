@@ -3,7 +3,7 @@
 import pytest
 
 import kdist
-from kdist.launch.traceback_text import traceback_text
+from kdist.reports.traceback_text import traceback_text
 
 
 def raised():

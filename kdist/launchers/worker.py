@@ -1,4 +1,4 @@
-"""The program of each rank, `python -m kdist.launch.worker`: it runs the script and ends the job if that fails."""
+"""The program of each rank, `python -m kdist.launchers.worker`: it runs the script and ends the job if that fails."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 
 from kdist._user_code import user_line
 from kdist.cluster import detect
-from kdist.launch import failure, first_failure
-from kdist.launch.output import redirect
-from kdist.launch.scope_marks import own_scopes
+from kdist.reports import failure, first_failure
+from kdist.reports.output import redirect
+from kdist.reports.scope_marks import own_scopes
 from kdist.restarts.report import own_reports
 
 
@@ -58,7 +58,7 @@ def program(
     options += ("--tee",) if tee else ()
     options += () if running is None else ("--running", running)
     options += ("--reports",) if reports else ()
-    return (python, "-m", "kdist.launch.worker", *options, *(("-m",) if module else ()), *command)
+    return (python, "-m", "kdist.launchers.worker", *options, *(("-m",) if module else ()), *command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,7 +150,7 @@ def _no_breakpoint(rank: int, size: int, *args: Any, **kwargs: Any) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m kdist.launch.worker", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m kdist.launchers.worker", allow_abbrev=False)
     parser.add_argument("--output", metavar="DIR")
     parser.add_argument("--running", metavar="DIR")
     parser.add_argument("--tee", action="store_true")
