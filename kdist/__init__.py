@@ -40,6 +40,7 @@ from kdist import _first_fit
 
 if TYPE_CHECKING:
     from kdist import callbacks, errors, testing
+    from kdist._launch import launch
     from kdist._process import (
         barrier,
         chief_first,
@@ -70,6 +71,7 @@ __all__ = [
     "cluster_info",
     "errors",
     "is_chief",
+    "launch",
     "local_rank",
     "local_size",
     "rank",
@@ -90,6 +92,7 @@ _HOMES = {
     "chief_first": "kdist._process",
     "cluster_info": "kdist._process",
     "is_chief": "kdist._process",
+    "launch": "kdist._launch",
     "local_rank": "kdist._process",
     "local_size": "kdist._process",
     "rank": "kdist._process",

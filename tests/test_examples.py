@@ -225,7 +225,9 @@ def overlooked(examples, table, tests):
 
 
 def test_every_example_is_listed_and_run():
-    examples = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix == ".py" or path.name == "clusters")
+    examples = sorted(
+        path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb") or path.name == "clusters"
+    )
     tests = [path.read_text() for path in (spmd.ROOT / "tests").rglob("test_*.py")]
     assert overlooked(examples, (EXAMPLES / "README.md").read_text(), tests) == []
 

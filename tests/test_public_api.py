@@ -53,6 +53,7 @@ def test_the_promise():
         "cluster_info",
         "errors",
         "is_chief",
+        "launch",
         "local_rank",
         "local_size",
         "rank",

@@ -50,7 +50,7 @@ def run(
         LaunchError: if the launcher cannot be started.
     """
     collected = received_signals() if signals is None else contextlib.nullcontext(signals)
-    with collected as received, _guard() as guard_session:
+    with collected as received, guard() as guard_session:
         try:
             # In a session of its own: Ctrl-C in a terminal reaches only this process, and all ranks can be found.
             process = subprocess.Popen(
@@ -109,21 +109,25 @@ def stop_signals() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def _guard() -> Iterator[Callable[[int], None]]:
-    """Yields a function that makes a guard process end a session if this process is killed, as by SIGKILL."""
-    guard = subprocess.Popen(
+def guard() -> Iterator[Callable[[int], None]]:
+    """Yields a function that makes a guard process end a session if this process is killed, as by SIGKILL.
+
+    Yields:
+        A function of the process id of the session's leader.
+    """
+    process = subprocess.Popen(
         [sys.executable, "-m", "kdist.launchers.guard"], stdin=subprocess.PIPE, start_new_session=True, text=True
     )
     try:
-        yield functools.partial(_send_leader, guard)
+        yield functools.partial(_send_leader, process)
     finally:
-        guard.communicate("ended\n")
+        process.communicate("ended\n")
 
 
-def _send_leader(guard: subprocess.Popen[str], leader: int) -> None:
-    if guard.stdin is not None:
-        guard.stdin.write(f"{leader}\n")
-        guard.stdin.flush()
+def _send_leader(process: subprocess.Popen[str], leader: int) -> None:
+    if process.stdin is not None:
+        process.stdin.write(f"{leader}\n")
+        process.stdin.flush()
 
 
 def end_session(leader: int) -> None:

@@ -1,0 +1,173 @@
+"""`kdist.launch`: calls a function on several processes, from a notebook or a script."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn, TextIO, TypeVar
+
+from kdist.errors import LaunchError
+from kdist.launchers import function_rank
+from kdist.launchers.process import guard
+
+T = TypeVar("T")
+
+_READ_BYTES = 1 << 16
+
+
+class RankError(Exception):
+    """The traceback of a rank, as the cause of the exception that `kdist.launch` raises."""
+
+
+def launch(
+    function: Callable[..., T],
+    np: int = 2,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    strategy: str | None = None,
+    hosts: str | None = None,
+    output: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> T:
+    """Calls a function on several fresh processes, as `kdist run` starts them, and returns what it returned.
+
+    Made for notebooks, where there is no script to start. The function enters `kdist.scope()` itself. It is sent by
+    cloudpickle, with what it uses of the notebook: other functions, data, modules that were imported. The output of
+    rank 0 appears as it is written. An interrupt ends the job.
+
+    Args:
+        function: a function; each rank calls it once.
+        np: int, the number of ranks.
+        args: sequence, its positional arguments.
+        kwargs: mapping or `None`, its keyword arguments.
+        strategy: str or `None`, as `kdist run --strategy`.
+        hosts: str or `None`, as `kdist run -H`: `"a:2,b:2"`. On other hosts the temporary directory of this one must
+            exist, as on a shared disk: set `TMPDIR`.
+        output: path or `None`, a directory for the output of every rank, as `kdist run --output`.
+        env: mapping or `None`, variables that are added to the environment of the ranks.
+
+    Returns:
+        What the function returned on rank 0, sent back by pickle.
+
+    Raises:
+        LaunchError: if the job cannot be started, or ends without a result.
+        Exception: what the function raised first on any rank, with that rank's traceback as its cause.
+
+    Example:
+        >>> def train(epochs):
+        ...     with kdist.scope():
+        ...         model = keras.Sequential([keras.layers.Dense(1)])
+        ...         model.compile("sgd", "mse")
+        ...         return model.fit(x, y, epochs=epochs).history
+        >>> history = kdist.launch(train, np=2, kwargs={"epochs": 3})
+    """
+    if not callable(function):
+        raise LaunchError(
+            f"kdist.launch calls a function. Received: {function!r}. Expected a function. Fix: kdist.launch(train, "
+            "np=2), without parentheses after the function; for a file, `kdist run -np 2 train.py`."
+        )
+    if not isinstance(np, int) or np < 1:
+        raise LaunchError(f"The number of ranks is no positive integer. Received: np={np!r}. Fix: np=2.")
+    with tempfile.TemporaryDirectory(prefix="kdist-launch-") as name:
+        directory = Path(name)
+        (directory / function_rank.CALL).write_bytes(_pickled_call(function, args, dict(kwargs or {})))
+        options = ["-np", str(np)]
+        options += [] if strategy is None else ["--strategy", strategy]
+        options += [] if hosts is None else ["-H", hosts]
+        options += [] if output is None else ["--output", os.fspath(output)]
+        command = [sys.executable, "-m", "kdist", "run", *options, "-m", function_rank.__name__, name]
+        code = _run(command, {**os.environ, **(env or {})}, failed=lambda: any(_errors(directory)))
+        if errors := _errors(directory):
+            _raise(errors[0], np)
+        result = directory / function_rank.RESULT
+        if code or not result.exists():
+            raise LaunchError(
+                f"The job ended without a result. Received: exit code {code} of `kdist run {' '.join(options)}`. "
+                "Expected the function to return on all ranks. Fix: see the messages above."
+            )
+        import cloudpickle
+
+        value: T = cloudpickle.loads(result.read_bytes())
+        return value
+
+
+def _pickled_call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps((function, tuple(args), kwargs, sys.path)))
+    except Exception as error:
+        raise LaunchError(
+            f"The function cannot be sent to the ranks. Received: {function!r} ({type(error).__name__}: {error}). "
+            "Expected a function whose arguments and variables pickle can write. Fix: make models, datasets, files and "
+            "locks inside of the function."
+        ) from error
+
+
+def _run(command: Sequence[str], env: Mapping[str, str], failed: Callable[[], bool]) -> int:
+    """Runs a command, copies its output to `sys.stdout` and `sys.stderr`, which a notebook shows, and returns its code.
+
+    Its standard error is kept back from the moment that a rank has failed: the caller gets the exception.
+    """
+    with (
+        guard() as guard_session,
+        subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        ) as process,
+    ):
+        guard_session(process.pid)  # a kernel that is killed ends its job
+        readers = [
+            threading.Thread(target=_copy, args=(process.stdout, sys.stdout, lambda: True), daemon=True),
+            threading.Thread(target=_copy, args=(process.stderr, sys.stderr, lambda: not failed()), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
+        try:
+            code = process.wait()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)  # `kdist run` ends its ranks
+            process.wait()
+            raise
+        finally:
+            for reader in readers:
+                reader.join(timeout=5.0)
+    return code
+
+
+def _copy(source: IO[bytes], target: TextIO, shown: Callable[[], bool]) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    while piece := os.read(source.fileno(), _READ_BYTES):
+        if shown():
+            target.write(decoder.decode(piece))
+            target.flush()
+
+
+def _errors(directory: Path) -> list[Path]:
+    """Returns the files of ranks that raised, the first one first."""
+    return sorted(directory.glob(function_rank.ERROR.format("*")), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _raise(path: Path, size: int) -> NoReturn:
+    import cloudpickle
+
+    text, pickled = cloudpickle.loads(path.read_bytes())
+    rank = path.stem.removeprefix(function_rank.ERROR.partition("{")[0])
+    cause = RankError(f"rank {rank} of {size} raised:\n\n{text}")
+    if pickled is None:
+        raise LaunchError(f"The function failed on rank {rank} of {size}. {text.splitlines()[-1]}") from cause
+    raise cloudpickle.loads(pickled) from cause
