@@ -40,7 +40,6 @@ from kdist import _first_fit
 
 if TYPE_CHECKING:
     from kdist import callbacks, errors, testing
-    from kdist._launch import launch
     from kdist._process import (
         barrier,
         chief_first,
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     )
     from kdist._scope import scope
     from kdist.cluster.info import ClusterInfo
+    from kdist.launchers.function_job import launch
     from kdist.strategies.collectives import all_gather, all_reduce
     from kdist.strategies.options import TPU, AllReduce, ParameterServer
 
@@ -92,7 +92,7 @@ _HOMES = {
     "chief_first": "kdist._process",
     "cluster_info": "kdist._process",
     "is_chief": "kdist._process",
-    "launch": "kdist._launch",
+    "launch": "kdist.launchers.function_job",
     "local_rank": "kdist._process",
     "local_size": "kdist._process",
     "rank": "kdist._process",

@@ -43,7 +43,6 @@ ROOMS = (
     "kdist._scope_context",
     "kdist._first_fit",
     "kdist._scope",
-    "kdist._launch",
     "kdist",  # `__init__`: it names what the user sees
     "kdist.cli",
 )
