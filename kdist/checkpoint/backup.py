@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
 from kdist.checkpoint.callback_state import CallbackState
@@ -15,7 +16,7 @@ from kdist.engines.engine import Engine
 from kdist.errors import CheckpointError
 from kdist.keras_hooks.trainer import set_initial_epoch
 from kdist.state.broadcast import broadcast_arrays
-from kdist.state.part import State, StatePart
+from kdist.state.part import DeferredArray, State, StatePart
 from kdist.state.random_state import random_state, set_random_state
 from kdist.state.single_process import KerasData, is_replaying
 
@@ -145,6 +146,10 @@ class Backup(AllRanksCallback):
         }
         if self.is_chief:
             logger.debug("saved %s", self._directory.write(checkpoint))
+        else:
+            for each in [value for state in checkpoint.values() for value in state.values()]:
+                if isinstance(each, DeferredArray):
+                    np.asarray(each)  # while the chief writes it
         self._steps_since = 0
         self._saved_at = self._epoch, epoch_step
         return True

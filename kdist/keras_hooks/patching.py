@@ -89,6 +89,16 @@ PATCHES = (
     Patch(_OPTIMIZER, ("_get_current_learning_rate",), "instance", _STEP, "scale the learning rate"),
     Patch(_OPTIMIZER, ("_backend_apply_gradients",), "instance", _STEP, "correct the momentum"),
     Patch("keras.optimizers.SGD", ("update_step",), "instance", _STEP, "run one fused kernel a variable"),
+    Patch(
+        _OPTIMIZER,
+        ("build", "save_own_variables", "load_own_variables", "finalize_variable_values"),
+        "instance",
+        "an optimizer's life",
+        "hold slots in parts",
+    ),
+    Patch(_OPTIMIZER, ("add_variable",), "instance", "an optimizer's build", "record slots"),
+    Patch(_OPTIMIZER, ("_trainable_variables", "_clip_gradients"), "instance", _STEP, "update parts of weights"),
+    Patch("keras.optimizers.LossScaleOptimizer", ("check_finite",), "instance", _STEP, "agree on overflow in parts"),
     Patch("keras.optimizers.LossScaleOptimizer", ("check_finite",), "class", "`strategy.run`", "agree on overflow"),
     Patch(
         "keras.src.trainers.compile_utils.CompileLoss",
