@@ -18,6 +18,7 @@ import numpy as np
 from kdist.checkpoint.directory_lock import DirectoryLock
 from kdist.errors import CheckpointError
 from kdist.state.part import DeferredArray, State
+from kdist.state.variables import ModelState
 
 logger = logging.getLogger("kdist")
 
@@ -190,8 +191,18 @@ def _read(folder: Path) -> Checkpoint:
         checkpoint: dict[str, State] = json.loads(written["state"])
         for key in arrays.files:
             part, _, name = key.partition("/")
-            checkpoint[part][name] = arrays[key]
+            is_large = part == ModelState.name  # and is read variable by variable
+            checkpoint[part][name] = _deferred(folder / _ARRAYS, key) if is_large else arrays[key]
     return checkpoint
+
+
+def _deferred(path: Path, key: str) -> DeferredArray:
+    def read() -> Any:
+        with np.load(path, allow_pickle=False) as arrays:
+            array: Any = arrays[key]
+        return array
+
+    return DeferredArray(read)
 
 
 def _digest(path: Path) -> str:

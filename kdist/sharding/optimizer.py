@@ -23,7 +23,7 @@ from kdist.keras_hooks.optimizers import (
 from kdist.keras_hooks.patching import patch
 from kdist.keras_hooks.variables import key_of, raw_variable
 from kdist.sharding.gradients import BUCKET_MB
-from kdist.sharding.part import Part, make_parts
+from kdist.sharding.part import Part, SlotPart, make_parts
 from kdist.sharding.refusals import check_optimizer, check_weights
 from kdist.state.variables import SLOTS_IN_PARTS
 
@@ -135,6 +135,7 @@ class ShardedOptimizer:
                 part.load()  # some optimizers copy the weights
             by_variable = {id(part.variable): part for part in parts}
             for slot, variable in recorded_slots(optimizer, [part.variable for part in parts]):
+                slot.__class__ = SlotPart
                 self._slots[id(slot)] = slot, by_variable[id(variable)]
             for part in parts:
                 part.free()

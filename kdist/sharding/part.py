@@ -7,9 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from kdist.engines.arrays.fusion import part_bounds
+from kdist.errors import StrategyError
 from kdist.keras_hooks.optimizers import variable_like
 from kdist.keras_hooks.variables import raw_variable
 
@@ -76,6 +78,21 @@ class Part:
     def _set(self, value: Any) -> None:
         raw = raw_variable(self.variable)
         tf.raw_ops.AssignVariableOp(resource=raw.handle, value=value, validate_shape=False)
+
+
+class SlotPart(keras.Variable):  # type: ignore[misc]  # Keras has no types
+    """A slot of which this rank holds its part, for the optimizer alone: a script that reads it wants all of it."""
+
+    def numpy(self) -> Any:
+        """Raises `StrategyError`."""
+        raise StrategyError(
+            f'This rank holds a part of this variable (shard="optimizer"). Received: a read of {self.path!r} on one '
+            "rank. Expected a call that all ranks make, which gathers the parts. Fix: model.save(...), or `state = {}` "
+            "and optimizer.save_own_variables(state), on all ranks."
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.numpy()
 
 
 def make_parts(weights: Sequence[Any], size: int, rank: int, *, is_elementwise: bool) -> list[Part]:

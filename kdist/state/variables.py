@@ -59,6 +59,11 @@ class ModelState(StatePart):
         """Returns the variables without those of strings."""
         return [variable for variable in self.variables() if variable.dtype != "string"]
 
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether each rank has its part of some variables."""
+        return any(SLOTS_IN_PARTS in vars(innermost(each)) for each in optimizers_of(self._model))
+
     def _all(self) -> list[tuple[Any, SlotsInParts | None]]:
         """Returns all variables, each with what holds it in parts."""
         model = self._model

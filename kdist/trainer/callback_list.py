@@ -60,7 +60,9 @@ def _replicated_list(
         reduces_each_step = is_local_sgd or session.parts_reducer is not None
         session.accumulation.choose(state_is_read=gathered.read_state or not is_outermost or reduces_each_step)
     run = [
-        each if gathered.writer(label) == session.engine.rank else without_writing(each, undo)
+        each
+        if gathered.writer(label) == session.engine.rank
+        else without_writing(each, undo, sends_parts=session.parts_reducer is not None)
         for label, each in zip(labels(given), given, strict=True)
         if not isinstance(each, AllRanksCallback)
     ]
