@@ -97,7 +97,13 @@ PATCHES = (
         "hold slots in parts",
     ),
     Patch(_OPTIMIZER, ("add_variable",), "instance", "an optimizer's build", "record slots"),
-    Patch(_OPTIMIZER, ("_trainable_variables", "_clip_gradients"), "instance", _STEP, "update parts of weights"),
+    Patch(
+        _OPTIMIZER,
+        ("_trainable_variables", "_clip_gradients", "update_step"),
+        "instance",
+        _STEP,
+        "update parts of weights",
+    ),
     Patch("keras.optimizers.LossScaleOptimizer", ("check_finite",), "instance", _STEP, "agree on overflow in parts"),
     Patch("keras.optimizers.LossScaleOptimizer", ("check_finite",), "class", "`strategy.run`", "agree on overflow"),
     Patch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from kdist.engines.engine import Engine
 from kdist.errors import StrategyError
-from kdist.keras_hooks.optimizers import CLIP, TRAINED, innermost, iterations
+from kdist.keras_hooks.optimizers import CLIP, TRAINED, innermost, is_elementwise, iterations
 from kdist.keras_hooks.patching import patched
 from kdist.sharding.gradients import PartReducer
 from kdist.sharding.optimizer import ShardedOptimizer, sharded
@@ -103,9 +104,21 @@ def _whole_norms(outer: keras.optimizers.Optimizer, found: ShardedOptimizer, eng
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(optimizer, TRAINED, [part.variable for part in found.parts.values()]))
         stack.enter_context(patched(optimizer, CLIP, clip))
+        if not is_elementwise(optimizer):
+            stack.enter_context(patched(optimizer, "update_step", _unless_empty(optimizer.update_step)))
         if outer is not optimizer:
             stack.enter_context(patched(outer, "check_finite", check_finite))
         yield
+
+
+def _unless_empty(update_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an optimizer's rule that leaves out weights of other ranks."""
+
+    def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if math.prod(variable.shape):
+            update_step(gradient, variable, learning_rate)
+
+    return update
 
 
 def _values(gradient: Any) -> Any:

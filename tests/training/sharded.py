@@ -146,13 +146,15 @@ def a_layer_that_sets_a_weight() -> None:
                 self.kernel.assign(self.kernel * 0.5)
             return x @ self.kernel
 
-    def script(batch: int) -> dict[str, Any]:
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(6), Halving()])
-        fidelity.deterministic_weights(model)
-        model.compile(keras.optimizers.Adam(0.01), "mse")
-        return fit_alone(model, fed("tf_data_unknown", rows("ragged"), batch))
+    def run(strategy: kdist.AllReduce) -> dict[str, Any]:
+        fresh()
+        with kdist.scope(strategy):
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(6), Halving()])
+            fidelity.deterministic_weights(model)
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+            return fit_alone(model, fed("tf_data_unknown", rows("ragged"), BATCH))
 
-    both(script, strategy=SHARD)
+    compare(run(kdist.AllReduce()), run(SHARD))
 
 
 @case
