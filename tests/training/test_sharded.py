@@ -14,7 +14,6 @@ FEATURES = (
     "two_optimizers",
     "loss_scale",
     "gradient_accumulation",
-    "the_end_of_data_of_unknown_length",
     "on_batch",
     "custom_train_step",
     "jit_compile",
