@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -38,6 +38,10 @@ class ShardedOptimizer:
         optimizer: `keras.optimizers.Optimizer`, an innermost one that is not built.
         engine: `Engine`.
 
+    Attributes:
+        parts: dict of `Part` by the weights' keys.
+        num_loads: int, how many files were loaded into the parts, which every rank must do.
+
     Raises:
         StrategyError: if the optimizer cannot update parts.
     """
@@ -46,7 +50,8 @@ class ShardedOptimizer:
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self._engine = engine
-        self.parts: dict[int, Part] = {}  # by the weights' keys
+        self.parts: dict[int, Part] = {}
+        self.num_loads = 0
         self._slots: dict[int, tuple[Any, Part]] = {}  # by id, with the variable, so that the id stays unique
         self._shapes: dict[int, list[int]] | None = None
 
@@ -178,8 +183,18 @@ def _load(optimizer: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> No
     if len(store.keys()) != len(variables):
         original(optimizer, "load_own_variables")(store)  # which warns
         return
+    if parts is not None:
+        parts.num_loads += 1
     for place, variable in enumerate(variables):
         if parts is not None and parts.has(variable):
             parts.assign(variable, np.asarray(store[str(place)]))
         else:
             variable.assign(store[str(place)])
+
+
+def loads(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, int]:
+    """Returns how many files were loaded into each optimizer's parts, by the optimizer's name, for a comparison."""
+    found = {
+        f"files loaded into {type(each).__name__} ({place})": sharded(each) for place, each in enumerate(optimizers)
+    }
+    return {name: each.num_loads for name, each in found.items() if each is not None}

@@ -16,6 +16,7 @@ from kdist.keras_hooks.optimizers import count_ended_step, innermost, optimizers
 from kdist.keras_hooks.trainer import initial_epoch, plain_compiles, set_initial_epoch
 from kdist.keras_hooks.variables import is_of_one_rank, is_seed, key_of
 from kdist.sharding.gradients import PartReducer
+from kdist.sharding.optimizer import loads
 from kdist.sharding.update import ShardedReduce
 from kdist.state.assignments import WAYS_OUT, WrittenState
 from kdist.state.broadcast import broadcast_state
@@ -182,7 +183,8 @@ class ReplicatedSession(TrainingSession):
 
         Collective: every rank must call this, in the same order.
         """
-        check_agreement(self.engine, f"the model given to {verb}", describe_model(self.model))
+        described = {**describe_model(self.model), **loads(optimizers_of(self.model))}
+        check_agreement(self.engine, f"the model given to {verb}", described)
         self._broadcast(root=0)
         self.votes.withdraw("weights")
         if verb == "fit":

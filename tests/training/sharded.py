@@ -44,9 +44,13 @@ def sharded(function: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-# These have strategies or loops of their own, or optimizers that are refused: see `REFUSED`.
+# These have strategies or loops of their own, count messages, read accumulators, or have optimizers that are refused.
 _OTHER_TOPICS = ("compression", "local_sgd", "loops")
-_OTHERS = ("an_optimizer_that_clips_by_hand", "an_optimizer_of_several", "float8_layers")
+_OTHERS = (
+    *("an_optimizer_that_clips_by_hand", "an_optimizer_of_several", "float8_layers", "sparse_gradients_as_dense_ones"),
+    *("gradients_in_several_messages", "gradients_travel_with_their_update"),
+    *("gradients_travel_in_each_step_if_someone_looks", "accumulated_sums_are_whole_after_all_that_may_happen"),
+)
 
 SHARD = kdist.AllReduce(shard="optimizer")
 CASES: dict[str, Callable[[], None]] = {}
@@ -287,6 +291,19 @@ def what_is_refused() -> None:
             said = message_of(run)
         assert words in said, said
         assert re.search(r"Fix: .", said), said
+
+
+@case
+def a_file_that_one_rank_loads_is_refused() -> None:
+    fresh()
+    with kdist.scope(SHARD):
+        model = trained(keras.optimizers.Adam(0.01))
+        state = {str(place): each for place, each in enumerate(state_of(model.optimizer))}
+        if kdist.is_chief():
+            model.optimizer.load_own_variables(state)
+        x, y = rows("ragged")
+        said = message_of(lambda: model.fit(x, y, batch_size=BATCH, verbose=0))
+    assert "files loaded into Adam" in said, said
 
 
 @case
