@@ -33,6 +33,7 @@ ROOMS = (
     "kdist.strategies",
     "kdist.checkpoint",
     "kdist.step",
+    "kdist.sharding",
     "kdist.trainer",
     "kdist.parameter_server",
     "kdist.tf_strategies",

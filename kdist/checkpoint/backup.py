@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
 from kdist.checkpoint.callback_state import CallbackState
@@ -16,9 +18,10 @@ from kdist.errors import CheckpointError
 from kdist.keras_hooks.trainer import set_initial_epoch
 from kdist.restarts.progress import own_progress
 from kdist.state.broadcast import broadcast_arrays
-from kdist.state.part import State, StatePart
+from kdist.state.part import DeferredArray, State, StatePart
 from kdist.state.random_state import random_state, set_random_state
 from kdist.state.single_process import KerasData, is_replaying
+from kdist.state.variables import ModelState
 
 logger = logging.getLogger("kdist")
 
@@ -149,6 +152,10 @@ class Backup(AllRanksCallback):
         if self.is_chief:
             logger.debug("saved %s", self._directory.write(checkpoint))
             own_progress.saved(self._epoch, epoch_step)
+        else:
+            for each in [value for state in checkpoint.values() for value in state.values()]:
+                if isinstance(each, DeferredArray):
+                    np.asarray(each)  # while the chief writes it
         self._steps_since = 0
         self._saved_at = self._epoch, epoch_step
         return True
@@ -175,7 +182,8 @@ class Backup(AllRanksCallback):
             self._directory.lock.acquire()
             own_progress.fit_begins()
         found = self._directory.read() if self.is_chief else None
-        saved = _broadcast_checkpoint(self.session.engine, None if found is None else found[1])
+        in_parts = [part.name for part in self.session.parts() if isinstance(part, ModelState) and part.is_in_parts]
+        saved = _broadcast_checkpoint(self.session.engine, None if found is None else found[1], one_by_one=in_parts)
         if saved is None:
             if self.is_chief:
                 _warn_of_keras_backup(self.backup_dir)
@@ -233,21 +241,40 @@ class Backup(AllRanksCallback):
         set_random_state(saved["training"]["random"])
 
 
-def _broadcast_checkpoint(engine: Engine, checkpoint: Checkpoint | None) -> Checkpoint | None:
-    """Returns the chief's checkpoint on every rank.
+def _broadcast_checkpoint(
+    engine: Engine, checkpoint: Checkpoint | None, *, one_by_one: Collection[str]
+) -> Checkpoint | None:
+    """Returns the chief's checkpoint on every rank; arrays of some parts are sent when they are read, one by one.
 
     Collective: every rank must call this, in the same order.
     """
     parts = {} if checkpoint is None else checkpoint
     flat = {f"{part}/{name}": value for part, state in parts.items() for name, value in state.items()}
-    received = broadcast_arrays(engine, None if checkpoint is None else flat)
+    late = {key: value for key, value in flat.items() if key.partition("/")[0] in one_by_one and _is_array(value)}
+    at_once = {key: np.asarray(each) if _is_array(each) else each for key, each in flat.items() if key not in late}
+    received = broadcast_arrays(engine, None if checkpoint is None else at_once)
     if received is None:
         return None
+    for key in engine.broadcast_object(list(late)):
+        received[key] = _sent_when_read(engine, late.get(key))
     result: dict[str, State] = {}
     for key, value in received.items():
         part, _, name = key.partition("/")
         result.setdefault(part, {})[name] = value
     return result
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (np.ndarray, DeferredArray))
+
+
+def _sent_when_read(engine: Engine, of_the_chief: Any) -> DeferredArray:
+    def send() -> Any:
+        local = None if of_the_chief is None else {"array": np.asarray(of_the_chief)}
+        received = broadcast_arrays(engine, local)
+        return (received or {})["array"]
+
+    return DeferredArray(send)
 
 
 def _warn_of_keras_backup(backup_dir: str) -> None:

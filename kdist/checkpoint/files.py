@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kdist.checkpoint.directory_lock import DirectoryLock
 from kdist.errors import CheckpointError
-from kdist.state.part import State
+from kdist.state.part import DeferredArray, State
+from kdist.state.variables import ModelState
 
 logger = logging.getLogger("kdist")
 
@@ -51,7 +51,7 @@ class CheckpointDirectory:
             CheckpointError: if it cannot be written; earlier checkpoints are not changed then.
         """
         values, arrays = _split(checkpoint)
-        if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
+        if objects := [name for name, array in arrays.items() if _has_objects(array)]:
             raise CheckpointError(
                 f"Python objects are not saved, as reading them would run code. Received: arrays of objects "
                 f"{objects}. Expected numbers. Fix: convert the arrays to numbers."
@@ -68,9 +68,10 @@ class CheckpointDirectory:
         except OSError as error:
             with contextlib.suppress(OSError):
                 shutil.rmtree(unfinished)
+            num_bytes = sum(getattr(array, "nbytes", 0) for array in arrays.values())
             raise CheckpointError(
                 f"A checkpoint cannot be written. Received: {error}. Expected to write {target}, with room for "
-                f"{sum(array.nbytes for array in arrays.values()) / 2**20:.1f} MiB beside the previous checkpoint, "
+                f"{num_bytes / 2**20:.1f} MiB beside the previous checkpoint, "
                 "which is unchanged. Fix: make room, or give another backup_dir."
             ) from error
         self._prune()
@@ -143,13 +144,17 @@ def _number(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
-def _split(checkpoint: Checkpoint) -> tuple[dict[str, State], dict[str, npt.NDArray[Any]]]:
+def _has_objects(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype.hasobject
+
+
+def _split(checkpoint: Checkpoint) -> tuple[dict[str, State], dict[str, Any]]:
     """Returns the values that JSON can write, and the arrays by part and name."""
     arrays = {
         f"{part}/{name}": value
         for part, state in checkpoint.items()
         for name, value in state.items()
-        if isinstance(value, np.ndarray)
+        if isinstance(value, (np.ndarray, DeferredArray))
     }
     values = {
         part: {name: value for name, value in state.items() if f"{part}/{name}" not in arrays}
@@ -158,9 +163,9 @@ def _split(checkpoint: Checkpoint) -> tuple[dict[str, State], dict[str, npt.NDAr
     return values, arrays
 
 
-def _write(folder: Path, values: Mapping[str, State], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def _write(folder: Path, values: Mapping[str, State], arrays: Mapping[str, Any]) -> None:
     with open(folder / _ARRAYS, "wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]  # names are never `allow_pickle`
+        np.savez(file, **arrays)  # names are never `allow_pickle`
         file.flush()
         os.fsync(file.fileno())
     state = json.dumps(values)
@@ -186,8 +191,18 @@ def _read(folder: Path) -> Checkpoint:
         checkpoint: dict[str, State] = json.loads(written["state"])
         for key in arrays.files:
             part, _, name = key.partition("/")
-            checkpoint[part][name] = arrays[key]
+            is_large = part == ModelState.name  # and is read variable by variable
+            checkpoint[part][name] = _deferred(folder / _ARRAYS, key) if is_large else arrays[key]
     return checkpoint
+
+
+def _deferred(path: Path, key: str) -> DeferredArray:
+    def read() -> Any:
+        with np.load(path, allow_pickle=False) as arrays:
+            array: Any = arrays[key]
+        return array
+
+    return DeferredArray(read)
 
 
 def _digest(path: Path) -> str:

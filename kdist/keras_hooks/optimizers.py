@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import layers_of
 
 CURRENT_RATE = "_get_current_learning_rate"
 APPLY_GRADIENTS = "_backend_apply_gradients"
+CLIP = "_clip_gradients"
+TRAINED = "_trainable_variables"
+
+_ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
+_UPDATES = (*("apply", "apply_gradients", APPLY_GRADIENTS, "_backend_update_step"), CLIP, "_apply_weight_decay")
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -124,3 +130,77 @@ def trained_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Varia
 def momentum_of(optimizer: keras.optimizers.SGD, variable: Any) -> keras.Variable:
     """Returns SGD's velocity of a variable."""
     return optimizer.momentums[optimizer._get_variable_index(variable)]
+
+
+# For optimizers whose slots are parts.
+
+
+def original(optimizer: keras.optimizers.Optimizer, name: str) -> Callable[..., Any]:
+    """Returns the method of an optimizer's class, bound to the optimizer, without patches of the instance."""
+    method: Callable[..., Any] = getattr(type(optimizer), name).__get__(optimizer)
+    return method
+
+
+def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether an optimizer updates each number of a weight by itself."""
+    owner = next(each for each in type(optimizer).__mro__ if "update_step" in vars(each))
+    return _is_of_keras(owner) and owner.__name__ in _ELEMENTWISE
+
+
+def own_update_methods(optimizer: keras.optimizers.Optimizer) -> list[str]:
+    """Returns the methods around `update_step` that a user's class overrides."""
+    classes = [each for each in type(optimizer).__mro__ if not _is_of_keras(each)]
+    return [name for name in _UPDATES if any(name in vars(each) for each in classes)]
+
+
+def _is_of_keras(owner: type) -> bool:
+    return owner.__module__.partition(".")[0] == "keras"
+
+
+def variable_like(variable: Any, shape: Sequence[int]) -> keras.Variable:
+    """Returns a variable of zeros that an optimizer takes for another one: of its dtype, name and path."""
+    name = variable.name if isinstance(variable, keras.Variable) else variable.name.partition(":")[0].replace("/", "_")
+    made = keras.Variable("zeros", shape=tuple(shape), dtype=variable.dtype, trainable=False, name=name)
+    made._path = getattr(variable, "path", name)
+    return made
+
+
+def exclude_alike(optimizer: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Excludes from weight decay the second variable of each pair whose first one is excluded."""
+    excluded: set[Any] = getattr(optimizer, "_exclude_from_weight_decay", set())
+    excluded |= {optimizer._var_key(other) for one, other in pairs if optimizer._var_key(one) in excluded}
+
+
+def recorded_slots(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Builds an optimizer with variables, and returns each slot with its variable."""
+    current: Any = None
+    slots: list[tuple[Any, Any]] = []
+
+    class Followed(list[Any]):
+        def __iter__(self) -> Iterator[Any]:  # Keras makes slots in loops over the variables
+            nonlocal current
+            for current in super().__iter__():  # noqa: UP028  # `yield from` would not set it
+                yield current
+            current = None
+
+    add_variable = optimizer.add_variable
+
+    def add_and_record(*args: Any, **kwargs: Any) -> Any:
+        made = add_variable(*args, **kwargs)
+        if current is not None:
+            slots.append((made, current))
+        return made
+
+    with patched(optimizer, "add_variable", add_and_record):
+        original(optimizer, "build")(Followed(variables))
+    return slots
+
+
+def set_trained_variables(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
+    """Sets the variables that an optimizer says it was built with."""
+    vars(optimizer)[TRAINED] = list(variables)
+
+
+def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[tuple[Any, Any]]:
+    """Returns each trained variable with the slot of its moving average, or `None`."""
+    return list(zip(trained_variables(optimizer), optimizer._model_variables_moving_average, strict=True))

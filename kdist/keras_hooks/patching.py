@@ -80,15 +80,25 @@ PATCHES = (
     Patch(_OPTIMIZER, ("__init__", "apply", "apply_gradients"), "class", _SCOPE, "see optimizers made or used in it"),
     Patch(
         _OPTIMIZER,
-        ("apply", "apply_gradients"),
+        (
+            *("apply", "apply_gradients", "add_variable", "build"),
+            *("finalize_variable_values", "load_own_variables", "save_own_variables"),
+        ),
         "instance",
         "an optimizer's life",
-        "serve loops without `strategy.run`",
+        "serve own loops and hold slots in parts",
     ),
     Patch(_OPTIMIZER, ("apply", "apply_gradients", "scale_loss"), "instance", _STEP, "run the update pipeline"),
     Patch(_OPTIMIZER, ("_get_current_learning_rate",), "instance", _STEP, "scale the learning rate"),
     Patch(_OPTIMIZER, ("_backend_apply_gradients",), "instance", _STEP, "correct the momentum"),
-    Patch("keras.optimizers.SGD", ("update_step",), "instance", _STEP, "run one fused kernel a variable"),
+    Patch(
+        _OPTIMIZER,
+        ("_trainable_variables", "_clip_gradients", "update_step"),
+        "instance",
+        _STEP,
+        "update parts, and fuse SGD",
+    ),
+    Patch("keras.optimizers.LossScaleOptimizer", ("check_finite",), "instance", _STEP, "check parts"),
     Patch("keras.optimizers.LossScaleOptimizer", ("check_finite",), "class", "`strategy.run`", "agree on overflow"),
     Patch(
         "keras.src.trainers.compile_utils.CompileLoss",

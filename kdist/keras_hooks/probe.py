@@ -27,13 +27,15 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "compiled metrics": ("_metrics",),
     "metric": ("_fn", "_fn_kwargs"),
     "optimizer": (
-        *("_accumulated_gradients", "_apply_weight_decay", "_backend_apply_gradients"),
+        *("_accumulated_gradients", "_apply_weight_decay", "_backend_apply_gradients", "_backend_update_step"),
+        *("_clip_gradients", "_exclude_from_weight_decay", "_model_variables_moving_average", "_var_key"),
         "_backend_increment_gradient_accumulators",
         *("_backend_reset_gradient_accumulators", "_check_variables_are_known", "_distribution_strategy"),
         *("_get_current_learning_rate", "_get_variable_index", "_iterations", "_learning_rate"),
         "_trainable_variables",
     ),
-    "variable": ("_direct_assign", "_value"),
+    "variable": ("_direct_assign", "_path", "_value"),
+    "saving": ("_save_state",),
     "callback list": ("_async_predict", "_async_test", "_async_train"),
     "ModelCheckpoint": (
         *("_batches_seen_since_last_saving", "_get_file_path", "_last_batch_seen", "_save_model"),
@@ -99,7 +101,8 @@ def _model() -> keras.Model:
 
 
 def _optimizer() -> keras.optimizers.Optimizer:
-    optimizer = keras.optimizers.SGD(momentum=0.9, gradient_accumulation_steps=2)
+    optimizer = keras.optimizers.SGD(momentum=0.9, gradient_accumulation_steps=2, use_ema=True)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
     optimizer.build([keras.Variable([0.0])])
     return optimizer
 
@@ -134,6 +137,7 @@ _SAMPLES: Mapping[str, Callable[[], Any]] = {
     "metric": keras.metrics.MeanSquaredError,
     "optimizer": _optimizer,
     "variable": lambda: keras.Variable([0.0]),
+    "saving": lambda: importlib.import_module("keras.src.saving.saving_lib"),
     "callback list": keras.callbacks.CallbackList,
     "ModelCheckpoint": lambda: keras.callbacks.ModelCheckpoint("probe.keras"),
     "BackupAndRestore": lambda: keras.callbacks.BackupAndRestore("probe"),

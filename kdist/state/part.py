@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 State = dict[str, Any]
-"""By name: values that JSON can write, and NumPy arrays."""
+"""By name: values that JSON can write, NumPy arrays, and `DeferredArray`."""
+
+
+class DeferredArray:
+    """An array of which each rank has a part: it is made when it is read, and only lives until it is written.
+
+    Reading it, `numpy.asarray`, is collective: every rank must do it, in the same order.
+
+    Args:
+        make: callable that returns the array.
+    """
+
+    def __init__(self, make: Callable[[], npt.NDArray[Any]]) -> None:
+        self._make = make
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Makes the array."""
+        return np.asarray(self._make(), dtype)
 
 
 class Placement(enum.Enum):

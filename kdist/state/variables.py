@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -14,7 +14,30 @@ from kdist.errors import CheckpointError
 from kdist.keras_hooks.optimizers import innermost, optimizers_of, trained_variables
 from kdist.keras_hooks.trainer import seed_generators
 from kdist.keras_hooks.variables import raw_variable
-from kdist.state.part import State, StatePart
+from kdist.state.part import DeferredArray, State, StatePart
+
+SLOTS_IN_PARTS = "_kdist_slots_in_parts"
+"""The attribute of an innermost optimizer with its `SlotsInParts`, if it has some."""
+
+
+class SlotsInParts(Protocol):
+    """An optimizer's slots of which each rank has its part."""
+
+    def has(self, variable: Any) -> bool:
+        """Returns whether a variable is one of them."""
+        ...
+
+    def shape(self, variable: Any) -> list[int]:
+        """Returns the shape of a whole slot. Collective: every rank must call this, in the same order."""
+        ...
+
+    def whole(self, variable: Any) -> Any:
+        """Returns a whole slot, an array. Collective: every rank must call this, in the same order."""
+        ...
+
+    def assign(self, variable: Any, array: Any) -> None:
+        """Sets a slot to this rank's part of a whole one."""
+        ...
 
 
 class ModelState(StatePart):
@@ -26,27 +49,46 @@ class ModelState(StatePart):
         self._model = model
 
     def variables(self) -> list[Any]:
-        """Returns weights, statistics, optimizer variables and seeds, each once, in the same order on all ranks."""
-        model = self._model
-        found = {id(variable): variable for variable in model.variables}
-        for optimizer in optimizers_of(model):
-            found.update({id(variable): variable for variable in optimizer.variables})
-        for generator in seed_generators(model):
-            found.setdefault(id(generator.state), generator.state)
-        return list(found.values())
+        """Returns weights, statistics, optimizer variables and seeds, each once, in the same order on all ranks.
+
+        Slots of which each rank has its part are not among them.
+        """
+        return [variable for variable, parts in self._all() if parts is None]
 
     def numeric(self) -> list[Any]:
         """Returns the variables without those of strings."""
         return [variable for variable in self.variables() if variable.dtype != "string"]
 
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether each rank has its part of some variables."""
+        return any(SLOTS_IN_PARTS in vars(innermost(each)) for each in optimizers_of(self._model))
+
+    def _all(self) -> list[tuple[Any, SlotsInParts | None]]:
+        """Returns all variables, each with what holds it in parts."""
+        model = self._model
+        found = {id(variable): (variable, None) for variable in model.variables}
+        in_parts: dict[int, tuple[Any, SlotsInParts | None]] = {}
+        for optimizer in optimizers_of(model):
+            parts = vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
+            for variable in optimizer.variables:
+                is_part = parts is not None and parts.has(variable)
+                in_parts[id(variable)] = variable, parts if is_part else None
+        every = found | in_parts
+        for generator in seed_generators(model):
+            every.setdefault(id(generator.state), (generator.state, None))
+        return list(every.values())
+
+    def _saved(self) -> list[tuple[Any, SlotsInParts | None]]:
+        return [each for each in self._all() if each[0].dtype != "string"]
+
     def state_dict(self) -> State:
-        """Returns all variables, bit for bit."""
-        variables = self.numeric()
-        arrays = [flat.to_array(tf.convert_to_tensor(variable)) for variable in variables]
+        """Returns all variables, bit for bit; slots in parts as `DeferredArray`."""
+        saved = self._saved()
         return {
-            "variables": _described(variables),
+            "variables": _described(saved),
             "optimizers": [_built_with(each, self._model) for each in optimizers_of(self._model)],
-            **{f"variable/{place}": _as_bytes(array) for place, array in enumerate(arrays)},
+            **{f"variable/{place}": _value(*each) for place, each in enumerate(saved)},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -54,8 +96,8 @@ class ModelState(StatePart):
         for optimizer, places in zip(optimizers_of(self._model), state["optimizers"], strict=False):
             if places is not None and not innermost(optimizer).built:
                 optimizer.build([self._model.variables[place] for place in places])
-        variables = self.numeric()
-        before, now = state["variables"], _described(variables)
+        saved = self._saved()
+        before, now = state["variables"], _described(saved)
         if before != now:
             differing = next(
                 (pair for pair in zip(before, now, strict=False) if pair[0] != pair[1]), (len(before), len(now))
@@ -66,14 +108,28 @@ class ModelState(StatePart):
                 "optimizer that were saved. Fix: use another backup_dir, or delete this one to train from the "
                 "beginning."
             )
-        for place, variable in enumerate(variables):
+        for place, (variable, parts) in enumerate(saved):
             raw = raw_variable(variable)
-            raw.assign(_from_bytes(state[f"variable/{place}"], raw.dtype, raw.shape))
+            value = _from_bytes(np.asarray(state[f"variable/{place}"]), raw.dtype, now[place][0])
+            if parts is None:
+                raw.assign(value)
+            else:
+                parts.assign(variable, value)
 
 
-def _described(variables: Sequence[Any]) -> list[Any]:
+def _described(saved: Sequence[tuple[Any, SlotsInParts | None]]) -> list[Any]:
     # Without paths: Keras numbers automatic names.
-    return [[list(variable.shape), keras.backend.standardize_dtype(variable.dtype)] for variable in variables]
+    return [
+        [list(each.shape) if parts is None else parts.shape(each), keras.backend.standardize_dtype(each.dtype)]
+        for each, parts in saved
+    ]
+
+
+def _value(variable: Any, parts: SlotsInParts | None) -> Any:
+    if parts is None:
+        return _as_bytes(flat.to_array(tf.convert_to_tensor(variable)))
+    holder = parts
+    return DeferredArray(lambda: _as_bytes(holder.whole(variable)))
 
 
 def _built_with(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> list[int] | None:

@@ -17,7 +17,7 @@ from kdist.state.votes import Votes
 from kdist.step.buffers import BufferSync
 from kdist.step.fused_sgd import FusedSGD
 from kdist.step.learning_rate import EffectiveRate
-from kdist.step.reduce import Reduce, ReduceWhenDue, Weigh
+from kdist.step.reduce import Reduce, Weigh
 from kdist.step.scale_rate import ScaleRate
 from kdist.step.step import Step
 from kdist.step.update import Stage, UpdatePipeline
@@ -76,7 +76,7 @@ class TrainStep(ForwardStep):
         rate_of: callable that returns the `EffectiveRate` of an innermost optimizer.
         scaled: bool, whether updates use the scaled rate; not in `train_on_batch`, which splits the user's batch.
         votes: `Votes` of this rank's callbacks.
-        accumulates: bool, whether gradients are reduced once per update, not in every step.
+        reduction: callable that returns the `Reduce` stage; its arguments are those of `Reduce`.
         extensions: sequence of `Stage`, those of callbacks.
     """
 
@@ -93,7 +93,7 @@ class TrainStep(ForwardStep):
         rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate],
         scaled: bool,
         votes: Votes,
-        accumulates: bool,
+        reduction: Callable[..., Reduce],
         extensions: Sequence[Stage] = (),
     ) -> None:
         super().__init__(extended, shard, written=written, is_traced_alike=is_traced_alike)
@@ -101,7 +101,7 @@ class TrainStep(ForwardStep):
         self._rate_of = rate_of
         self._scaled = scaled
         self._votes = VoteMessage(self, votes)
-        self._accumulates = accumulates
+        self._make_reduction = reduction
         self._extensions = extensions
 
     def stages(self, buffers: BufferSync) -> list[Stage]:
@@ -115,8 +115,7 @@ class TrainStep(ForwardStep):
         ]
 
     def _reduction(self, buffers: BufferSync) -> Reduce:
-        kind = ReduceWhenDue if self._accumulates else Reduce
-        return kind(self, self._reducer, buffers, self._votes, self._rate_of)
+        return self._make_reduction(self, self._reducer, buffers, self._votes, self._rate_of)
 
     @contextlib.contextmanager
     def _updating(self, model: keras.Model, buffers: BufferSync) -> Iterator[UpdatePipeline]:

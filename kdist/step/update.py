@@ -103,7 +103,7 @@ class UpdatePipeline:
             if self._collected is not None:
                 self._collected.append((optimizer, list(zip(grads, variables, strict=True))))
                 return None
-            return self._run(optimizer, list(grads), variables, lambda reduced: apply(reduced, trainable_variables))
+            return self._run(optimizer, list(grads), variables, apply)
 
         def run_and_apply_gradients(grads_and_vars: Any) -> Any:
             # Wrapped too, as a custom optimizer may clip here before it calls `apply`.
@@ -114,9 +114,7 @@ class UpdatePipeline:
                 self._collected.append((optimizer, pairs))
                 return None
             grads, variables = map(list, zip(*pairs, strict=True))
-            return self._run(
-                optimizer, grads, variables, lambda reduced: apply_gradients(zip(reduced, variables, strict=True))
-            )
+            return self._run(optimizer, grads, variables, lambda *each: apply_gradients(zip(*each, strict=True)))
 
         return {"apply": run_and_apply, "apply_gradients": run_and_apply_gradients}
 
@@ -125,10 +123,10 @@ class UpdatePipeline:
         optimizer: keras.optimizers.Optimizer,
         gradients: list[Any],
         variables: list[Any],
-        apply: Callable[[list[Any]], Any],
+        apply: Callable[[list[Any], Any], Any],
     ) -> Any:
         if self._is_running or not gradients:
-            return apply(gradients)  # called within another wrapper
+            return apply(gradients, variables or None)  # called within another wrapper
         # A custom step that accumulates gradients may pass variables.
         tensors = [
             each if each is None or isinstance(each, tf.IndexedSlices) else tf.convert_to_tensor(each)
@@ -138,7 +136,7 @@ class UpdatePipeline:
 
         def proceed(place: int) -> Any:
             if place == len(self.stages):
-                return apply(update.gradients)
+                return apply(update.gradients, update.variables or None)
             return self.stages[place](update, lambda: proceed(place + 1))
 
         self._is_running = True

@@ -50,6 +50,10 @@ class AllReduce:
             local step is on the rank's own batch, at the optimizer's rate (`scale_lr="auto"` scales nothing). 1 sums
             gradients in each step, which is exact; more is not, and is for very slow networks. Ranks have equal
             weights at the end of each epoch, and where `BackupAndRestore` saves.
+        shard: str or `None`, what each rank holds and updates its part of. `"optimizer"`: the optimizer's state, and
+            the gradients' sums (ZeRO stages 1 and 2). Each rank updates its part of every weight; all ranks gather the
+            weights. Results and files are those without it. With Adam and N ranks, weights of P bytes and slots take
+            P + 2P/N bytes on a rank, not 3P.
         outer_learning_rate: float, the rate at which the mean change of the ranks' weights is applied to the last
             common weights: 1 takes the mean of the weights.
         outer_momentum: float from 0 to below 1, Nesterov's momentum of this update. DiLoCo uses a rate of 0.7 and a
@@ -67,6 +71,7 @@ class AllReduce:
     References:
         - Vogels, Karimireddy and Jaggi, 2019, PowerSGD, https://arxiv.org/abs/1905.13727
         - Lin et al., 2018, Deep Gradient Compression, https://arxiv.org/abs/1712.01887
+        - Rajbhandari et al., 2019, ZeRO, https://arxiv.org/abs/1910.02054
         - Douillard et al., 2023, DiLoCo, https://arxiv.org/abs/2311.08105
     """
 
@@ -78,6 +83,7 @@ class AllReduce:
     bucket_mb: float | None = None
     sparse_as_dense: bool = False
     sync_every: int = 1
+    shard: Literal["optimizer"] | None = None
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
 
@@ -107,6 +113,12 @@ class AllReduce:
             return f"sparse_as_dense={self.sparse_as_dense!r}. Expected a bool"
         if not _is_number(self.sync_every, numbers.Integral) or self.sync_every < 1:
             return f"sync_every={self.sync_every!r}. Expected an integer of at least 1"
+        if self.shard not in (None, "optimizer"):
+            return f"shard={self.shard!r}. Expected None or 'optimizer'"
+        if self.shard and self.compression in ("powersgd", "topk"):
+            return f"shard={self.shard!r} with compression={self.compression!r}. Expected None, 'fp16' or 'bf16'"
+        if self.shard and self.sync_every > 1:
+            return f"shard={self.shard!r} with sync_every={self.sync_every!r}. Expected one of the two"
         if self.sync_every > 1 and self.compression is not None:
             return f"sync_every={self.sync_every!r} with compression={self.compression!r}. Expected one of the two"
         if not is_positive(self.outer_learning_rate):

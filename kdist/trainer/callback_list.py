@@ -57,9 +57,12 @@ def _replicated_list(
     gathered = _GatheredCallbacks.gather(session, given)
     is_local_sgd = session.local_sgd is not None  # which reduces no gradients
     if verb == "fit":
-        session.accumulation.choose(state_is_read=gathered.read_state or not is_outermost or is_local_sgd)
+        reduces_each_step = is_local_sgd or session.parts_reducer is not None
+        session.accumulation.choose(state_is_read=gathered.read_state or not is_outermost or reduces_each_step)
     run = [
-        each if gathered.writer(label) == session.engine.rank else without_writing(each, undo)
+        each
+        if gathered.writer(label) == session.engine.rank
+        else without_writing(each, undo, sends_parts=session.parts_reducer is not None)
         for label, each in zip(labels(given), given, strict=True)
         if not isinstance(each, AllRanksCallback)
     ]

@@ -21,10 +21,11 @@ ONLY_WRITERS = (
 """Keras' callbacks that only write: other ranks need not run them."""
 
 
-def without_writing(callback: Any, undo: contextlib.ExitStack) -> Any | None:
+def without_writing(callback: Any, undo: contextlib.ExitStack, *, sends_parts: bool = False) -> Any | None:
     """Returns a callback that does not write, or `None` if it only writes.
 
-    A user's subclass may do more, such as evaluate, which needs all ranks: it runs on all ranks.
+    A user's subclass may do more, such as evaluate, which needs all ranks: it runs on all ranks. With `sends_parts` a
+    `ModelCheckpoint` goes as far as `model.save`, where this rank sends its parts of the optimizer's state.
     """
 
     def replace(name: str, value: Any) -> None:
@@ -42,6 +43,6 @@ def without_writing(callback: Any, undo: contextlib.ExitStack) -> Any | None:
         replace(SAVE_MODEL, lambda: None)
         replace(LOAD_MODEL, lambda: None)
         replace("delete_checkpoint", False)
-    elif saves_as_keras_does(callback):
+    elif saves_as_keras_does(callback) and not sends_parts:
         replace(SAVE_MODEL, checkpoint_decision(callback))
     return callback

@@ -17,6 +17,7 @@ from kdist.keras_hooks.optimizers import innermost, set_optimizer_strategy, trai
 from kdist.keras_hooks.own_loops import watch_optimizers, watch_scopes, whole_losses
 from kdist.keras_hooks.patching import patch
 from kdist.keras_hooks.trainer import original
+from kdist.sharding.optimizer import shard, sharded
 from kdist.state.broadcast import broadcast_state
 from kdist.state.comparison import check_agreement, first_difference
 from kdist.strategies.all_reduce import AllReduceStrategy
@@ -69,6 +70,9 @@ class OwnLoops:
             with self._averaged(optimizer, [gradient for gradient, _ in pairs], variables) as means:
                 return run(zip(means, variables, strict=True))
 
+        settings = self._strategy.settings
+        if settings is not None and settings.options.shard:
+            shard(optimizer, self._engine)
         patch(optimizer, "apply", apply)
         patch(optimizer, "apply_gradients", apply_gradients)
 
@@ -91,6 +95,13 @@ class OwnLoops:
     ) -> Iterator[list[Any]]:
         """Yields the gradients to apply: the ranks' means outside of a replica, else those that were given."""
         given = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        if self._extended.step is None and sharded(optimizer) is not None:
+            raise StrategyError(
+                f'shard="optimizer" does not support a training loop of the script\'s own. Received: '
+                f"{type(optimizer).__name__}.apply outside of a model's training step. Expected fit or train_on_batch, "
+                "with a train_step of the model's own if need be. Fix: move the loop's body to train_step, or use "
+                'kdist.AllReduce() without shard="optimizer".'
+            )
         if self._extended.is_in_replica:
             yield gradients
             return

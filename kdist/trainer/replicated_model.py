@@ -17,7 +17,7 @@ import tensorflow as tf
 from kdist.data.batch import Rows, Shard
 from kdist.keras_hooks.fit_loop import epoch_iterators
 from kdist.keras_hooks.metrics import flat_metrics, summed_variables
-from kdist.keras_hooks.optimizers import optimizers_of, set_optimizer_strategy
+from kdist.keras_hooks.optimizers import innermost, optimizers_of, set_optimizer_strategy
 from kdist.keras_hooks.patching import VERBS
 from kdist.keras_hooks.signatures import comparable, named_arguments
 from kdist.keras_hooks.trainer import (
@@ -35,6 +35,7 @@ from kdist.keras_hooks.trainer import (
     tensor_names_kept,
 )
 from kdist.reports.log import warnings_at_users_lines
+from kdist.sharding.optimizer import shard
 from kdist.state.comparison import check_agreement, check_equal
 from kdist.state.metrics import add_over_ranks
 from kdist.state.session import has_session, set_session
@@ -167,6 +168,9 @@ class ReplicatedModel:
         for optimizer in optimizers_of(self._model):
             # An optimizer of another scope could not make its slots here.
             set_optimizer_strategy(optimizer, self.session.strategy)
+            if self.session.parts_reducer is not None:
+                shard(innermost(optimizer), self._engine)
+                shard(optimizer, self._engine)
         try:
             self._build(iterator, data_batch)
         except Exception:
@@ -218,7 +222,7 @@ class ReplicatedModel:
             rate_of=session.rate_of,
             scaled=is_shard,
             votes=session.votes,
-            accumulates=is_shard and session.accumulation.optimizer is not None,
+            reduction=session.reduction(is_fit=is_shard),
             extensions=added_stages(self._model),
         )
         return self._measured_step("train_step", step, is_whole_pass=not is_shard)

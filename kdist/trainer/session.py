@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -14,6 +15,9 @@ from kdist.gradients.reducer import GradientReducer, make_compression
 from kdist.keras_hooks.optimizers import count_ended_step, innermost, optimizers_of, stored_learning_rate
 from kdist.keras_hooks.trainer import initial_epoch, plain_compiles, set_initial_epoch
 from kdist.keras_hooks.variables import is_of_one_rank, is_seed, key_of
+from kdist.sharding.gradients import PartReducer
+from kdist.sharding.optimizer import loads
+from kdist.sharding.update import ShardedReduce
 from kdist.state.assignments import WAYS_OUT, WrittenState
 from kdist.state.broadcast import broadcast_state
 from kdist.state.comparison import check_agreement, describe_model, make_equal
@@ -24,6 +28,7 @@ from kdist.state.variables import ModelState
 from kdist.step.gradient_accumulation import LocalAccumulation
 from kdist.step.learning_rate import EffectiveRate, EffectiveRates
 from kdist.step.local_sgd import LocalSGD
+from kdist.step.reduce import Reduce, ReduceWhenDue
 from kdist.step.scale_rate import scaled_rate
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
@@ -71,6 +76,14 @@ class ReplicatedSession(TrainingSession):
             bucket_mb=options.bucket_mb,
             sparse_as_dense=options.sparse_as_dense,
         )
+        self.parts_reducer: PartReducer | None = None
+        if options.shard:
+            self.parts_reducer = PartReducer(
+                self.engine,
+                compression=options.compression,
+                bucket_mb=options.bucket_mb,
+                sparse_as_dense=options.sparse_as_dense,
+            )
         self.local_sgd: LocalSGD | None = None
         if options.sync_every > 1:
             self.local_sgd = LocalSGD(
@@ -103,6 +116,12 @@ class ReplicatedSession(TrainingSession):
             "the model keeps the settings of the scope it was made in: %s. Fix: make it, or load it, in this scope",
             self.settings.unlike(now),
         )
+
+    def reduction(self, *, is_fit: bool) -> Callable[..., Reduce]:
+        """Returns what makes the stage that sums gradients, in `fit` or in `train_on_batch`."""
+        if self.parts_reducer is not None:
+            return functools.partial(ShardedReduce, self.parts_reducer)
+        return ReduceWhenDue if is_fit and self.accumulation.optimizer is not None else Reduce
 
     # State.
 
@@ -147,6 +166,11 @@ class ReplicatedSession(TrainingSession):
 
     def check_step_extension(self, who: str, *, joint: bool = False) -> None:
         """See `TrainingSession.check_step_extension`."""
+        if joint and self.parts_reducer is not None:
+            raise ScopeError(
+                f'{who} does not support shard="optimizer". Received: {who} with shard="optimizer". Expected whole '
+                f"gradients on each rank. Fix: remove {who}, or shard."
+            )
         if joint and self.local_sgd is not None:
             raise ScopeError(
                 f"{who} does not support sync_every. Received: {who} with sync_every="
@@ -159,7 +183,8 @@ class ReplicatedSession(TrainingSession):
 
         Collective: every rank must call this, in the same order.
         """
-        check_agreement(self.engine, f"the model given to {verb}", describe_model(self.model))
+        described = {**describe_model(self.model), **loads(optimizers_of(self.model))}
+        check_agreement(self.engine, f"the model given to {verb}", described)
         self._broadcast(root=0)
         self.votes.withdraw("weights")
         if verb == "fit":

@@ -152,10 +152,17 @@ def outcome(model: keras.Model, history: Any = None, **more: Any) -> dict[str, A
     optimizer = getattr(model, "optimizer", None)
     return {
         "weights": [np.asarray(v) for v in model.weights],
-        "optimizer": [] if optimizer is None else [np.asarray(v) for v in optimizer.variables],
+        "optimizer": [] if optimizer is None else state_of(optimizer),
         "history": {} if history is None else history.history,
         **more,
     }
+
+
+def state_of(optimizer: keras.optimizers.Optimizer) -> list[np.ndarray]:
+    """Returns an optimizer's variables as files have them: whole, also where each rank has its part."""
+    saved: dict[str, np.ndarray] = {}
+    optimizer.save_own_variables(saved)
+    return list(saved.values())
 
 
 def fit_alone(model: keras.Model, data: dict[str, Any], **fit: Any) -> dict[str, Any]:

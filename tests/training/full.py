@@ -15,6 +15,7 @@ TARGETS = {
     "features": "tests.training.features:FEATURES",
     "matrix": "tests.training.fidelity:MATRIX",
     "random": "tests.training.random_programs:RANDOM",
+    "sharded": "tests.training.sharded:SHARDED",
     "behaviours": "tests.training.behaviours_order:CASES",
 }
 

@@ -1,0 +1,86 @@
+"""Gradients of which each rank gets its part of the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.engines.arrays.buckets import assign_buckets
+from kdist.engines.engine import Engine
+from kdist.gradients.compression import full_bytes
+from kdist.sharding.part import Part
+
+BUCKET_MB = 32.0
+"""Megabytes of a message unless `bucket_mb` says otherwise: one message of all weights would double the memory."""
+
+_HALVES = {"fp16": tf.float16, "bf16": tf.bfloat16}
+
+
+class PartReducer:
+    """Sums gradients over the ranks, and gives each rank its parts.
+
+    Args:
+        engine: `Engine`.
+        compression: `None`, `"fp16"` or `"bf16"`.
+        bucket_mb: float or `None`, the size from which a message is sent.
+        sparse_as_dense: bool, whether `tf.IndexedSlices` are converted to dense tensors.
+    """
+
+    def __init__(
+        self, engine: Engine, *, compression: str | None, bucket_mb: float | None, sparse_as_dense: bool
+    ) -> None:
+        self._engine = engine
+        self._half = _HALVES.get(compression or "")
+        self._bucket_mb = bucket_mb or BUCKET_MB
+        self._sparse_as_dense = sparse_as_dense
+
+    def sum(
+        self, gradients: Sequence[Any], parts: Sequence[Part], addends: Callable[[Sequence[Any]], list[Any]]
+    ) -> list[Any]:
+        """Returns this rank's part of each gradient's sum over the ranks.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            gradients: sequence of tensors and `tf.IndexedSlices`, first layers first.
+            parts: sequence of `Part`, one for each gradient.
+            addends: callable that returns this rank's addends for the gradients of a message.
+        """
+        if self._sparse_as_dense:
+            gradients = [tf.convert_to_tensor(each) for each in gradients]
+        sums = list(gradients)
+        for bucket in assign_buckets([full_bytes(each) for each in gradients], self._bucket_mb):
+            sent = [self._rounded(each) for each in addends([gradients[place] for place in bucket])]
+            received = self._message(sent, [parts[place] for place in bucket])
+            for place, total in zip(bucket, received, strict=True):
+                sums[place] = _cast(total, gradients[place].dtype)
+        return sums
+
+    def _message(self, sent: Sequence[Any], parts: Sequence[Part]) -> list[Any]:
+        is_cut = [
+            part.is_cut and not isinstance(each, tf.IndexedSlices) for each, part in zip(sent, parts, strict=True)
+        ]
+        cut = [tf.reshape(each, part.view) for each, part, is_it in zip(sent, parts, is_cut, strict=True) if is_it]
+        whole = [each for each, is_it in zip(sent, is_cut, strict=True) if not is_it]
+        rows = iter(self._engine.reduce_scatter(cut) if cut else [])
+        totals = iter(self._engine.allreduce(whole) if whole else [])
+        return [
+            next(rows) if is_it else _part_of(next(totals), part) for part, is_it in zip(parts, is_cut, strict=True)
+        ]
+
+    def _rounded(self, gradient: Any) -> Any:
+        return gradient if self._half is None or not gradient.dtype.is_floating else _cast(gradient, self._half)
+
+
+def _part_of(total: Any, part: Part) -> Any:
+    return part.of_slices(total) if isinstance(total, tf.IndexedSlices) else part.of(total)
+
+
+def _cast(gradient: Any, dtype: tf.DType) -> Any:
+    if gradient.dtype == dtype:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape)
+    return tf.cast(gradient, dtype)

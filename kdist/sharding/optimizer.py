@@ -1,0 +1,200 @@
+"""A Keras optimizer whose slots are parts: it is built with this rank's part of each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.engines.arrays.buckets import assign_buckets
+from kdist.engines.engine import Engine
+from kdist.keras_hooks.optimizers import (
+    exclude_alike,
+    innermost,
+    is_elementwise,
+    moving_averages,
+    original,
+    recorded_slots,
+    set_trained_variables,
+)
+from kdist.keras_hooks.patching import patch
+from kdist.keras_hooks.variables import key_of, raw_variable
+from kdist.sharding.gradients import BUCKET_MB
+from kdist.sharding.part import Part, SlotPart, make_parts
+from kdist.sharding.refusals import check_optimizer, check_weights
+from kdist.state.variables import SLOTS_IN_PARTS
+
+
+class ShardedOptimizer:
+    """The parts of one optimizer's weights and slots.
+
+    Elementwise optimizers, almost all of Keras' own, update a range of each weight on every rank. With any other each
+    weight has one rank that updates all of it; on the others its part has no rows.
+
+    Args:
+        optimizer: `keras.optimizers.Optimizer`, an innermost one that is not built.
+        engine: `Engine`.
+
+    Attributes:
+        parts: dict of `Part` by the weights' keys.
+        num_loads: int, how many files were loaded into the parts, which every rank must do.
+
+    Raises:
+        StrategyError: if the optimizer cannot update parts.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, engine: Engine) -> None:
+        check_optimizer(optimizer)
+        self.optimizer = optimizer
+        self._engine = engine
+        self.parts: dict[int, Part] = {}
+        self.num_loads = 0
+        self._slots: dict[int, tuple[Any, Part]] = {}  # by id, with the variable, so that the id stays unique
+        self._shapes: dict[int, list[int]] | None = None
+
+    def install(self) -> None:
+        """Sets the methods on the instance, for its life."""
+        methods = {
+            "build": self._build,
+            "finalize_variable_values": self._finalize,
+        }
+        for name, method in methods.items():
+            patch(self.optimizer, name, method)
+        vars(self.optimizer)[SLOTS_IN_PARTS] = self
+
+    def parts_of(self, weights: list[Any]) -> list[Part]:
+        """Returns the parts of weights that the optimizer was built with."""
+        return [self.parts[key_of(weight)] for weight in weights]
+
+    def gather(self) -> None:
+        """Sets every weight to what the ranks have made of its parts.
+
+        Collective: every rank must call this, in the same order.
+        """
+        parts = list(self.parts.values())
+        for bucket in assign_buckets([part.num_bytes for part in parts], BUCKET_MB):
+            group = [parts[place] for place in bucket]
+            received = self._engine.allgather([tf.convert_to_tensor(raw_variable(part.variable)) for part in group])
+            for part, value in zip(group, received, strict=True):
+                raw = raw_variable(part.weight)
+                raw.assign(tf.reshape(value, raw.shape))
+                part.free()
+
+    # Slots; see `SlotsInParts`.
+
+    def has(self, variable: Any) -> bool:
+        """Returns whether a variable is a slot of which this rank holds its part."""
+        return id(variable) in self._slots
+
+    def shape(self, variable: Any) -> list[int]:
+        """Returns the shape of the whole slot.
+
+        Collective: every rank must call this, in the same order.
+        """
+        if self._shapes is None:
+            slots = [slot for slot, _ in self._slots.values()]
+            by_rank = self._engine.gather_objects([list(slot.shape) for slot in slots])
+            owners = self._engine.gather_objects([part.stop > part.start for _, part in self._slots.values()])
+            self._shapes = {}
+            for place, (slot, part) in enumerate(self._slots.values()):
+                owner = next((rank for rank, has_rows in enumerate(owners) if has_rows[place]), 0)
+                is_range = part.is_cut and tuple(slot.shape) == tuple(part.variable.shape)
+                self._shapes[id(slot)] = list(part.weight.shape) if is_range else by_rank[owner][place]
+        return self._shapes[id(variable)]
+
+    def whole(self, variable: Any) -> Any:
+        """Returns the whole slot, an array.
+
+        Collective: every rank must call this, in the same order.
+        """
+        part, shape = self._slots[id(variable)][1], self.shape(variable)
+        value = tf.reshape(tf.convert_to_tensor(raw_variable(variable)), [-1])
+        if not part.is_cut and part.stop == part.start:
+            value = value[:0]
+        (gathered,) = self._engine.allgather([value])
+        return np.reshape(gathered.numpy(), shape)
+
+    def assign(self, variable: Any, array: Any) -> None:
+        """Sets a slot to this rank's part of the whole one."""
+        part, raw = self._slots[id(variable)][1], raw_variable(variable)
+        if part.is_cut and tuple(raw.shape) == tuple(part.variable.shape):
+            raw.assign(np.reshape(array, part.view)[part.start : part.stop])
+        elif part.stop > part.start:
+            raw.assign(np.reshape(array, raw.shape))
+
+    # The optimizer's methods.
+
+    def _build(self, variables: Any) -> None:
+        optimizer, weights = self.optimizer, list(variables)
+        if optimizer.built:
+            return
+        check_weights(optimizer, weights)
+        with tf.init_scope():
+            parts = make_parts(weights, self._engine.size, self._engine.rank, is_elementwise=is_elementwise(optimizer))
+            self.parts = {key_of(part.weight): part for part in parts}
+            exclude_alike(optimizer, [(part.weight, part.variable) for part in parts])
+            for part in parts:
+                part.load()  # some optimizers copy the weights
+            by_variable = {id(part.variable): part for part in parts}
+            for slot, variable in recorded_slots(optimizer, [part.variable for part in parts]):
+                slot.__class__ = SlotPart
+                self._slots[id(slot)] = slot, by_variable[id(variable)]
+            for part in parts:
+                part.free()
+        set_trained_variables(optimizer, weights)
+
+    def _finalize(self, var_list: Any) -> None:
+        if not self.optimizer.use_ema:
+            return
+        for weight, average in moving_averages(self.optimizer):
+            if average is not None:
+                raw_variable(weight).assign(self.whole(average))
+
+
+def sharded(optimizer: keras.optimizers.Optimizer) -> ShardedOptimizer | None:
+    """Returns what shards an optimizer, or its inner one; `None` if nothing does."""
+    found: ShardedOptimizer | None = vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
+    return found
+
+
+def shard(optimizer: keras.optimizers.Optimizer, engine: Engine) -> None:
+    """Makes an optimizer hold its slots in parts; a second call has no effect."""
+    # While it is made, an optimizer with a loss scale has no inner one yet.
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and sharded(optimizer) is None:
+        ShardedOptimizer(optimizer, engine).install()
+    patch(optimizer, "save_own_variables", lambda store: _save(optimizer, store))
+    patch(optimizer, "load_own_variables", lambda store: _load(optimizer, store))
+
+
+def _save(optimizer: keras.optimizers.Optimizer, store: Any) -> None:
+    """Saves whole slots, one after the other. Collective: every rank must call this, in the same order."""
+    parts = sharded(optimizer)
+    for place, variable in enumerate(optimizer.variables):
+        in_parts = parts if parts is not None and parts.has(variable) else None
+        store[str(place)] = variable.numpy() if in_parts is None else in_parts.whole(variable)
+
+
+def _load(optimizer: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> None:
+    """Loads this rank's parts of whole slots."""
+    parts, variables = sharded(optimizer), optimizer.variables
+    if len(store.keys()) != len(variables):
+        original(optimizer, "load_own_variables")(store)  # which warns
+        return
+    if parts is not None:
+        parts.num_loads += 1
+    for place, variable in enumerate(variables):
+        if parts is not None and parts.has(variable):
+            parts.assign(variable, np.asarray(store[str(place)]))
+        else:
+            variable.assign(store[str(place)])
+
+
+def loads(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, int]:
+    """Returns how many files were loaded into each optimizer's parts, by the optimizer's name, for a comparison."""
+    found = {
+        f"files loaded into {type(each).__name__} ({place})": sharded(each) for place, each in enumerate(optimizers)
+    }
+    return {name: each.num_loads for name, each in found.items() if each is not None}

@@ -1,0 +1,58 @@
+"""What `shard="optimizer"` does not support, told before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from kdist.errors import StrategyError
+from kdist.keras_hooks.optimizers import own_update_methods
+from kdist.keras_hooks.variables import path_of
+
+
+def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises for an optimizer that cannot update parts of weights."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise StrategyError(
+            f'shard="optimizer" does not support an optimizer of several. Received: a {name}. Expected one optimizer '
+            "for each set of weights. Fix: use one optimizer, several in a train_step of the model's own, or "
+            'kdist.AllReduce() without shard="optimizer".'
+        )
+    if methods := own_update_methods(optimizer):
+        raise StrategyError(
+            f'shard="optimizer" does not support this optimizer: it would see a part of each gradient there. Received: '
+            f"{name} with its own {', '.join(methods)}. Expected one that overrides `update_step` and `build` alone. "
+            'Fix: move the rule to `update_step`, or use kdist.AllReduce() without shard="optimizer".'
+        )
+    if optimizer.built:
+        raise StrategyError(
+            f'shard="optimizer" does not support an optimizer that is built outside of the scope: its slots are whole. '
+            f"Received: a {name} that is built. Expected one that is made, or loaded with its model, in kdist.scope(). "
+            "Fix: move the line that makes it into the scope."
+        )
+
+
+def check_weights(optimizer: keras.optimizers.Optimizer, weights: Sequence[Any]) -> None:
+    """Raises for weights that cannot be updated in parts."""
+    scales = [path_of(weight) for weight in weights if getattr(weight, "overwrite_with_gradient", False)]
+    if scales:
+        raise StrategyError(
+            f'shard="optimizer" does not support float8. Received: {type(optimizer).__name__} with the scale '
+            f"{scales[0]!r}. Expected weights that the optimizer updates. Fix: remove the float8 quantization, or use "
+            'kdist.AllReduce() without shard="optimizer".'
+        )
+    lasting = [path_of(weight) for weight in weights if _word(weight) == "on_read"]
+    if lasting:
+        raise StrategyError(
+            f'shard="optimizer" does not support weights that each rank keeps for itself. Received: {lasting[0]!r}, '
+            'a trainable weight with synchronization="on_read". Expected weights that are equal on all ranks. Fix: '
+            'remove the synchronization, or use kdist.AllReduce() without shard="optimizer".'
+        )
+
+
+def _word(weight: Any) -> str:
+    choice = getattr(weight, "synchronization", "auto")
+    return str(choice if isinstance(choice, str) else choice.name.lower())

@@ -1,0 +1,133 @@
+"""The stage that sums gradients in parts, updates this rank's parts and gathers the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.engines.engine import Engine
+from kdist.errors import StrategyError
+from kdist.keras_hooks.optimizers import CLIP, TRAINED, innermost, is_elementwise, iterations
+from kdist.keras_hooks.patching import patched
+from kdist.sharding.gradients import PartReducer
+from kdist.sharding.optimizer import ShardedOptimizer, sharded
+from kdist.step.reduce import Reduce
+from kdist.step.update import Update
+
+
+class ShardedReduce(Reduce):
+    """Sums gradients so that each rank gets its parts; the later stages and Keras update these.
+
+    Args:
+        parts: `PartReducer`.
+        *args: see `Reduce`.
+    """
+
+    def __init__(self, parts: PartReducer, *args: Any) -> None:
+        super().__init__(*args)
+        self._parts = parts
+
+    def _reduce_and(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        found = sharded(update.optimizer)
+        if found is None:
+            raise StrategyError(
+                f'shard="optimizer" does not support an optimizer that was made outside of the scope. Received: '
+                f"{type(update.optimizer).__name__}, which is built. Expected one that is made in kdist.scope(). Fix: "
+                "move the line that makes it into the scope."
+            )
+        if not update.optimizer.built:
+            with tf.init_scope():
+                update.optimizer.build(update.variables)
+        return super()._reduce_and(update, lambda: self._update(found, update, proceed))
+
+    def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
+        found = sharded(update.optimizer)
+        assert found is not None  # noqa: S101  # checked in `_reduce_and`
+        parts = found.parts_of([update.variables[place] for place in places])
+        sums = self._parts.sum([update.gradients[place] for place in places], parts, update.addends)
+        return sums, self._step.engine.allreduce(exact)
+
+    def _update(self, found: ShardedOptimizer, update: Update, proceed: Callable[[], Any]) -> Any:
+        weights, optimizer = update.variables, found.optimizer
+        for part in found.parts.values():
+            part.load()
+        update.variables = [part.variable for part in found.parts_of(weights)]
+        count = tf.identity(iterations(optimizer).value)
+        with _whole_norms(update.optimizer, found, self._step.engine):
+            result = proceed()
+        found.gather()
+        gradients, update.variables = update.gradients, weights
+        constrained = [
+            weight
+            for weight, gradient in zip(weights, gradients, strict=True)
+            if gradient is not None and getattr(weight, "constraint", None) is not None
+        ]
+
+        def constrain() -> None:
+            for weight in constrained:
+                weight.assign(weight.constraint(weight))
+
+        if constrained:  # unless a loss scale has skipped the update
+            tf.cond(tf.not_equal(iterations(optimizer).value, count), constrain, lambda: None)
+        return result
+
+
+@contextlib.contextmanager
+def _whole_norms(outer: keras.optimizers.Optimizer, found: ShardedOptimizer, engine: Engine) -> Iterator[None]:
+    """Makes an optimizer update parts: it clips by the norms of whole gradients, and checks whole ones for overflow."""
+    optimizer = innermost(outer)
+    clip_parts = getattr(optimizer, CLIP)
+
+    def clip(gradients: Sequence[Any]) -> Any:
+        if not (optimizer.clipnorm or optimizer.global_clipnorm):
+            return clip_parts(gradients)
+        sums = [tf.cast(tf.reduce_sum(tf.square(_values(each))), tf.float64) for each in gradients]
+        (totals,) = engine.allreduce([tf.stack(sums)])
+        if optimizer.clipnorm:
+            factors = tf.unstack(optimizer.clipnorm / tf.maximum(tf.sqrt(totals), optimizer.clipnorm))
+        else:
+            norm, most = tf.sqrt(tf.reduce_sum(totals)), tf.constant(optimizer.global_clipnorm, tf.float64)
+            factor = most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm)  # NaN if the norm is not finite
+            factors = [factor] * len(sums)
+        return [_times(each, factor) for each, factor in zip(gradients, factors, strict=True)]
+
+    def check_finite(gradients: Sequence[Any]) -> tf.Tensor:
+        wrong = [tf.reduce_any(~tf.math.is_finite(_values(each))) for each in gradients if each is not None]
+        (num_wrong,) = engine.allreduce([tf.cast(tf.reduce_any(wrong), tf.int32)])
+        return tf.equal(num_wrong, 0)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(optimizer, TRAINED, [part.variable for part in found.parts.values()]))
+        stack.enter_context(patched(optimizer, CLIP, clip))
+        if not is_elementwise(optimizer):
+            stack.enter_context(patched(optimizer, "update_step", _unless_empty(optimizer.update_step)))
+        if outer is not optimizer:
+            stack.enter_context(patched(outer, "check_finite", check_finite))
+        yield
+
+
+def _unless_empty(update_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an optimizer's rule that leaves out weights of other ranks."""
+
+    def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if math.prod(variable.shape):
+            update_step(gradient, variable, learning_rate)
+
+    return update
+
+
+def _values(gradient: Any) -> Any:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _times(gradient: Any, factor: tf.Tensor) -> Any:
+    values = _values(gradient)
+    values = values * tf.cast(factor, values.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values

@@ -1,0 +1,323 @@
+"""`shard="optimizer"`: the features of the fidelity suite with it, and what it does alone: memory, files, refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import kdist
+from kdist._process import open_engine
+from kdist.errors import KDistError
+from tests.training import fidelity
+from tests.training.features import FEATURES
+from tests.training.fidelity import BATCH, both, compare, fed, fit_alone, fresh, mlp, outcome, rows, size, state_of
+
+
+def sharded(function: Callable[[], None]) -> Callable[[], None]:
+    """Returns a case whose scopes of N ranks have optimizers in parts."""
+
+    @functools.wraps(function)
+    def run() -> None:
+        scope = kdist.scope
+
+        def in_parts(strategy: Any = "auto", **given: Any) -> Any:
+            options = strategy if isinstance(strategy, kdist.AllReduce) else kdist.AllReduce()
+            return scope(dataclasses.replace(options, shard="optimizer"), **given)
+
+        kdist.scope = in_parts
+        try:
+            function()
+        finally:
+            kdist.scope = scope
+
+    return run
+
+
+# These have strategies or loops of their own, count messages, read accumulators, or have optimizers that are refused.
+_OTHER_TOPICS = ("compression", "local_sgd", "loops")
+_OTHERS = (
+    *("an_optimizer_that_clips_by_hand", "an_optimizer_of_several", "float8_layers", "sparse_gradients_as_dense_ones"),
+    *("gradients_in_several_messages", "gradients_travel_with_their_update"),
+    *("gradients_travel_in_each_step_if_someone_looks", "accumulated_sums_are_whole_after_all_that_may_happen"),
+)
+
+SHARD = kdist.AllReduce(shard="optimizer")
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def shared_folder() -> Path:
+    """Returns a new directory, the same on all ranks."""
+    return Path(open_engine(kdist.cluster_info()).broadcast_object(tempfile.mkdtemp()))
+
+
+def trained(optimizer: keras.optimizers.Optimizer, model: Callable[[], keras.Model] = mlp, **fit: Any) -> keras.Model:
+    made = model()
+    made.compile(optimizer, "mse")
+    x, y = rows("ragged")
+    made.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, **fit)
+    return made
+
+
+ALL_OPTIMIZERS = {
+    **fidelity.OPTIMIZERS,
+    "amsgrad": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.5),
+    "adamax": lambda: keras.optimizers.Adamax(0.01),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.05),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "muon": lambda: keras.optimizers.Muon(0.01),
+}
+
+
+@case
+def every_optimizer() -> None:
+    """Elementwise ones update ranges, the others whole weights at an owner; clipped by the norm of all gradients."""
+    x, y = rows("ragged")
+    for name, make in ALL_OPTIMIZERS.items():
+
+        def script(batch: int, make: Any = make) -> dict[str, Any]:
+            model, optimizer = mlp(), make()
+            optimizer.global_clipnorm = 0.05
+            model.compile(optimizer, "mse")
+            return fit_alone(model, fed("arrays", (x, y), batch))
+
+        try:
+            both(script, strategy=SHARD)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@case
+def decay_that_leaves_weights_out() -> None:
+    x, y = rows("ragged")
+    for by_name in (True, False):
+
+        def script(batch: int, by_name: bool = by_name) -> dict[str, Any]:
+            model, optimizer = mlp(), keras.optimizers.AdamW(0.01, weight_decay=0.3)
+            excluded = {"var_names": ["bias"]} if by_name else {"var_list": [model.trainable_variables[0]]}
+            optimizer.exclude_from_weight_decay(**excluded)
+            model.compile(optimizer, "mse")
+            return fit_alone(model, fed("arrays", (x, y), batch))
+
+        both(script, strategy=SHARD)
+
+
+@case
+def sparse_gradients() -> None:
+    """Adam squares each reading of a row by itself: in a table of many rows, and in one that is cut anywhere."""
+    for num_rows in (5, 200):
+        generator = np.random.default_rng(0)
+        n = 2 * size() * BATCH + 3
+        tokens, y = generator.integers(0, num_rows, size=(n, 4)), generator.normal(size=(n, 1))
+
+        def script(batch: int, tokens: Any = tokens, y: Any = y, num_rows: int = num_rows) -> dict[str, Any]:
+            layers = [keras.layers.Embedding(num_rows, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input((4,), dtype="int64"), *layers])
+            fidelity.deterministic_weights(model)
+            model.compile(keras.optimizers.Adam(0.01, clipnorm=0.02), "mse")
+            return fit_alone(model, fed("arrays", (tokens, y), batch))
+
+        both(script, strategy=SHARD)
+
+
+@case
+def a_layer_that_sets_a_weight() -> None:
+    """In data of unknown length: the weight that it sets is whole on every rank."""
+
+    class Halving(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.kernel = self.add_weight(shape=(shape[-1], 2), initializer="ones")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.kernel.assign(self.kernel * 0.5)
+            return x @ self.kernel
+
+    def run(strategy: kdist.AllReduce) -> dict[str, Any]:
+        fresh()
+        with kdist.scope(strategy):
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(6), Halving()])
+            fidelity.deterministic_weights(model)
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+            return fit_alone(model, fed("tf_data_unknown", rows("ragged"), BATCH))
+
+    compare(run(kdist.AllReduce()), run(SHARD))
+
+
+@case
+def slots_take_their_part_of_the_memory() -> None:
+    fresh()
+    with kdist.scope(SHARD):
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(96), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        model.fit(np.zeros((8, 64)), np.zeros((8, 2)), batch_size=BATCH, verbose=0)
+    slots = [each for each in model.optimizer.variables if each.name not in ("iteration", "learning_rate")]
+    numbers = sum(math.prod(each.shape) for each in slots)
+    whole = 2 * model.count_params()
+    assert len(slots) == 8
+    assert abs(numbers - whole / size()) <= 8, (numbers, whole)
+    in_memory = sum(each.value.read_value().shape.num_elements() for each in slots)
+    assert in_memory == numbers
+
+
+@case
+def a_part_that_a_script_reads_is_an_error() -> None:
+    fresh()
+    with kdist.scope(SHARD):
+        model = trained(keras.optimizers.Adam(0.01))
+    slot = model.optimizer.variables[-1]
+    for read in (slot.numpy, lambda: np.asarray(slot)):
+        assert "This rank holds a part" in message_of(read)
+
+
+@case
+def files_are_plain_and_load_in_parts() -> None:
+    """Saved outside of and in callbacks; one process that loads them goes on as one that never stopped."""
+    folder = shared_folder()
+    fresh()
+    x, y = rows("ragged")
+    for name, make in {"adam": ALL_OPTIMIZERS["adam"], "adafactor": ALL_OPTIMIZERS["adafactor"]}.items():
+        one, two = folder / f"{name}.keras", folder / f"{name}-in-a-callback.keras"
+        weights = folder / f"{name}.weights.h5"
+        with kdist.scope(SHARD, scale_lr=None):
+            model = trained(make(), callbacks=[keras.callbacks.ModelCheckpoint(two)])
+            model.save(one)
+            model.save_weights(weights)
+            kdist.barrier()
+            expected = [*map(np.asarray, model.weights), *state_of(model.optimizer)]
+            loaded = keras.models.load_model(two)
+            assert all(map(np.array_equal, expected, [*map(np.asarray, loaded.weights), *state_of(loaded.optimizer)]))
+            loaded.optimizer.load_own_variables({str(n): each * 0 for n, each in enumerate(state_of(model.optimizer))})
+            loaded.load_weights(weights)
+            assert all(map(np.array_equal, expected, [*map(np.asarray, loaded.weights), *state_of(loaded.optimizer)]))
+            history = loaded.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        plain = keras.models.load_model(one)
+        after = plain.fit(x, y, batch_size=size() * BATCH, shuffle=False, verbose=0)
+        compare(outcome(plain, after), outcome(loaded, history))
+
+
+@case
+def an_interrupted_training_goes_on() -> None:
+    """Bit for bit on the same number of ranks; a backup of parts is that of a training without them."""
+
+    class Interrupted(Exception):
+        pass
+
+    class Interruption(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                raise Interrupted
+
+    def run(strategy: kdist.AllReduce, backup: Path | None, *callbacks: Any) -> dict[str, Any]:
+        fresh()
+        with kdist.scope(strategy, scale_lr=None):
+            backups = [] if backup is None else [kdist.callbacks.BackupAndRestore(str(backup), save_freq=2)]
+            model = mlp()
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+            x, y = rows("ragged")
+            history = model.fit(x, y, batch_size=BATCH, epochs=4, verbose=0, callbacks=[*backups, *callbacks])
+        return {**outcome(model), "loss": history.history["loss"][-1]}
+
+    uninterrupted = run(SHARD, None)
+    for then in (SHARD, kdist.AllReduce()):
+        folder = shared_folder()
+        with contextlib.suppress(Interrupted):
+            run(SHARD, folder, Interruption())
+        compare(uninterrupted, run(then, folder), rtol=0.0 if then is SHARD else 1e-9)
+
+
+def message_of(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except KDistError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+class _OwnApply(keras.optimizers.SGD):
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        return super().apply(grads, trainable_variables)
+
+
+class _OwnUpdateStep(keras.optimizers.SGD):
+    def _backend_update_step(self, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
+        return super()._backend_update_step(grads, trainable_variables, learning_rate)
+
+
+@case
+def what_is_refused() -> None:
+    """Each before the first step, with a fix."""
+    fresh()
+    built = keras.optimizers.SGD(0.1)
+    built.build(mlp().trainable_variables)
+
+    def several() -> keras.optimizers.Optimizer:
+        return keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.SGD(0.1))
+
+    def loop() -> None:
+        model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+        optimizer.apply([tf.zeros(each.shape) for each in model.trainable_variables], model.trainable_variables)
+
+    refused = {
+        "its own apply": lambda: trained(_OwnApply(0.1)),
+        "its own _backend_update_step": lambda: trained(_OwnUpdateStep(0.1)),
+        "of several": lambda: trained(several()),
+        "built outside of the scope": lambda: trained(built),
+        "loop of the script's own": loop,
+        "NaNPolicy": lambda: trained(keras.optimizers.SGD(0.1), callbacks=[kdist.callbacks.NaNPolicy()]),
+        "HDF5": lambda: trained(keras.optimizers.SGD(0.1)).save(shared_folder() / "model.h5"),
+    }
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        del refused["of several"]
+    for words, run in refused.items():
+        with kdist.scope(SHARD):
+            said = message_of(run)
+        assert words in said, said
+        assert re.search(r"Fix: .", said), said
+
+
+@case
+def a_file_that_one_rank_loads_is_refused() -> None:
+    fresh()
+    with kdist.scope(SHARD):
+        model = trained(keras.optimizers.Adam(0.01))
+        state = {str(place): each for place, each in enumerate(state_of(model.optimizer))}
+        if kdist.is_chief():
+            model.optimizer.load_own_variables(state)
+        x, y = rows("ragged")
+        said = message_of(lambda: model.fit(x, y, batch_size=BATCH, verbose=0))
+    assert "files loaded into Adam" in said, said
+
+
+@case
+def options_that_exclude_each_other() -> None:
+    for options in ({"compression": "powersgd"}, {"compression": "topk"}, {"sync_every": 2}, {"shard": "model"}):
+        assert "shard=" in message_of(lambda options=options: kdist.AllReduce(**{"shard": "optimizer", **options}))
+
+
+SHARDED = {
+    **CASES,
+    **{
+        name: sharded(each)
+        for name, each in FEATURES.items()
+        if each.__module__.rpartition(".")[2] not in _OTHER_TOPICS and name not in _OTHERS
+    },
+    **{name: sharded(each) for name, each in fidelity.MATRIX.items()},
+}

@@ -1,0 +1,50 @@
+"""`shard="optimizer"`: its own cases, and features of the fidelity suite with it. All: `full.py --only sharded`."""
+
+import pytest
+
+from tests.helpers.jobs import job as make_job
+from tests.training.sharded import CASES
+
+TARGET = "tests.training.sharded:SHARDED"
+
+FEATURES = (
+    "clipping",
+    "moving_average_of_weights",
+    "constraints",
+    "two_optimizers",
+    "loss_scale",
+    "gradient_accumulation",
+    "on_batch",
+    "custom_train_step",
+    "jit_compile",
+    "adamw-few-py_dataset",
+)
+
+ON_THREE = ("every_optimizer", "sparse_gradients", "files_are_plain_and_load_in_parts", "clipping")
+
+CELLS = [
+    *((("mpi", 2), name) for name in (*CASES, *FEATURES)),
+    *((("collective", 3), name) for name in ON_THREE),
+]
+
+
+@pytest.fixture(scope="module")
+def launches(request):
+    """Launches each job once, with the cases that are asked for."""
+    done = {}
+
+    def launched(job):
+        asked = [item.callspec.params for item in request.session.items if item.module is request.module]
+        if job not in done:
+            only = [each["case"] for each in asked if each["job"] == job]
+            done[job] = make_job(*job).run(TARGET, only=only, timeout=570)
+        return done[job]
+
+    return launched
+
+
+@pytest.mark.parametrize(
+    ("job", "case"), CELLS, ids=[f"{engine} on {ranks}: {name}" for (engine, ranks), name in CELLS]
+)
+def test_case(launches, job, case):
+    launches(job).check(case)
