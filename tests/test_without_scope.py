@@ -149,7 +149,7 @@ def test_a_scope_is_a_decorator_and_can_be_opened_again():
 def test_a_start_that_takes_long_is_told_of_once():
     none, waiting = Marks((), (), (), False), Marks((0,), (), (), False)
     start = SlowStart(patience=0.0)
-    assert start.remark(none).startswith("no rank has entered kdist.scope() for 0 s")
+    assert start.remark(none).startswith("no rank has reached kdist.scope() for 0 s")
     assert start.remark(none) == ""
     start = SlowStart(patience=0.0)
     assert start.remark(waiting) == start.remark(none) == ""

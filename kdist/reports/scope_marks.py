@@ -123,7 +123,7 @@ class SlowStart:
         patience: float, seconds.
     """
 
-    def __init__(self, patience: float = 30.0) -> None:
+    def __init__(self, patience: float = 60.0) -> None:
         self._patience = patience
         self._begin: float | None = time.monotonic()
 
@@ -139,7 +139,7 @@ class SlowStart:
             return ""
         self._begin = None
         return (
-            f"no rank has entered kdist.scope() for {self._patience:.0f} s: they load TensorFlow, or do what stands "
+            f"no rank has reached kdist.scope() for {self._patience:.0f} s: they load TensorFlow, or do what stands "
             "before the scope"
         )
 

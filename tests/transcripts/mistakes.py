@@ -101,7 +101,7 @@ _OF_KDIST = re.compile(r"(\[kdist\] |kdist( \S+)?: )")
 _TRACEBACK = "Traceback (most recent call last):"
 _MARKERS = re.compile(r"[\s~^]+")  # below a line of a traceback, from Python 3.11 on
 # What a busy machine says: of a start that is slow, of ranks that share cores.
-_OF_A_BUSY_MACHINE = re.compile(r"have not started|no rank has entered kdist.scope\(\) for|share \d+ core")
+_OF_A_BUSY_MACHINE = re.compile(r"have not started|no rank has reached kdist.scope\(\) for|share \d+ core")
 
 
 def said_by_kdist(output: str, *, is_any_rank: bool) -> list[str]:
