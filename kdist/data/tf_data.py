@@ -11,8 +11,9 @@ from kdist.data.batch_selection import element_of, select_batches
 from kdist.data.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
 from kdist.data.graphs.dataset_internals import flat_structure, from_variant
 from kdist.data.graphs.inspection import batch_sizes, calls_python
-from kdist.data.graphs.options import sharded_options
+from kdist.data.graphs.options import prefetched, sharded_options
 from kdist.data.graphs.pipeline import Pipeline
+from kdist.data.graphs.tuning import is_tuned
 from kdist.data.per_rank_stream import PerRankStream
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, empty_input_error
@@ -43,7 +44,7 @@ def tf_data_source(dataset: tf.data.Dataset, plan: Plan, *, auto_shard: bool = T
     if policy not in (policies.FILE, policies.HINT):
         return StreamSource(dataset, plan)
     ordered = Pipeline(dataset, plan.seed).dataset()
-    stream = StreamSource(_shard_by_policy(ordered, policy, plan), plan.unsharded())
+    stream = StreamSource(_shard_by_policy(ordered, policy, plan), plan.unsharded(), tuned=is_tuned(dataset))
     return PerRankStream(stream, plan, num_splits=1 if plan.scale_batch else plan.num_shards)
 
 
@@ -55,6 +56,7 @@ class StreamSource(Source):
     Args:
         dataset: the user's `tf.data.Dataset` of batches.
         plan: `Plan`.
+        tuned: bool or `None`, whether `tf.data`'s tuner runs; `None` if `dataset` tells.
 
     Raises:
         DataError: if the dataset is empty, or may yield another order on each rank.
@@ -62,7 +64,7 @@ class StreamSource(Source):
 
     reshuffles_each_iteration = True
 
-    def __init__(self, dataset: tf.data.Dataset, plan: Plan):
+    def __init__(self, dataset: tf.data.Dataset, plan: Plan, *, tuned: bool | None = None):
         cardinality = int(dataset.cardinality())
         if cardinality == 0:
             raise empty_input_error("tf.data.Dataset")
@@ -72,7 +74,7 @@ class StreamSource(Source):
         self._batch_sizes = batch_sizes(dataset)
         self._signature = batch_signature(dataset.element_spec, self._batch_sizes)
         self.draws_in_background = calls_python(dataset)
-        self._dataset = self._build(dataset)
+        self._dataset = self._build(dataset, tuned)
 
     @property
     def signature(self) -> Any:
@@ -89,7 +91,9 @@ class StreamSource(Source):
 
     def example(self) -> Any:
         """Returns the user's first batch, by a new iterator."""
-        for batch in self._user_dataset.take(1):
+        options = tf.data.Options()
+        options.autotune.enabled = False  # its end would wait for the tuner
+        for batch in self._user_dataset.take(1).with_options(options):
             return batch
         raise empty_input_error("tf.data.Dataset")
 
@@ -97,26 +101,29 @@ class StreamSource(Source):
         """Returns the dataset of this rank's `Shard` elements."""
         return self._dataset
 
-    def _build(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def _build(self, dataset: tf.data.Dataset, tuned: bool | None) -> tf.data.Dataset:
         plan, spec = self.plan, dataset.element_spec
-        rows = Rows(spec, self._batch_sizes)
+        rows, options = Rows(spec, self._batch_sizes), tf.data.Options()
+        parallel_maps: tuple[Any, ...] = ()
         if plan.num_shards == 1:
 
             def to_shard(*arguments: Any) -> Shard:
                 batch = element_of(spec, arguments)
                 return Shard(batch, int64(rows.count(batch)), int64(rows.count(batch)))
 
-            return dataset.map(to_shard).prefetch(tf.data.AUTOTUNE)
-        ordered = Pipeline(dataset, plan.seed)
-        if not plan.scale_batch:
-            shards = ordered.dataset().map(
-                lambda *batch: rows.split(element_of(spec, batch), plan.num_shards, plan.shard_id)
-            )
+            shards = dataset.map(to_shard)
         else:
-            shards, self.knows_global_rows = select_batches(ordered, plan, rows)
-        options = sharded_options()
-        options.deterministic = True
-        return shards.with_options(options).prefetch(tf.data.AUTOTUNE)
+            ordered = Pipeline(dataset, plan.seed)
+            if plan.scale_batch:
+                shards, self.knows_global_rows, parallel_maps = select_batches(ordered, plan, rows)
+            else:
+                shards = ordered.dataset().map(
+                    lambda *batch: rows.split(element_of(spec, batch), plan.num_shards, plan.shard_id)
+                )
+            options = sharded_options()
+            options.deterministic = True
+        options.autotune.enabled = is_tuned(dataset, parallel_maps) if tuned is None else tuned
+        return prefetched(shards.with_options(options))
 
 
 def _shard_by_policy(dataset: tf.data.Dataset, policy: Any, plan: Plan) -> tf.data.Dataset:

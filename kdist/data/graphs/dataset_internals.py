@@ -92,6 +92,16 @@ def attributes(dataset: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(dataset, f"_{name}") for name in names if hasattr(dataset, f"_{name}")})
 
 
+def asked_parallelism(dataset: Any) -> int | None:
+    """Returns the parallel calls or reads, or the size of the buffer, that the last operation of a dataset was given.
+
+    Of other operations than prefetches, and those that have a number of calls or reads, it is `None`.
+    """
+    names = ["_num_parallel_calls", "_num_parallel_reads", *(["_buffer_size"] if kind(dataset) == "Prefetch" else [])]
+    found = [getattr(dataset, name, None) for name in names]
+    return next((int(value) for value in found if value is not None), None)
+
+
 def inputs(dataset: Any) -> list[Any]:
     """Returns the datasets that the last operation of a dataset takes."""
     return list(dataset._inputs())
