@@ -133,7 +133,12 @@ def from_variant(variant: Any, user_dataset: tf.data.Dataset, *resources: Any) -
         *resources: anything else to keep alive.
     """
     dataset = tf.data.experimental.from_variant(variant, user_dataset.element_spec)
-    resources_of(dataset)["made of"] = (user_dataset, *resources)
+    return keep_alive(dataset, user_dataset, *resources)
+
+
+def keep_alive(dataset: tf.data.Dataset, *resources: Any) -> tf.data.Dataset:
+    """Returns a dataset that was made of a variant tensor, and keeps what it was made of as long as it lives."""
+    resources_of(dataset)["made of"] = resources
     return dataset
 
 
