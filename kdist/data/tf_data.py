@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
@@ -9,7 +10,7 @@ import tensorflow as tf
 from kdist.data.batch import Rows, Shard, batch_signature, int64
 from kdist.data.batch_selection import element_of, select_batches
 from kdist.data.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
-from kdist.data.graphs.dataset_internals import flat_structure, from_variant
+from kdist.data.graphs.dataset_internals import flat_structure, from_variant, resources_of
 from kdist.data.graphs.inspection import batch_sizes, calls_python
 from kdist.data.graphs.options import prefetched, sharded_options
 from kdist.data.graphs.pipeline import Pipeline
@@ -74,7 +75,7 @@ class StreamSource(Source):
         self._batch_sizes = batch_sizes(dataset)
         self._signature = batch_signature(dataset.element_spec, self._batch_sizes)
         self.draws_in_background = calls_python(dataset)
-        self._dataset = self._build(dataset, tuned)
+        self._dataset, self.knows_global_rows = self._kept_or_built(dataset, tuned)
 
     @property
     def signature(self) -> Any:
@@ -101,10 +102,28 @@ class StreamSource(Source):
         """Returns the dataset of this rank's `Shard` elements."""
         return self._dataset
 
-    def _build(self, dataset: tf.data.Dataset, tuned: bool | None) -> tf.data.Dataset:
+    def _kept_or_built(self, dataset: tf.data.Dataset, tuned: bool | None) -> tuple[tf.data.Dataset, bool]:
+        """Returns the shards and whether they know the rows of all ranks.
+
+        To trace a pipeline's functions takes as long as many a small step. So the user's dataset keeps the shards for
+        the next verb, if their order is not another one there.
+        """
+        kept = resources_of(dataset)
+        key = ("shards", dataclasses.replace(self.plan, seed=0))
+        if key in kept:
+            return kept[key]
+        # AutoGraph would convert kdist's own functions, which need it as little as the user's traced ones.
+        build = tf.autograph.experimental.do_not_convert(self._build)
+        shards, knows_global_rows, depends_on_seed = build(dataset, tuned)
+        if not depends_on_seed:
+            kept[key] = shards, knows_global_rows
+        return shards, knows_global_rows
+
+    def _build(self, dataset: tf.data.Dataset, tuned: bool | None) -> tuple[tf.data.Dataset, bool, bool]:
         plan, spec = self.plan, dataset.element_spec
         rows, options = Rows(spec, self._batch_sizes), tf.data.Options()
         parallel_maps: tuple[Any, ...] = ()
+        knows_global_rows, depends_on_seed = True, False
         if plan.num_shards == 1:
 
             def to_shard(*arguments: Any) -> Shard:
@@ -114,8 +133,9 @@ class StreamSource(Source):
             shards = dataset.map(to_shard)
         else:
             ordered = Pipeline(dataset, plan.seed)
+            depends_on_seed = ordered.depends_on_seed
             if plan.scale_batch:
-                shards, self.knows_global_rows, parallel_maps = select_batches(ordered, plan, rows)
+                shards, knows_global_rows, parallel_maps = select_batches(ordered, plan, rows)
             else:
                 shards = ordered.dataset().map(
                     lambda *batch: rows.split(element_of(spec, batch), plan.num_shards, plan.shard_id)
@@ -123,7 +143,7 @@ class StreamSource(Source):
             options = sharded_options()
             options.deterministic = True
         options.autotune.enabled = is_tuned(dataset, parallel_maps) if tuned is None else tuned
-        return prefetched(shards.with_options(options))
+        return prefetched(shards.with_options(options)), knows_global_rows, depends_on_seed
 
 
 def _shard_by_policy(dataset: tf.data.Dataset, policy: Any, plan: Plan) -> tf.data.Dataset:

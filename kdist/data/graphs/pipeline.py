@@ -56,8 +56,14 @@ class Pipeline:
         self._num_cached = max((number for number, step in enumerate(steps, 1) if kind(step) == "Cache"), default=0)
         self._seed = seed
         self._base = _deterministic_base(dataset, seed)
-        changed = [self._base is not dataset, *(_is_nondeterministic_op(step) or _reshuffles(step) for step in steps)]
+        self._is_base_rewritten = self._base is not dataset
+        changed = [self._is_base_rewritten, *(_is_nondeterministic_op(step) or _reshuffles(step) for step in steps)]
         self._unchanged = changed.index(True) if True in changed else len(changed)
+
+    @property
+    def depends_on_seed(self) -> bool:
+        """Whether `seed` decides about the order: not where nothing is shuffled, or all with the user's seeds."""
+        return self._is_base_rewritten or any(_is_nondeterministic_op(step) for step in self.steps)
 
     def dataset(self, num_steps: int | None = None) -> tf.data.Dataset:
         """Returns the pipeline as one dataset.
