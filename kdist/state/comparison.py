@@ -34,7 +34,20 @@ def check_agreement(engine: Engine, what: str, local: Mapping[str, Any]) -> None
     Raises:
         MismatchError: naming the rank and the first name whose values differ.
     """
-    root, *others = gather_values(engine, what, dict(local))
+    refuse_differences(what, gather_values(engine, what, dict(local)))
+
+
+def refuse_differences(what: str, by_rank: Sequence[Mapping[str, Any]]) -> None:
+    """Raises unless values are equal on all ranks.
+
+    Args:
+        what: str, what is compared, for the message.
+        by_rank: sequence of mappings of names to values, by rank, gathered by all of them.
+
+    Raises:
+        MismatchError: naming the rank and the first name whose values differ.
+    """
+    root, *others = by_rank
     for rank, other in enumerate(others, 1):
         for name in [*root, *other]:
             mine, theirs = root.get(name, "nothing"), other.get(name, "nothing")
@@ -42,7 +55,7 @@ def check_agreement(engine: Engine, what: str, local: Mapping[str, Any]) -> None
                 mine, theirs = _excerpts(mine, theirs)
                 raise MismatchError(
                     f"Ranks differ in {what}: {name}. Received: {mine} on rank 0 and {theirs} on rank {rank}. "
-                    f"Expected the same on all {engine.size} ranks. Fix: look for what depends on the rank, the host "
+                    f"Expected the same on all {len(by_rank)} ranks. Fix: look for what depends on the rank, the host "
                     "or an unseeded random number."
                 )
 

@@ -16,7 +16,7 @@ from kdist.keras_hooks.trainer import initial_epoch, plain_compiles, set_initial
 from kdist.keras_hooks.variables import is_of_one_rank, is_seed, key_of
 from kdist.state.assignments import WAYS_OUT, WrittenState
 from kdist.state.broadcast import broadcast_state
-from kdist.state.comparison import check_agreement, describe_model, make_equal
+from kdist.state.comparison import describe_model, gather_values, make_equal, refuse_differences
 from kdist.state.part import Placement, StatePart
 from kdist.state.session import TrainingSession
 from kdist.state.slots import SlotState
@@ -159,11 +159,13 @@ class ReplicatedSession(TrainingSession):
 
         Collective: every rank must call this, in the same order.
         """
-        check_agreement(self.engine, f"the model given to {verb}", describe_model(self.model))
+        what, epoch = f"the model given to {verb}", initial_epoch(self.model) if verb == "fit" else None
+        described, epochs = zip(*gather_values(self.engine, what, [describe_model(self.model), epoch]), strict=True)
+        refuse_differences(what, described)
         self._broadcast(root=0)
         self.votes.withdraw("weights")
         if verb == "fit":
-            set_initial_epoch(self.model, self.engine.broadcast_object(initial_epoch(self.model)))
+            set_initial_epoch(self.model, epochs[0])
 
     def make_state_equal(self) -> None:
         """Sets what is no weight to rank 0's values where the ranks differ, with a warning.
