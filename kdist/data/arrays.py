@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.data import sharding
+from kdist.data.array_pipeline import gathered, gathered_by, steps_of_passes
 from kdist.data.batch import Shard, lists_to_tuples
 from kdist.data.fingerprint import row_means, sample_rows
 from kdist.data.graphs.options import sharded_options
@@ -56,6 +56,9 @@ class ArraySource(Source):
         self.batch_size = batch_size
         self._shuffle = shuffle
         self._gather = gather or row_gatherer(inputs)
+        leaves = tf.nest.flatten(inputs)
+        is_dense = gather is None and all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in leaves)
+        self._inputs = inputs if is_dense else None
         self._starts, self._stops, self._rows, self._global_rows = sharding.rows_of_steps(num_samples, batch_size, plan)
         self._positions = np.concatenate(
             [np.arange(start, stop) for start, stop in zip(self._starts, self._stops, strict=True)]
@@ -85,7 +88,7 @@ class ArraySource(Source):
         """Returns the dataset of this rank's `Shard` elements."""
         return self._dataset
 
-    @functools.cached_property  # to trace its functions takes as long as many a small step
+    @functools.cached_property
     def _dataset(self) -> tf.data.Dataset:
         sizes = self._stops - self._starts
         ends = np.cumsum(sizes)
@@ -93,33 +96,14 @@ class ArraySource(Source):
         # A static batch size spares compilers a dynamic shape; only ragged steps prevent it, on all ranks: Keras
         # weights what it means over steps by rows where it knows their number.
         size = int(sizes[0]) if (self._global_rows == self._global_rows[0]).all() else None
-
-        # TensorFlow never releases the Python functions that it calls: the arrays would stay in memory with this one.
-        this, gather, length = weakref.proxy(self), self._gather, len(self._positions)
-
-        def shard_indices() -> Any:
-            return this._shard_indices()
-
-        def indices_of_a_pass(_: Any) -> Any:
-            indices = tf.numpy_function(shard_indices, [], tf.int64)
-            indices.set_shape([length])
-            return indices
-
-        def pair_with_steps(indices: Any) -> Any:
-            every_step = tf.data.Dataset.from_tensors(indices).repeat()
-            return tf.data.Dataset.zip(tf.data.Dataset.from_tensor_slices(steps), every_step)
-
-        def draw(step: Any, indices: Any) -> Shard:
-            start, stop, rows, global_rows = step
-            indices = indices[start:stop]
-            indices.set_shape([size])
-            return Shard(gather(indices), rows, global_rows)
-
-        if self._shuffle or self.num_steps > 1:
-            dataset = tf.data.Dataset.range(1).map(indices_of_a_pass).prefetch(1).flat_map(pair_with_steps).map(draw)
-        else:  # one batch in one order, as in a loop of `predict`: there is nothing to trace
-            rows = gather(tf.constant(self._positions))
+        if not self._shuffle and self.num_steps == 1:
+            # One batch in one order, as in a loop of `predict`: there is nothing to call.
+            rows = self._gather(tf.constant(self._positions))
             dataset = tf.data.Dataset.from_tensors(Shard(rows, self._rows[0], self._global_rows[0]))
+        elif self._inputs is not None:
+            dataset = gathered(steps_of_passes(self, steps), self._inputs, size)
+        else:
+            dataset = gathered_by(steps_of_passes(self, steps), self._gather, size)
         options = sharded_options()
         # As Keras does: the optimizer would serialise the arrays, and has nothing to optimize in this pipeline.
         options.experimental_optimization.apply_default_optimizations = False
@@ -130,7 +114,7 @@ class ArraySource(Source):
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.num_steps))
         return dataset.prefetch(2).with_options(options)
 
-    def _shard_indices(self) -> Any:
+    def shard_indices(self) -> Any:
         """Returns the numbers of this rank's rows in a pass that begins in the current epoch."""
         epoch = max(self._epoch, 0) if self._resumed_pass is None else self._resumed_pass
         self._resumed_pass = None

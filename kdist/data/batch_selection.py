@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from kdist.data.batch import Rows, Shard, int64
 from kdist.data.graphs.optionals import empty_optional, from_optional, to_optional
-from kdist.data.graphs.pipeline import Pipeline, apply_to_first
+from kdist.data.graphs.pipeline import Pipeline
 from kdist.data.graphs.tail import Tail, is_map, tail_of
 from kdist.data.groups import is_exact, pad_epochs
 from kdist.data.row_selection import select_rows
 from kdist.data.sharding import Plan
 
 
-def select_batches(pipeline: Pipeline, plan: Plan, rows: Rows) -> tuple[tf.data.Dataset, bool]:
+class Selection(NamedTuple):
+    """This rank's batches of a stream.
+
+    Attributes:
+        dataset: dataset of `Shard`.
+        knows_global_rows: bool, whether `global_rows` is known in it.
+        parallel_maps: tuple of the user's dataset objects whose maps run in parallel without a tuner.
+    """
+
+    dataset: tf.data.Dataset
+    knows_global_rows: bool
+    parallel_maps: tuple[Any, ...]
+
+
+def select_batches(pipeline: Pipeline, plan: Plan, rows: Rows) -> Selection:
     """Selects one batch of each group of `plan.num_shards`.
 
     The batch is selected in front of the pipeline's `tail_of`, so that the user's functions run for this rank's samples
@@ -28,7 +42,7 @@ def select_batches(pipeline: Pipeline, plan: Plan, rows: Rows) -> tuple[tf.data.
         rows: `Rows` of the batches.
 
     Returns:
-        `(dataset, known)`: a dataset of `Shard`, and whether `global_rows` is known in it.
+        A `Selection`.
     """
     size, exact = rows.size, is_exact(plan)
     tail = tail_of(pipeline, exact=exact, static=size is not None)
@@ -44,16 +58,19 @@ def select_batches(pipeline: Pipeline, plan: Plan, rows: Rows) -> tuple[tf.data.
 
     finish = _as_tuple if mapped else to_shard
     joins = exact and not tail.reorders_batches and not (mapped and size is not None)
+    applied = tail.batch_maps
     if tail.numbered is not None:
+        applied += tail.sample_maps
         selected = select_rows(tail, tail.numbered, plan, size, finish)
     elif joins and any(map(is_map, tail.sample_maps)):
+        applied += tail.sample_maps
         selected = _select_samples(tail, plan, finish)
     else:
         count = (lambda _: size or 1) if mapped else rows.count
         selected = _select_elements(tail.batches(), plan, finish, count)
     for step in tail.batch_maps:
-        selected = apply_to_first(step, selected, plan.shard_id)
-    return selected.map(to_shard) if mapped else selected, known
+        selected = tail.apply_to_first(step, selected, plan.shard_id)
+    return Selection(selected.map(to_shard) if mapped else selected, known, applied if tail.makes_maps_parallel else ())
 
 
 def element_of(spec: Any, arguments: tuple[Any, ...]) -> Any:
@@ -114,7 +131,7 @@ def _select_samples(tail: Tail, plan: Plan, finish: Callable[[Any, Any, Any], An
     windows = samples.window(tail.batch_size, drop_remainder=tail.drop_remainder).map(to_dataset)
     selected = _select_elements(windows, plan, _as_tuple, lambda window: window.cardinality()).flat_map(samples_of)
     for step in tail.sample_maps:
-        selected = apply_to_first(step, selected, plan.shard_id)
+        selected = tail.apply_to_first(step, selected, plan.shard_id)
     return selected.batch(tail.batch_size).map(lambda data, step: finish(data, step[0][0], step[1][0]))
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kdist.data.graphs.inspection import shard_arguments, unwritten_cache_files
+from kdist.data.make_source import describe_source, refuse_other_rows
 from kdist.data.source import Source
 from kdist.engines.engine import Engine
 from kdist.errors import DataError
 from kdist.keras_hooks.data_adapters import tf_dataset
+from kdist.state.comparison import gather_values, refuse_differences
 
 logger = logging.getLogger("kdist")
 
@@ -26,25 +29,30 @@ class InputReport(NamedTuple):
     targets: Sequence[str]
 
 
-def check_inputs(adapter: Any, source: Source, engine: Engine, *, auto_shard: bool) -> None:
-    """Refuses inputs that would lose samples or write one file twice, and warns of those that may lose samples.
+def check_inputs(verb: str, adapter: Any, source: Source, engine: Engine, *, auto_shard: bool) -> None:
+    """Refuses inputs that differ, would lose samples or write one file twice; warns of those that may lose samples.
 
     Collective: every rank must call this, in the same order.
 
     Args:
+        verb: str, the verb that was given the input.
         adapter: Keras' `DataAdapter`.
         source: `Source` that was made of it.
         engine: `Engine`, over which the ranks exchange their reports.
         auto_shard: bool, whether kdist shards the input.
 
     Raises:
+        MismatchError: if the ranks have different kinds of data, or other data.
         DataError: if ranks of one host would write one cache, or if each rank has selected a shard already.
     """
     dataset = tf_dataset(adapter)
     files = [] if dataset is None else unwritten_cache_files(dataset)
     shards = [] if dataset is None or not auto_shard else shard_arguments(dataset)
     report = InputReport(os.uname().nodename, files, shards, source.targets_fingerprint())
-    reports = [InputReport(*each) for each in engine.gather_objects(tuple(report))]
+    what = f"the data given to {verb}"
+    described, gathered = zip(*gather_values(engine, what, [describe_source(source), report]), strict=True)
+    refuse_differences(what, described, functools.partial(refuse_other_rows, f"model.{verb}"))
+    reports = [InputReport(*each) for each in gathered]
     refuse_shared_caches(reports)
     _refuse_repeated_sharding(reports)
     if engine.rank == 0:

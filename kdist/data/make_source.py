@@ -173,14 +173,16 @@ class SourceAdapter(DataAdapter):
     Args:
         source: `Source`, this rank's shards.
         before_hook: callable, runs on all ranks before the source's epoch hooks: these may shuffle.
+        is_for_training: bool, whether `fit` trains on the data: each of its epochs begins with it, whatever the data.
 
     Attributes:
         hooks: list of tuples `(name, states)`, which of the user's hooks were called, and the compressed random states
             at that time. Each epoch adds two.
     """
 
-    def __init__(self, source: Source, before_hook: Callable[[], None]) -> None:
+    def __init__(self, source: Source, before_hook: Callable[[], None], *, is_for_training: bool = True) -> None:
         self.source = source
+        self._is_for_training = is_for_training
         self._before_hook = before_hook
         self.hooks: list[tuple[str, bytes]] = []
 
@@ -213,8 +215,10 @@ class SourceAdapter(DataAdapter):
         self.source.on_epoch_end()
 
     def _prepare(self, name: str) -> None:
-        self._before_hook()
-        if self.source.has_hooks:
+        source = self.source
+        if source.has_hooks or source.draws_in_background or (self._is_for_training and name == "on_epoch_begin"):
+            self._before_hook()
+        if source.has_hooks:
             self.hooks.append((name, zlib.compress(json.dumps(random_state()).encode())))
 
     def repeat_hooks(self, hooks: list[tuple[str, bytes]]) -> None:

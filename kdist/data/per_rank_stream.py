@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from kdist.data.batch import Rows, Shard, int64, zero_row
 from kdist.data.graphs.optionals import from_optional, to_optional
+from kdist.data.graphs.options import prefetched
 from kdist.data.sharding import Plan
 from kdist.data.source import Source
 from kdist.errors import DataError
@@ -78,7 +79,7 @@ class PerRankStream(Source):
             data = from_optional(signature, tf.cond(rows > 0, lambda: to_optional(data), lambda: last_row))
             return to_optional(rows_of.head(data, 1)), Shard(data, rows, tf.constant(-1, tf.int64))
 
-        return batches.scan(to_optional(zeros), fill_padding).prefetch(tf.data.AUTOTUNE)
+        return prefetched(batches.scan(to_optional(zeros), fill_padding))
 
     def _split(self, data: Any, _: Any) -> tf.data.Dataset:
         rows = Rows(self.signature)

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from kdist.data.batch import int64
 from kdist.data.graphs.indexed import Indexed
-from kdist.data.graphs.pipeline import apply_to_first
 from kdist.data.graphs.tail import Tail, is_map
 from kdist.data.groups import is_exact, pad_epochs
 from kdist.data.sharding import Plan
@@ -73,7 +72,7 @@ def select_rows(
         return groups.map(lambda group: own_batch(rows_of(group)))
     selected = groups.map(lambda group: own_samples(rows_of(group))).unbatch()
     for step in maps:
-        selected = apply_to_first(step, selected, plan.shard_id)
+        selected = tail.apply_to_first(step, selected, plan.shard_id)
     return selected.batch(tail.batch_size).map(joined)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
@@ -9,10 +10,11 @@ import tensorflow as tf
 from kdist.data.batch import Rows, Shard, batch_signature, int64
 from kdist.data.batch_selection import element_of, select_batches
 from kdist.data.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
-from kdist.data.graphs.dataset_internals import flat_structure, from_variant
+from kdist.data.graphs.dataset_internals import flat_structure, from_variant, resources_of
 from kdist.data.graphs.inspection import batch_sizes, calls_python
-from kdist.data.graphs.options import sharded_options
+from kdist.data.graphs.options import prefetched, sharded_options
 from kdist.data.graphs.pipeline import Pipeline
+from kdist.data.graphs.tuning import is_tuned
 from kdist.data.per_rank_stream import PerRankStream
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, empty_input_error
@@ -43,7 +45,7 @@ def tf_data_source(dataset: tf.data.Dataset, plan: Plan, *, auto_shard: bool = T
     if policy not in (policies.FILE, policies.HINT):
         return StreamSource(dataset, plan)
     ordered = Pipeline(dataset, plan.seed).dataset()
-    stream = StreamSource(_shard_by_policy(ordered, policy, plan), plan.unsharded())
+    stream = StreamSource(_shard_by_policy(ordered, policy, plan), plan.unsharded(), tuned=is_tuned(dataset))
     return PerRankStream(stream, plan, num_splits=1 if plan.scale_batch else plan.num_shards)
 
 
@@ -55,6 +57,7 @@ class StreamSource(Source):
     Args:
         dataset: the user's `tf.data.Dataset` of batches.
         plan: `Plan`.
+        tuned: bool or `None`, whether `tf.data`'s tuner runs; `None` if `dataset` tells.
 
     Raises:
         DataError: if the dataset is empty, or may yield another order on each rank.
@@ -62,7 +65,7 @@ class StreamSource(Source):
 
     reshuffles_each_iteration = True
 
-    def __init__(self, dataset: tf.data.Dataset, plan: Plan):
+    def __init__(self, dataset: tf.data.Dataset, plan: Plan, *, tuned: bool | None = None):
         cardinality = int(dataset.cardinality())
         if cardinality == 0:
             raise empty_input_error("tf.data.Dataset")
@@ -72,7 +75,7 @@ class StreamSource(Source):
         self._batch_sizes = batch_sizes(dataset)
         self._signature = batch_signature(dataset.element_spec, self._batch_sizes)
         self.draws_in_background = calls_python(dataset)
-        self._dataset = self._build(dataset)
+        self._dataset, self.knows_global_rows = self._kept_or_built(dataset, tuned)
 
     @property
     def signature(self) -> Any:
@@ -89,7 +92,9 @@ class StreamSource(Source):
 
     def example(self) -> Any:
         """Returns the user's first batch, by a new iterator."""
-        for batch in self._user_dataset.take(1):
+        options = tf.data.Options()
+        options.autotune.enabled = False  # its end would wait for the tuner
+        for batch in self._user_dataset.take(1).with_options(options):
             return batch
         raise empty_input_error("tf.data.Dataset")
 
@@ -97,26 +102,48 @@ class StreamSource(Source):
         """Returns the dataset of this rank's `Shard` elements."""
         return self._dataset
 
-    def _build(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def _kept_or_built(self, dataset: tf.data.Dataset, tuned: bool | None) -> tuple[tf.data.Dataset, bool]:
+        """Returns the shards and whether they know the rows of all ranks.
+
+        To trace a pipeline's functions takes as long as many a small step. So the user's dataset keeps the shards for
+        the next verb, if their order is not another one there.
+        """
+        kept = resources_of(dataset)
+        key = ("shards", dataclasses.replace(self.plan, seed=0))
+        if key in kept:
+            return kept[key]
+        # AutoGraph would convert kdist's own functions, which need it as little as the user's traced ones.
+        build = tf.autograph.experimental.do_not_convert(self._build)
+        shards, knows_global_rows, depends_on_seed = build(dataset, tuned)
+        if not depends_on_seed:
+            kept[key] = shards, knows_global_rows
+        return shards, knows_global_rows
+
+    def _build(self, dataset: tf.data.Dataset, tuned: bool | None) -> tuple[tf.data.Dataset, bool, bool]:
         plan, spec = self.plan, dataset.element_spec
-        rows = Rows(spec, self._batch_sizes)
+        rows, options = Rows(spec, self._batch_sizes), tf.data.Options()
+        parallel_maps: tuple[Any, ...] = ()
+        knows_global_rows, depends_on_seed = True, False
         if plan.num_shards == 1:
 
             def to_shard(*arguments: Any) -> Shard:
                 batch = element_of(spec, arguments)
                 return Shard(batch, int64(rows.count(batch)), int64(rows.count(batch)))
 
-            return dataset.map(to_shard).prefetch(tf.data.AUTOTUNE)
-        ordered = Pipeline(dataset, plan.seed)
-        if not plan.scale_batch:
-            shards = ordered.dataset().map(
-                lambda *batch: rows.split(element_of(spec, batch), plan.num_shards, plan.shard_id)
-            )
+            shards = dataset.map(to_shard)
         else:
-            shards, self.knows_global_rows = select_batches(ordered, plan, rows)
-        options = sharded_options()
-        options.deterministic = True
-        return shards.with_options(options).prefetch(tf.data.AUTOTUNE)
+            ordered = Pipeline(dataset, plan.seed)
+            depends_on_seed = ordered.depends_on_seed
+            if plan.scale_batch:
+                shards, knows_global_rows, parallel_maps = select_batches(ordered, plan, rows)
+            else:
+                shards = ordered.dataset().map(
+                    lambda *batch: rows.split(element_of(spec, batch), plan.num_shards, plan.shard_id)
+                )
+            options = sharded_options()
+            options.deterministic = True
+        options.autotune.enabled = is_tuned(dataset, parallel_maps) if tuned is None else tuned
+        return prefetched(shards.with_options(options)), knows_global_rows, depends_on_seed
 
 
 def _shard_by_policy(dataset: tf.data.Dataset, policy: Any, plan: Plan) -> tf.data.Dataset:

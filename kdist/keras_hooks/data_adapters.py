@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters import array_data_adapter, array_slicing, data_adapter, data_adapter_utils
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
@@ -15,7 +16,10 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
+from kdist.engines.arrays.fusion import empty
+
 DataAdapter = data_adapter.DataAdapter
+_LARGE = 1 << 20  # bytes
 
 
 def array_parts(adapter: Any) -> tuple[Any, int, int, bool | str] | None:
@@ -35,10 +39,19 @@ def array_parts(adapter: Any) -> tuple[Any, int, int, bool | str] | None:
             return {key: tensors(value) for key, value in part.items()}
         if isinstance(part, (list, tuple)):
             return tuple(tensors(value) for value in part)  # tf.data takes a list for a tensor
+        if isinstance(part, np.ndarray) and part.nbytes >= _LARGE and part.dtype.kind in "fiu" and part.dtype.isnative:
+            return _copied(part)
         return part if part is None or isinstance(part, tf.RaggedTensor) else tf.convert_to_tensor(part)
 
     inputs = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
     return tensors(inputs), adapter._num_samples, adapter._batch_size, adapter._shuffle
+
+
+def _copied(array: Any) -> tf.Tensor:
+    """Returns an array as a tensor by one copy: TensorFlow makes two, for NumPy seldom aligns memory as it asks for."""
+    copy = empty(array.size, array.dtype).reshape(array.shape)
+    copy[...] = array
+    return tf.experimental.dlpack.from_dlpack(copy.__dlpack__())
 
 
 class PyDatasetParts(NamedTuple):

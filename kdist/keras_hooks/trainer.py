@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import compute_output_spec, standardize_dtype
+from keras.src.backend import compute_output_spec
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.tensorflow import trainer as trainer_module
 from keras.src.random.seed_generator import global_seed_generator
@@ -143,7 +143,11 @@ def build_layers(model: keras.Model, batch: Any) -> None:
     """Builds a model's layers on a batch; the tensors that they make are named as in plain Keras' first step."""
     inputs, *_ = keras.utils.unpack_x_y_sample_weight(batch)
     given = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else keras.KerasTensor(leaf.shape, standardize_dtype(leaf.dtype), name="x"),
+        lambda leaf: (
+            None
+            if leaf is None
+            else keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype), name="x")
+        ),
         inputs,
     )
 

@@ -24,9 +24,7 @@ from kdist.state.broadcast import broadcast_state
 logger = logging.getLogger("kdist")
 
 
-def check_agreement(
-    engine: Engine, what: str, local: Mapping[str, Any], refuse_otherwise: Callable[[str, int], None] | None = None
-) -> None:
+def check_agreement(engine: Engine, what: str, local: Mapping[str, Any]) -> None:
     """Raises on all ranks unless values are equal on all of them.
 
     Collective: every rank must call this, in the same order.
@@ -35,13 +33,28 @@ def check_agreement(
         engine: `Engine`, how the ranks communicate.
         what: str, what is compared, for the message.
         local: mapping of names to anything that JSON can write.
+
+    Raises:
+        MismatchError: naming the rank and the first name whose values differ.
+    """
+    refuse_differences(what, gather_values(engine, what, dict(local)))
+
+
+def refuse_differences(
+    what: str, by_rank: Sequence[Mapping[str, Any]], refuse_otherwise: Callable[[str, int], None] | None = None
+) -> None:
+    """Raises unless values are equal on all ranks.
+
+    Args:
+        what: str, what is compared, for the message.
+        by_rank: sequence of mappings of names to values, by rank, gathered by all of them.
         refuse_otherwise: function of such a name and the rank that differs, which raises where another error is
             clearer, or `None`.
 
     Raises:
         MismatchError: naming the rank and the first name whose values differ.
     """
-    root, *others = gather_values(engine, what, dict(local))
+    root, *others = by_rank
     for rank, other in enumerate(others, 1):
         for name in [*root, *other]:
             mine, theirs = root.get(name, "nothing"), other.get(name, "nothing")
@@ -52,7 +65,7 @@ def check_agreement(
                     refuse_otherwise(name, rank)
                 raise MismatchError(
                     f"Ranks differ in {what}: {name}. Received: {mine} on rank 0 and {theirs} on rank {rank}. "
-                    f"Expected the same on all {engine.size} ranks. Fix: look for what depends on the rank, the host "
+                    f"Expected the same on all {len(by_rank)} ranks. Fix: look for what depends on the rank, the host "
                     "or an unseeded random number."
                 )
 

@@ -86,15 +86,34 @@ class AgreedDraws:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._num_draws = 0
+        self._agreed_state: dict[str, Any] | None = None  # the last that rank 0 has sent
 
-    def agree(self, engine: Engine) -> None:
-        """Makes the draws equal again if one rank has drawn alone.
+    def agree(self, engine: Engine, what: str, *, with_states: bool, given: Any = None) -> list[Any]:
+        """Makes the draws equal again if one rank has drawn alone; by the same message, other states and values.
 
         Collective: every rank must call this, in the same order.
+
+        Args:
+            engine: `Engine`, how the ranks communicate.
+            what: str, what the ranks are doing, for the message if they do not do the same.
+            with_states: bool, whether Python's, NumPy's and PyTorch's random states are rank 0's afterwards.
+            given: anything that JSON can write.
+
+        Returns:
+            A list of what each rank has given.
         """
-        counts = gather_values(engine, "a verb or a scope: the draws of tf.random", self._num_draws)
+        sent = None
+        if with_states and engine.rank == 0 and (state := random_state()) != self._agreed_state:
+            sent = self._agreed_state = state
+        gathered = gather_values(engine, what, [given, self._num_draws, sent])
+        values, counts, (root, *_) = (list(each) for each in zip(*gathered, strict=True))
         if len(set(counts)) > 1:
             self._seed, self._num_draws = input_seed(str(self._seed), max(counts)), 0
+        if with_states and engine.rank != 0:
+            self._agreed_state = root or self._agreed_state
+            if self._agreed_state is not None:
+                set_random_state(self._agreed_state)
+        return values
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -11,17 +11,10 @@ from typing import Any
 import keras
 
 from kdist.data.input_checks import check_inputs
-from kdist.data.make_source import (
-    SourceAdapter,
-    describe_source,
-    has_fixed_shapes,
-    holds_random_state,
-    make_source,
-    refuse_other_rows,
-)
+from kdist.data.make_source import SourceAdapter, has_fixed_shapes, holds_random_state, make_source
 from kdist.errors import ScopeError
-from kdist.state.comparison import check_agreement
-from kdist.state.random_state import agree_random_state, input_seed
+from kdist.state.comparison import refuse_differences
+from kdist.state.random_state import input_seed
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
 from kdist.trainer.epoch_iterator import ShardedEpochIterator
@@ -115,13 +108,7 @@ class Feed:
         )
         self._num_sources += 1
         source = remake(seed=input_seed(self._random_state, self._num_sources))
-        check_agreement(
-            self._engine,
-            f"the data given to {verb}",
-            describe_source(source),
-            functools.partial(refuse_other_rows, f"model.{verb}"),
-        )
-        check_inputs(adapter, source, self._engine, auto_shard=self._settings.auto_shard)
+        check_inputs(verb, adapter, source, self._engine, auto_shard=self._settings.auto_shard)
         if verb == "predict" and self.widths_differ != (widths_differ := not has_fixed_shapes(source)):
             self.widths_differ, self._model.predict_function = widths_differ, None
         # The first data of a `fit` that does not call Keras' own, too.
@@ -129,7 +116,7 @@ class Feed:
         if is_for_training and holds_random_state(source):
             self._holds_random_state = True
         iterator = ShardedEpochIterator(
-            SourceAdapter(source, self.agree_random_state),
+            SourceAdapter(source, self.agree_random_state, is_for_training=is_for_training),
             strategy=self._strategy,
             steps_per_epoch=source.plan.job_steps_per_epoch,
             # The end of such data is found within a step: earlier steps of the execution would be lost.
@@ -144,6 +131,21 @@ class Feed:
             self._training = iterator
         return iterator
 
+    def begin_verb(self, verb: str, given: dict[str, str]) -> None:
+        """Compares the arguments of a verb over the ranks, and broadcasts random states; see `agree_random_state`.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            verb: str, the verb.
+            given: dict, its arguments as text.
+
+        Raises:
+            MismatchError: if the ranks call other verbs, or with other arguments.
+        """
+        what = f"the arguments of {verb}"
+        refuse_differences(what, self._agree(what, given))
+
     def agree_random_state(self) -> None:
         """Broadcasts rank 0's random states, unless a generator in a background thread draws from them.
 
@@ -151,7 +153,9 @@ class Feed:
 
         Collective: every rank must call this, in the same order.
         """
+        self._agree("a verb or a scope: the draws of tf.random", None)
+
+    def _agree(self, what: str, given: Any) -> list[Any]:
         # The state of such a generator must not change while it prefetches.
-        if not self._holds_random_state:
-            agree_random_state(self._engine)
-        self._strategy.draws.agree(self._engine)
+        with_states = not self._holds_random_state
+        return self._strategy.draws.agree(self._engine, what, with_states=with_states, given=given)

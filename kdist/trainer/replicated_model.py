@@ -112,11 +112,9 @@ class ReplicatedModel:
         is_outermost = not session.verbs
         session.warn_of_other_settings()
         session.end_interrupted_pass()
-        session.feed.agree_random_state()
+        session.feed.begin_verb(name, comparable(named_arguments(inspect.signature(run).bind(*args, **kwargs))))
         if not is_outermost:
             session.agree()  # a callback may have loaded weights on this rank
-        given = named_arguments(inspect.signature(run).bind(*args, **kwargs))
-        check_agreement(self._engine, f"the arguments of {name}", comparable(given))
         self._compiled_steps.disable_keras_compilation()
         if name == "fit":
             session.slots.load_state_dict({})  # the weights may be others

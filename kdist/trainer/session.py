@@ -20,7 +20,7 @@ from kdist.sharding.optimizer import loads
 from kdist.sharding.update import ShardedReduce
 from kdist.state.assignments import WAYS_OUT, WrittenState
 from kdist.state.broadcast import broadcast_state
-from kdist.state.comparison import check_agreement, describe_model, make_equal
+from kdist.state.comparison import describe_model, gather_values, make_equal, refuse_differences
 from kdist.state.part import Placement, StatePart
 from kdist.state.session import TrainingSession
 from kdist.state.slots import SlotState
@@ -183,12 +183,14 @@ class ReplicatedSession(TrainingSession):
 
         Collective: every rank must call this, in the same order.
         """
+        what, epoch = f"the model given to {verb}", initial_epoch(self.model) if verb == "fit" else None
         described = {**describe_model(self.model), **loads(optimizers_of(self.model))}
-        check_agreement(self.engine, f"the model given to {verb}", described)
+        models, epochs = zip(*gather_values(self.engine, what, [described, epoch]), strict=True)
+        refuse_differences(what, models)
         self._broadcast(root=0)
         self.votes.withdraw("weights")
         if verb == "fit":
-            set_initial_epoch(self.model, self.engine.broadcast_object(initial_epoch(self.model)))
+            set_initial_epoch(self.model, epochs[0])
 
     def make_state_equal(self) -> None:
         """Sets what is no weight to rank 0's values where the ranks differ, with a warning.

@@ -1,13 +1,15 @@
 """Arrays: all ranks together see what one process would, in the same steps."""
 
+import gc
 import weakref
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.data import sharding
+from kdist.data import array_pipeline, sharding
 from kdist.data.arrays import ArraySource
+from kdist.engines.arrays import fusion
 from kdist.errors import DataError
 from tests.data.ranks import groups, idle_rows, in_batches, one_pass, plans
 
@@ -104,8 +106,6 @@ def test_one_batch_in_one_order_needs_no_trace(monkeypatch):
     monkeypatch.setattr(tf.data.Dataset, "flat_map", traced)
     for num_samples in (1, 8):
         assert one_pass(sources(num_samples, 4, plans(2))) == in_batches(num_samples, 8)
-    with pytest.raises(AssertionError, match="traced"):
-        one_pass(sources(9, 4, plans(2)))
 
 
 def test_no_samples():
@@ -119,3 +119,27 @@ def test_a_source_is_let_go_with_its_arrays():
     watched = weakref.ref(source)
     del source
     assert watched() is None
+
+
+def test_functions_are_traced_once_for_arrays_of_one_kind(monkeypatch):
+    assert one_pass(sources(48, 4, plans(2))) == in_batches(48, 8)
+
+    def traced(*_: object) -> None:
+        raise AssertionError("a function is traced")
+
+    monkeypatch.setattr(array_pipeline, "_traced", traced)
+    monkeypatch.setattr(tf.data.Dataset, "map", traced)
+    assert one_pass(sources(64, 4, plans(2))) == in_batches(64, 8)
+
+
+def test_memory_is_let_go_with_its_source():
+    rows = fusion.empty(1 << 20, np.float32).reshape(-1, 8)
+    memory = weakref.ref(rows)
+    source = ArraySource(
+        tf.experimental.dlpack.from_dlpack(rows.__dlpack__()), len(rows), 64, plans(2)[0], shuffle=True
+    )
+    assert len(list(source.dataset())) == source.num_steps
+    assert memory() is not None
+    del rows, source
+    gc.collect()
+    assert memory() is None

@@ -1,6 +1,8 @@
 """tf.data: all ranks together see the user's stream, in groups of batches."""
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import tensorflow as tf
 
 from kdist.data.per_rank_stream import PerRankStream
 from kdist.data.tf_data import tf_data_source
+from kdist.engines.arrays import fusion
 from kdist.errors import DataError
 from tests.data.ranks import groups, idle_rows, in_batches, one_pass, plans
 
@@ -252,3 +255,32 @@ def test_an_example_is_not_lost():
 def test_an_empty_dataset_is_refused():
     with pytest.raises(DataError, match="has no samples"):
         tf_data_source(Dataset.range(0).batch(2), plans(2)[0])
+
+
+def test_a_second_verb_takes_the_pipeline_of_the_first():
+    def orders(dataset):
+        passes = []
+        for seed in (1, 2):
+            ranks = sources(lambda: dataset, plans(2, seed=seed))
+            passes.append(([rank.dataset() for rank in ranks], one_pass(ranks)))
+        (first, one), (second, other) = passes
+        return [a is b for a, b in zip(first, second, strict=True)], one, other
+
+    kept, one, other = orders(Dataset.range(23).map(lambda x: x + 1).batch(2))
+    assert kept == [True, True]
+    assert one == other == groups([[row + 1 for row in batch] for batch in in_batches(23, 2)], 2)
+    kept, one, other = orders(Dataset.range(23).shuffle(23).batch(2))
+    assert kept == [False, False]
+    assert one != other
+
+
+def test_a_dataset_is_let_go_with_the_pipeline_that_it_keeps():
+    rows = fusion.empty(1 << 20, np.float32).reshape(-1, 8)
+    memory = weakref.ref(rows)
+    dataset = Dataset.from_tensor_slices(tf.experimental.dlpack.from_dlpack(rows.__dlpack__())).batch(64)
+    for source in [tf_data_source(dataset, plan) for plan in plans(2)]:
+        next(iter(source.dataset()))
+    assert memory() is not None
+    del rows, dataset, source
+    gc.collect()
+    assert memory() is None

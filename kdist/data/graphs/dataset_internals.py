@@ -92,6 +92,16 @@ def attributes(dataset: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(dataset, f"_{name}") for name in names if hasattr(dataset, f"_{name}")})
 
 
+def asked_parallelism(dataset: Any) -> int | None:
+    """Returns the parallel calls or reads, or the size of the buffer, that the last operation of a dataset was given.
+
+    Of other operations than prefetches, and those that have a number of calls or reads, it is `None`.
+    """
+    names = ["_num_parallel_calls", "_num_parallel_reads", *(["_buffer_size"] if kind(dataset) == "Prefetch" else [])]
+    found = [getattr(dataset, name, None) for name in names]
+    return next((int(value) for value in found if value is not None), None)
+
+
 def inputs(dataset: Any) -> list[Any]:
     """Returns the datasets that the last operation of a dataset takes."""
     return list(dataset._inputs())
@@ -123,7 +133,12 @@ def from_variant(variant: Any, user_dataset: tf.data.Dataset, *resources: Any) -
         *resources: anything else to keep alive.
     """
     dataset = tf.data.experimental.from_variant(variant, user_dataset.element_spec)
-    resources_of(dataset)["made of"] = (user_dataset, *resources)
+    return keep_alive(dataset, user_dataset, *resources)
+
+
+def keep_alive(dataset: tf.data.Dataset, *resources: Any) -> tf.data.Dataset:
+    """Returns a dataset that was made of a variant tensor, and keeps what it was made of as long as it lives."""
+    resources_of(dataset)["made of"] = resources
     return dataset
 
 

@@ -47,3 +47,18 @@ def calls_python(dataset: Any) -> bool:
         )
     except (AttributeError, TypeError):
         return False
+
+
+def is_stateless(step: Any) -> bool:
+    """Returns whether a step's functions only compute from their arguments, and from constants.
+
+    An operation that calls a function with a state is itself one with a state for TensorFlow.
+    """
+    return not any(op.op_def.is_stateful for function in functions(step) for op in function.graph.get_operations())
+
+
+def leaves_maps_to_tensorflow(options: tf.data.Options) -> bool:
+    """Returns whether TensorFlow may make a map parallel that was not asked to be, by the options of a pipeline."""
+    rewrites = options.experimental_optimization
+    asked = (options.autotune.enabled, rewrites.map_parallelization, rewrites.apply_default_optimizations)
+    return all(value is not False for value in asked)

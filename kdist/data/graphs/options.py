@@ -1,4 +1,4 @@
-"""Options of a dataset that is a rank's shard."""
+"""Options of a dataset that is a rank's shard, and what they mean for its last buffer."""
 
 from __future__ import annotations
 
@@ -10,3 +10,9 @@ def sharded_options() -> tf.data.Options:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return options
+
+
+def prefetched(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset that makes elements ahead of their use: as many as the tuner says, or two without it."""
+    has_tuner = dataset.options().autotune.enabled is not False
+    return dataset.prefetch(tf.data.AUTOTUNE if has_tuner else 2)

@@ -16,6 +16,7 @@ import tensorflow as tf
 from kdist.data.graphs import dataset_internals as internals
 from kdist.data.graphs.dataset_internals import attributes, flat_structure, from_variant, functions, kind, with_inputs
 from kdist.data.graphs.determinism import derived_seed, is_nondeterministic, make_deterministic, shuffle_with
+from kdist.data.graphs.inspection import is_stateless
 from kdist.data.graphs.random_ops import with_rank_seeds
 from kdist.errors import DataError
 
@@ -36,6 +37,7 @@ class Pipeline:
         seed: int, equal on all ranks.
 
     Attributes:
+        options: `tf.data.Options`, the user's.
         steps: tuple of the user's dataset objects, each known by its last operation, in the order of the data.
 
     Raises:
@@ -43,6 +45,7 @@ class Pipeline:
     """
 
     def __init__(self, dataset: tf.data.Dataset, seed: int):
+        self.options = dataset.options()
         self._fixed_seeds = dict(_fixed_seeds(dataset))
         steps: list[Any] = []
         while _is_replayable(dataset) and not _has_nondeterministic_function(dataset):
@@ -53,8 +56,14 @@ class Pipeline:
         self._num_cached = max((number for number, step in enumerate(steps, 1) if kind(step) == "Cache"), default=0)
         self._seed = seed
         self._base = _deterministic_base(dataset, seed)
-        changed = [self._base is not dataset, *(_is_nondeterministic_op(step) or _reshuffles(step) for step in steps)]
+        self._is_base_rewritten = self._base is not dataset
+        changed = [self._is_base_rewritten, *(_is_nondeterministic_op(step) or _reshuffles(step) for step in steps)]
         self._unchanged = changed.index(True) if True in changed else len(changed)
+
+    @property
+    def depends_on_seed(self) -> bool:
+        """Whether `seed` decides about the order: not where nothing is shuffled, or all with the user's seeds."""
+        return self._is_base_rewritten or any(_is_nondeterministic_op(step) for step in self.steps)
 
     def dataset(self, num_steps: int | None = None) -> tf.data.Dataset:
         """Returns the pipeline as one dataset.
@@ -92,13 +101,15 @@ def is_elementwise(step: Any) -> bool:
     return all(isinstance(spec, tf.TensorSpec) for spec in specs)
 
 
-def apply_to_first(step: Any, dataset: tf.data.Dataset, rank: int) -> tf.data.Dataset:
+def apply_to_first(step: Any, dataset: tf.data.Dataset, rank: int, *, parallel: bool = False) -> tf.data.Dataset:
     """Applies a step to the first component of a dataset's elements; the others pass through.
 
     Args:
         step: one of `Pipeline.steps` that `is_elementwise`.
         dataset: dataset of tuples, the first component a structure that the step takes.
         rank: int, whose samples these are: random ops in the step draw numbers of this rank.
+        parallel: bool, whether a map that was not asked to runs in parallel, if it only computes from its argument. As
+            many calls run as TensorFlow begins with; its optimizer makes such maps parallel only for its tuner.
 
     Returns:
         A dataset of tuples with the first component replaced.
@@ -112,9 +123,10 @@ def apply_to_first(step: Any, dataset: tf.data.Dataset, rank: int) -> tf.data.Da
         outputs = tf.nest.flatten(function(*tf.nest.flatten(element)))
         return (tf.nest.pack_sequence_as(step.element_spec, outputs), *others)
 
-    if kind(step) == "ParallelMap":
-        return dataset.map(apply, num_parallel_calls=attributes(step).num_parallel_calls, deterministic=True)
-    return dataset.map(apply)
+    calls = getattr(attributes(step), "num_parallel_calls", None)
+    if calls is None and parallel and is_stateless(step):
+        calls = tf.data.AUTOTUNE
+    return dataset.map(apply, calls, deterministic=None if calls is None else True)
 
 
 def _replay_map(step: Any, dataset: Any, seed: int) -> Any:

@@ -12,9 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.data.graphs.dataset_internals import attributes, functions, kind
+from kdist.data.graphs.dataset_internals import attributes, kind
 from kdist.data.graphs.indexed import Indexed, indexed
-from kdist.data.graphs.pipeline import Pipeline, is_elementwise
+from kdist.data.graphs.inspection import is_stateless, leaves_maps_to_tensorflow
+from kdist.data.graphs.pipeline import Pipeline, apply_to_first, is_elementwise
 
 _MAPS = ("Map", "ParallelMap")
 _BATCHES = ("Batch", "ParallelBatch")
@@ -83,6 +84,15 @@ class Tail:
         """Returns the batches of all ranks before their maps, in the order in which they come out of the pipeline."""
         return self.order_batches(self.pipeline.dataset(self._first_of_batches))
 
+    def apply_to_first(self, step: Any, dataset: tf.data.Dataset, rank: int) -> tf.data.Dataset:
+        """Applies one of the elementwise steps to the first component of a dataset's elements; see `pipeline`."""
+        return apply_to_first(step, dataset, rank, parallel=self.makes_maps_parallel)
+
+    @property
+    def makes_maps_parallel(self) -> bool:
+        """Whether maps run in parallel that were not asked to, if they only compute from their argument."""
+        return leaves_maps_to_tensorflow(self.pipeline.options)
+
     @property
     def _batch(self) -> Any:
         return None if self.batch is None else self.pipeline.steps[self.batch]
@@ -150,11 +160,3 @@ def tail_of(pipeline: Pipeline, *, exact: bool, static: bool) -> Tail:
 def is_map(step: Any) -> bool:
     """Returns whether a step is a `map`."""
     return kind(step) in _MAPS
-
-
-def is_stateless(step: Any) -> bool:
-    """Returns whether a step's functions only compute from their arguments, and from constants.
-
-    An operation that calls a function with a state is itself one with a state for TensorFlow.
-    """
-    return not any(op.op_def.is_stateful for function in functions(step) for op in function.graph.get_operations())
