@@ -20,7 +20,7 @@ FEATURES = (
     "adamw-few-py_dataset",
 )
 
-ON_THREE = ("every_optimizer", "sparse_gradients", "files_are_plain_and_load_in_parts", "clipping")
+ON_THREE = ("sparse_gradients", "files_are_plain_and_load_in_parts", "clipping")
 
 CELLS = [
     *((("mpi", 2), name) for name in (*CASES, *FEATURES)),
