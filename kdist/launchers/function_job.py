@@ -35,7 +35,7 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     strategy: str | None = None,
     hosts: str | None = None,
-    output: str | os.PathLike[str] | None = None,
+    output: str | Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> T:
     """Calls a function on several fresh processes, as `kdist run` starts them, and returns what it returned.
@@ -63,12 +63,15 @@ def launch(
         Exception: what the function raised first on any rank, with that rank's traceback as its cause.
 
     Example:
-        >>> def train(epochs):
-        ...     with kdist.scope():
-        ...         model = keras.Sequential([keras.layers.Dense(1)])
-        ...         model.compile("sgd", "mse")
-        ...         return model.fit(x, y, epochs=epochs).history
-        >>> history = kdist.launch(train, np=2, kwargs={"epochs": 3})
+    ```python
+    def train(epochs):
+        with kdist.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model.fit(x, y, epochs=epochs).history
+
+    history = kdist.launch(train, np=2, kwargs={"epochs": 3})
+    ```
     """
     if not callable(function):
         raise LaunchError(
@@ -83,7 +86,7 @@ def launch(
         options = ["-np", str(np)]
         options += [] if strategy is None else ["--strategy", strategy]
         options += [] if hosts is None else ["-H", hosts]
-        options += [] if output is None else ["--output", os.fspath(output)]
+        options += [] if output is None else ["--output", str(output)]
         command = [sys.executable, "-m", "kdist", "run", *options, "-m", function_rank.__name__, name]
         code = _run(command, {**os.environ, **(env or {})}, failed=lambda: any(_errors(directory)))
         if errors := _errors(directory):
