@@ -138,5 +138,5 @@ def test_tensorflow_used_too_early_for_a_gpu_names_the_line_to_move(call, purpos
     finished = spmd.execute([sys.executable, str(script)], timeout=60)
     assert finished.returncode == 1
     assert f"before kdist.scope() could {purpose}." in finished.output
-    assert f"the first call of kdist, in {script}, line {len(TOO_LATE.splitlines()) + 1}" in finished.output
+    assert f"the first call of kdist, in {script.name}:{len(TOO_LATE.splitlines()) + 1}. Fix" in finished.output
     assert "Fix: move that line up" in finished.output
