@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist._arguments import check_environment
 from kdist.cli import script, supervised
+from kdist.cli.message import tell
 from kdist.cli.parser import closest
 from kdist.cluster import detect
 from kdist.errors import LaunchError
@@ -149,11 +150,11 @@ def _run_job(
         def must_end() -> bool:
             marks = scope_marks.read(running)
             if remark := slow_start.remark(marks):
-                print(f"kdist: {remark}", file=sys.stderr)
+                tell(remark)
             if problem := marks.problem():
                 monitor.mute()
                 boxes.know()
-                print(f"kdist: {problem}", file=sys.stderr)
+                tell(problem)
                 append_failure(running, Failure(Kind.DISAGREEMENT, problem))
             return bool(problem)
 
@@ -173,15 +174,15 @@ def _run_job(
             boxes.feed(scope_marks.read_report(running).encode())
         summary = boxes.summary(code, output) if code else ""
         if output is not None and not summary:
-            print(f"kdist: the output of each rank is in {output} (rank0.out, rank0.err, ...)", file=sys.stderr)
+            tell(f"the output of each rank is in {output} (rank0.out, rank0.err, ...)")
         for line in summary.splitlines():
-            print(f"kdist: {line}", file=sys.stderr)
+            tell(line)
         if code == 0 and (remark := scope_marks.read(running).remark()):
-            print(f"kdist: {remark}", file=sys.stderr)
+            tell(remark)
         lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)
     if code == 0 and lost and (options.hosts or options.hostfile):
         # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
-        print(f"kdist: rank {', '.join(lost)} failed, but {command.argv[0]} reported success", file=sys.stderr)
+        tell(f"rank {', '.join(lost)} failed, but {command.argv[0]} reported success")
         return 1
     return code
 

@@ -6,11 +6,11 @@ import functools
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kdist.cli.message import tell
 from kdist.launchers.process import received_signals
 from kdist.restarts import progress, report, summary
 from kdist.restarts.attempt import Attempt, End, cause
@@ -93,21 +93,17 @@ def run(run_job: Callable[[str | None, Watched], int], restarts: int, output: st
         attempts, why = supervise(
             start,
             restarts,
-            say=_say,
+            say=tell,
             keep=functools.partial(_keep, restarts, output),
             is_stopped=lambda: bool(signals),
         )
     if said := summary.in_words(attempts, why):
-        _say(said)
+        tell(said)
     if output is not None:
-        _say(f"the summary of all attempts is in {os.path.join(output, SUMMARY)}")
+        tell(f"the summary of all attempts is in {os.path.join(output, SUMMARY)}")
     if signals and attempts[-1].end is not End.STOPPED:  # between two attempts
         return 128 + signals[0]
     return attempts[-1].code
-
-
-def _say(text: str) -> None:
-    print(f"kdist: {text}", file=sys.stderr, flush=True)
 
 
 def _keep(restarts: int, output: str | None, attempts: Sequence[Attempt], why: str) -> None:
@@ -116,4 +112,4 @@ def _keep(restarts: int, output: str | None, attempts: Sequence[Attempt], why: s
         try:
             Path(output, SUMMARY).write_text(f"{text}\n", encoding="utf-8")
         except OSError as error:
-            _say(f"the summary of the attempts cannot be written: {error}")
+            tell(f"the summary of the attempts cannot be written: {error}")
