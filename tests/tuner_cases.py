@@ -94,7 +94,7 @@ def case_without_a_seed_and_made_before_the_scope():
     """Ranks would draw other hyperparameters: the chief's are taken."""
     fresh()
     random.seed(kdist.rank())
-    tuner = random_search(shared_directory(), overwrite=True)
+    tuner = random_search(shared_directory())  # not `overwrite`: outside of the scope each rank would delete it
     with kdist.scope(scale_lr=None):
         searched(tuner, BATCH)
     found = assert_equal_everywhere(trials_of(tuner))
