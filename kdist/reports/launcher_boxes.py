@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 
+from kdist.restarts.launcher_words import failure_in
+from kdist.restarts.report import Kind
+
 _LABEL = rb"(?:\[rank \d+ [\d:]+\] )?"  # of --tee
 _REPORT = re.compile(
     _LABEL + rb"\[kdist\] (rank \d+ of \d+ on host \S+) (raised [\w.]+|(?:exited with code \d+|ends the job)(?:: .*)?)"
@@ -12,9 +15,7 @@ _REPORT = re.compile(
 _ENDS = "ends the job"
 _OF_KDIST = re.compile(_LABEL + rb"(?:\[kdist\]|kdist\.errors\.)")
 _FIX = re.compile(rb".*\bFix: (.+)")  # the last one of a line
-_KILLED = re.compile(rb"process rank (\d+) with PID \d+ on node (\S+)\s+exited on\s+signal (\d+)(?: \(([^)]*)\))?")
-_EXITED = re.compile(rb"Process name: \[\S+,(\d+)\]\s+Exit code:\s+(\d+)")
-_LINES_OF_A_CAUSE = 3  # of one of these two, in a box
+_LINES_OF_A_CAUSE = 3  # of a sentence about a rank, in a box
 _RULE = re.compile(rb"-{60,}\r?\n")
 _OF_MPIRUN = re.compile(rb"prterun|mpirun|MPI_ABORT|PRTE")
 _ERROR_OF_MPIRUN = re.compile(rb"\[[^\]\s]+:\d+\] PMIX ERROR")
@@ -104,17 +105,18 @@ class BoxFilter:
             self._look_for_fix(line)
             return
         self._last = [*self._last, line][-_LINES_OF_A_CAUSE:]
-        box = b"\n".join(self._last)
-        if match := _KILLED.search(box):
-            name = f" ({match[4].decode()})" if match[4] else ""
-            who = f"rank {int(match[1])} on host {match[2].decode()}"
-            self._report = who, f"was killed by signal {int(match[3])}{name}"
+        failure = failure_in(b"\n".join(self._last).decode(errors="replace"))
+        if failure is None or failure.rank is None:
+            return
+        where = f" on host {failure.host}" if failure.host else ""
+        if failure.kind is Kind.SIGNAL:
+            self._report = f"rank {failure.rank}{where}", failure.text
             self._fix = (
                 "read its output, and the system log of its host: the kernel kills processes that run out of memory, "
                 "and schedulers those that exceed their limits"
             )
-        elif match := _EXITED.search(box):
-            self._report = f"rank {int(match[1])}", f"exited with code {int(match[2])}, without a message"
+        else:
+            self._report = f"rank {failure.rank}{where}", f"{failure.text}, without a message"
             self._fix = "read its output, and look for what ends a process: `os._exit`, or a library"
 
     def _look_for_fix(self, line: bytes) -> None:

@@ -1,1 +1,1 @@
-"""WHAT STARTS A JOB AGAIN: what ranks report, why an attempt ended, whether another one follows, and the summary."""
+"""Restarts of a job: what ranks report, why an attempt ended, whether another one follows, and the summary."""

@@ -8,7 +8,7 @@ import signal
 from kdist.restarts.report import Failure, Kind
 
 # Open MPI 4 and 5 break this sentence over two lines.
-_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
+_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+)\s+exited on\s+signal (\d+)")
 _LOST_HOST = re.compile(r"has lost communication with a remote daemon.*?Remote daemon:[^\n]*? on node (\S+)", re.DOTALL)
 _EXITED = re.compile(r"Process name: (?:\[\S+,)?(\d+)\]?\s+Exit (?:code|status): +(-?\d+)")
 _HOROVOD_PREFIX = re.compile(r"^\[\d+,?\d*\]<std(?:err|out)>:", re.MULTILINE)

@@ -34,7 +34,7 @@ def blamed(attempt: Attempt) -> str:
     if failure.rank is None:
         return text
     host = f" on host {failure.host}" if failure.host else ""
-    return f"rank {failure.rank}{host}: {_OF_WATCH.get(failure.kind, text)}"
+    return f"rank {failure.rank}{host} {_OF_WATCH.get(failure.kind, text)}"
 
 
 def steps_lost(attempt: Attempt) -> int | None:

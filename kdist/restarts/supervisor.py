@@ -43,8 +43,8 @@ def supervise(
         if last.end is End.FAILED and last.progress is None and not has_warned:
             has_warned = True
             say(
-                "no backup was made: the training begins anew. Fix: fit(callbacks=[kdist.callbacks.BackupAndRestore("
-                '"DIRECTORY")]) goes on where it was'
+                "no backup was made: the training starts from its beginning. Fix: to resume it, "
+                'fit(callbacks=[kdist.callbacks.BackupAndRestore("DIRECTORY")])'
             )
         number = len(attempts) + 1
         left = "not counted" if last.is_preempted else f"restarts left until a new checkpoint: {decision.left}"

@@ -83,7 +83,7 @@ def test_the_summary_ends_with_the_fix_that_kdist_knows():
 
 def test_the_summary_of_a_rank_that_only_mpirun_reports():
     killed = f"{RULE}prterun noticed that process rank 1 with PID 0 on node vm exited on\nsignal 9 (Killed).\n{RULE}"
-    assert summary(killed).startswith("rank 1 on host vm was killed by signal 9 (Killed); the job's exit code is 1")
+    assert summary(killed).startswith("rank 1 on host vm was killed by signal 9 (SIGKILL); the job's exit code is 1")
     assert "out of memory" in summary(killed).splitlines()[-1]
     exited = f"{RULE}prterun detected that\n\n   Process name: [prterun-vm-7@1,3]\n   Exit code:    5\n{RULE}"
     assert summary(exited).startswith("rank 3 exited with code 5, without a message; ")

@@ -97,7 +97,7 @@ def test_the_supervisor_says_what_it_does():
     assert why == ""
     assert kept == [(1, ""), (2, ""), (3, "")]
     assert len(said) == 2
-    assert "rank 1 on host here: of the kind signal; the job is started again, attempt 2" in said[0]
+    assert "rank 1 on host here of the kind signal; the job is started again, attempt 2" in said[0]
     assert "not counted" in said[1]
 
 
@@ -115,8 +115,8 @@ def test_a_signal_between_two_attempts_ends_it():
 
 
 def test_who_is_blamed():
-    assert blamed(attempt(Kind.STALL)) == "rank 1 on host here: made no progress for stall_timeout"
-    assert blamed(attempt(KILLED)) == "rank 1 on host here: of the kind signal"
+    assert blamed(attempt(Kind.STALL)) == "rank 1 on host here made no progress for stall_timeout"
+    assert blamed(attempt(KILLED)) == "rank 1 on host here of the kind signal"
     assert blamed(attempt()) == "it ended with code 1, for an unknown reason"
     host = Attempt(End.FAILED, 1, 0.0, 1.0, STEPS, Failure(Kind.LOST, "host beta was lost", None, "beta"))
     assert blamed(host) == "host beta was lost"
@@ -126,7 +126,7 @@ def test_the_summary():
     attempts = [attempt(KILLED, 2), attempt(Kind.EXCEPTION, 4), attempt(Kind.EXIT, backup=False)]
     words = in_words(attempts, "the script chose to exit").splitlines()
     assert words[0] == "3 attempts, exit code 1; not started again: the script chose to exit"
-    assert "attempt 1: rank 1 on host here: of the kind signal; lost 3 steps and 5 s" in words[1]
+    assert "attempt 1: rank 1 on host here of the kind signal; lost 3 steps and 5 s" in words[1]
     assert "lost all steps, without a backup, and" in words[3]
     values = as_values(attempts, "the script chose to exit", 1)
     assert [each["cause"] for each in values["attempts"]] == ["signal", "exception", "exit"]
