@@ -22,6 +22,7 @@ from pathlib import Path
 
 from kdist.reports.failure import OUTPUT_DELAY
 from kdist.reports.output import REPORT_PREFIX
+from kdist.restarts.launcher_words import killed_by
 from kdist.restarts.report import Failure, Kind, append_failure
 
 _SOCKET = "monitor"  # its name in the job's directory
@@ -180,7 +181,7 @@ class FailureMonitor:
             elif code is None:
                 self._report(rank, "died", None)
             else:
-                how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+                how = killed_by(-code) if code < 0 else f"exited with code {code}"
                 self._report(rank, how, 128 - code if code < 0 else code, Kind.SIGNAL if code < 0 else Kind.EXIT)
         rank.close()
 
