@@ -4,8 +4,9 @@
 
 A small model, so that a call is what its verb costs. Plain Keras and kdist take turns, a core for each process. Two
 times of a call, after calls that are not counted: the median of the wall times, and the median of the CPU times of
-Python's thread, which other processes on the machine lengthen less. Rows are medians over the turns. Alone on the
-machine.
+Python's thread, which other processes on the machine lengthen less. Rows are medians over the turns. Both sides make as
+many steps, and a process has as many rows in each; plain Keras' wall times over a dataset include its wait for
+`tf.data`'s tuner at the end of an epoch, its CPU times do not. Alone on the machine.
 """
 
 from __future__ import annotations
@@ -62,22 +63,22 @@ def measure(side: str, only: list[str] | None, file: Path) -> None:
     import keras
 
     scope: Any = contextlib.nullcontext()
-    is_chief = True
+    is_chief, size = True, 1
     if side == "kdist":
         import kdist
 
         scope = kdist.scope(scale_lr=None)
     with scope:
         if side == "kdist":
-            is_chief = kdist.is_chief()
-        calls = {name: call for name, call in verbs(keras).items() if not only or name in only}
+            is_chief, size = kdist.is_chief(), kdist.size()
+        calls = {name: call for name, call in verbs(keras, size).items() if not only or name in only}
         found = {name: _times(make(), count) for name, (make, count) in calls.items()}
     if is_chief:
         file.write_text(json.dumps(found))
 
 
-def verbs(keras: Any) -> dict[str, tuple[Callable[[], Callable[[], Any]], int]]:
-    """Returns, by name, a function that makes a call of a verb, and how often it is called."""
+def verbs(keras: Any, size: int) -> dict[str, tuple[Callable[[], Callable[[], Any]], int]]:
+    """Returns, by name, a function that makes a call of a verb in a job of a size, and how often it is called."""
     import numpy as np
     import tensorflow as tf
 
@@ -89,7 +90,7 @@ def verbs(keras: Any) -> dict[str, tuple[Callable[[], Callable[[], Any]], int]]:
         return made
 
     generator = np.random.default_rng(0)
-    x = generator.random((4 * BATCH, FEATURES), np.float32)
+    x = generator.random((size * 4 * BATCH, FEATURES), np.float32)
     y = generator.integers(0, CLASSES, len(x))
     rows, targets = x[:BATCH], y[:BATCH]
 
@@ -98,7 +99,7 @@ def verbs(keras: Any) -> dict[str, tuple[Callable[[], Callable[[], Any]], int]]:
 
     def fit_large() -> Callable[[], Any]:
         made, large, classes = model(LARGE[1]), np.ones(LARGE, np.float32), np.zeros(LARGE[0], np.int64)
-        return lambda: made.fit(large, classes, batch_size=BATCH, steps_per_epoch=2, verbose=0)
+        return lambda: made.fit(large, classes, batch_size=BATCH, steps_per_epoch=2 * size, verbose=0)
 
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(BATCH)

@@ -31,8 +31,13 @@ def row_means(rows: Any) -> str:
     return " ".join(f"{mean:.3g}" for mean in means)
 
 
-SEEDS = " of seeds "
-"""What stands in the summary of a random operation, and in none of rows."""
+_RANDOM = ("Random", "Shuffle")  # kinds of dataset operations
+_SEEDS = " of seeds "
+
+
+def is_of_seeds(summary: str) -> bool:
+    """Returns whether an entry of `fingerprint_of_pipeline` is of a random operation, not of rows."""
+    return summary.startswith(tuple(f"{name}{_SEEDS}" for name in _RANDOM))  # text in rows begins with a bracket
 
 
 def fingerprint_of_targets(batch: Any) -> list[str]:
@@ -51,8 +56,8 @@ def fingerprint_of_pipeline(dataset: Any) -> list[str]:
     try:
         for each in with_inputs(dataset):
             op = attributes(each)
-            if kind(each) in ("Random", "Shuffle"):
-                found.append(f"{kind(each)}{SEEDS}{int(op.seed)}, {int(op.seed2)}")
+            if kind(each) in _RANDOM:
+                found.append(f"{kind(each)}{_SEEDS}{int(op.seed)}, {int(op.seed2)}")
             elif kind(each) == "TensorSlice":
                 leaves = [leaf for leaf in op.tensors if leaf.dtype.name != "variant"]
                 # Without a copy of all rows.

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from kdist.data.arrays import ArraySource
 from kdist.data.batch import Rows, Shard
-from kdist.data.fingerprint import SEEDS
+from kdist.data.fingerprint import is_of_seeds
 from kdist.data.generator import GeneratorSource
 from kdist.data.graphs.options import sharded_options
 from kdist.data.per_rank_stream import PerRankStream
@@ -108,8 +108,8 @@ def describe_source(source: Source) -> dict[str, Any]:
         "number of samples or batches": source.cardinality,
         "number of steps": source.num_steps,
         # After an unseeded split or shuffle before the scope each rank has other rows of the same shape.
-        "seeds": [each for each in summary if SEEDS in each],
-        _ROWS: [each for each in summary if SEEDS not in each],
+        "seeds": [each for each in summary if is_of_seeds(each)],
+        _ROWS: [each for each in summary if not is_of_seeds(each)],
         "lookup tables, variables and tensors in its functions": source.functions_fingerprint(),
     }
 
@@ -216,7 +216,9 @@ class SourceAdapter(DataAdapter):
 
     def _prepare(self, name: str) -> None:
         source = self.source
-        if source.has_hooks or source.draws_in_background or (self._is_for_training and name == "on_epoch_begin"):
+        must_agree = self._is_for_training and name == "on_epoch_begin"
+        # Where each rank has data of its own, only some may have hooks.
+        if must_agree or source.has_hooks or source.draws_in_background or source.has_uneven_shards:
             self._before_hook()
         if source.has_hooks:
             self.hooks.append((name, zlib.compress(json.dumps(random_state()).encode())))

@@ -104,14 +104,17 @@ class AgreedDraws:
         """
         sent = None
         if with_states and engine.rank == 0 and (state := random_state()) != self._agreed_state:
-            sent = self._agreed_state = state
-        gathered = gather_values(engine, what, [given, self._num_draws, sent])
-        values, counts, (root, *_) = (list(each) for each in zip(*gathered, strict=True))
+            sent = state
+        # It raises if the ranks make different calls: nothing is agreed on then.
+        gathered = gather_values(engine, what, [given, self._num_draws, with_states, sent])
+        values, counts, (root_has_states, *_), (root, *_) = (list(each) for each in zip(*gathered, strict=True))
         if len(set(counts)) > 1:
             self._seed, self._num_draws = input_seed(str(self._seed), max(counts)), 0
-        if with_states and engine.rank != 0:
+        if engine.rank == 0:
+            self._agreed_state = sent or self._agreed_state
+        elif root_has_states:
             self._agreed_state = root or self._agreed_state
-            if self._agreed_state is not None:
+            if with_states and self._agreed_state is not None:
                 set_random_state(self._agreed_state)
         return values
 
