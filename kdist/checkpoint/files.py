@@ -68,11 +68,11 @@ class CheckpointDirectory:
         except OSError as error:
             with contextlib.suppress(OSError):
                 shutil.rmtree(unfinished)
-            num_bytes = sum(getattr(array, "nbytes", 0) for array in arrays.values())
+            sizes = [getattr(array, "nbytes", None) for array in arrays.values()]  # of parts unknown
+            room = "" if None in sizes else f" for {sum(filter(None, sizes)) / 2**20:.1f} MiB"
             raise CheckpointError(
-                f"A checkpoint cannot be written. Received: {error}. Expected to write {target}, with room for "
-                f"{num_bytes / 2**20:.1f} MiB beside the previous checkpoint, "
-                "which is unchanged. Fix: make room, or give another backup_dir."
+                f"A checkpoint cannot be written. Received: {error}. Expected to write {target}, with room{room} "
+                "beside the previous checkpoint, which is unchanged. Fix: make room, or give another backup_dir."
             ) from error
         self._prune()
         return target

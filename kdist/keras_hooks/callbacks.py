@@ -25,7 +25,7 @@ SAVED_ATTRIBUTES = {
 }
 """The attributes with the state of Keras' callbacks, by class; for subclasses too."""
 
-SAVE_MODEL, LOAD_MODEL = "_save_model", "_load_model"
+SAVE_MODEL, LOAD_MODEL, SHOULD_SAVE = "_save_model", "_load_model", "_should_save_model"
 
 
 def is_called_each_step(callback: Any) -> bool:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import layers_of
+from kdist.keras_hooks.variables import raw_variable
 
 CURRENT_RATE = "_get_current_learning_rate"
 APPLY_GRADIENTS = "_backend_apply_gradients"
@@ -18,6 +19,7 @@ TRAINED = "_trainable_variables"
 
 _ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
 _UPDATES = (*("apply", "apply_gradients", APPLY_GRADIENTS, "_backend_update_step"), CLIP, "_apply_weight_decay")
+_STATE = ("finalize_variable_values", "load_own_variables", "save_own_variables")
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -143,14 +145,26 @@ def original(optimizer: keras.optimizers.Optimizer, name: str) -> Callable[..., 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether an optimizer updates each number of a weight by itself."""
-    owner = next(each for each in type(optimizer).__mro__ if "update_step" in vars(each))
+    owner = _rule_of(optimizer)
     return _is_of_keras(owner) and owner.__name__ in _ELEMENTWISE
 
 
 def own_update_methods(optimizer: keras.optimizers.Optimizer) -> list[str]:
-    """Returns the methods around `update_step` that a user's class overrides."""
+    """Returns the methods around `update_step`, and of the state, that a user's class overrides."""
     classes = [each for each in type(optimizer).__mro__ if not _is_of_keras(each)]
-    return [name for name in _UPDATES if any(name in vars(each) for each in classes)]
+    return [name for name in _UPDATES + _STATE if any(name in vars(each) for each in classes)]
+
+
+def shared_variables(optimizer: keras.optimizers.Optimizer, slots: Sequence[Any]) -> list[Any]:
+    """Returns the variables that a user's own `update_step` may write and that are no slots."""
+    if _is_of_keras(_rule_of(optimizer)):
+        return []
+    own = {id(each) for each in (*slots, optimizer.iterations, iterations(optimizer), stored_learning_rate(optimizer))}
+    return [each for each in optimizer.variables if id(each) not in own]
+
+
+def _rule_of(optimizer: keras.optimizers.Optimizer) -> type:
+    return next(each for each in type(optimizer).__mro__ if "update_step" in vars(each))
 
 
 def _is_of_keras(owner: type) -> bool:
@@ -158,9 +172,11 @@ def _is_of_keras(owner: type) -> bool:
 
 
 def variable_like(variable: Any, shape: Sequence[int]) -> keras.Variable:
-    """Returns a variable of zeros that an optimizer takes for another one: of its dtype, name and path."""
-    name = variable.name if isinstance(variable, keras.Variable) else variable.name.partition(":")[0].replace("/", "_")
-    made = keras.Variable("zeros", shape=tuple(shape), dtype=variable.dtype, trainable=False, name=name)
+    """Returns a variable of zeros that an optimizer takes for another one: of its dtype, names and path."""
+    scope, _, base = raw_variable(variable).name.partition(":")[0].rpartition("/")
+    name = variable.name if isinstance(variable, keras.Variable) else base
+    with tf.name_scope(f"{scope}/" if scope else ""):  # weight decay looks for names in that of TensorFlow's variable
+        made = keras.Variable("zeros", shape=tuple(shape), dtype=variable.dtype, trainable=False, name=name)
     made._path = getattr(variable, "path", name)
     return made
 

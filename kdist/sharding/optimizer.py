@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from kdist.engines.arrays.buckets import assign_buckets
 from kdist.engines.engine import Engine
+from kdist.errors import StrategyError
 from kdist.keras_hooks.optimizers import (
     exclude_alike,
     innermost,
@@ -21,10 +22,10 @@ from kdist.keras_hooks.optimizers import (
     set_trained_variables,
 )
 from kdist.keras_hooks.patching import patch
-from kdist.keras_hooks.variables import key_of, raw_variable
+from kdist.keras_hooks.variables import key_of, path_of, raw_variable
 from kdist.sharding.gradients import BUCKET_MB
 from kdist.sharding.part import Part, SlotPart, make_parts
-from kdist.sharding.refusals import check_optimizer, check_weights
+from kdist.sharding.refusals import check_optimizer, check_shared_variables, check_weights
 from kdist.state.variables import SLOTS_IN_PARTS
 
 
@@ -67,6 +68,13 @@ class ShardedOptimizer:
 
     def parts_of(self, weights: list[Any]) -> list[Part]:
         """Returns the parts of weights that the optimizer was built with."""
+        unknown = [path_of(weight) for weight in weights if key_of(weight) not in self.parts]
+        if unknown:
+            raise StrategyError(
+                f"The optimizer was built with other weights. Received: {unknown[0]!r} in "
+                f"{type(self.optimizer).__name__}, as after layers were unfrozen. Expected the weights of its first "
+                "step. Fix: pass a new optimizer to model.compile()."
+            )
         return [self.parts[key_of(weight)] for weight in weights]
 
     def gather(self) -> None:
@@ -101,8 +109,11 @@ class ShardedOptimizer:
             self._shapes = {}
             for place, (slot, part) in enumerate(self._slots.values()):
                 owner = next((rank for rank, has_rows in enumerate(owners) if has_rows[place]), 0)
-                is_range = part.is_cut and tuple(slot.shape) == tuple(part.variable.shape)
-                self._shapes[id(slot)] = list(part.weight.shape) if is_range else by_rank[owner][place]
+                # A weight without dimensions is updated as one of one number.
+                is_like = tuple(slot.shape) == tuple(part.variable.shape)
+                if not part.is_cut:
+                    is_like = by_rank[owner][place] == list(part.view)
+                self._shapes[id(slot)] = list(part.weight.shape) if is_like else by_rank[owner][place]
         return self._shapes[id(variable)]
 
     def whole(self, variable: Any) -> Any:
@@ -144,9 +155,11 @@ class ShardedOptimizer:
                 self._slots[id(slot)] = slot, by_variable[id(variable)]
             for part in parts:
                 part.free()
+        check_shared_variables(optimizer, [slot for slot, _ in self._slots.values()])
         set_trained_variables(optimizer, weights)
 
     def _finalize(self, var_list: Any) -> None:
+        """Sets weights to their moving averages. Collective: every rank must call this, in the same order."""
         if not self.optimizer.use_ema:
             return
         for weight, average in moving_averages(self.optimizer):

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from kdist.errors import StrategyError
-from kdist.keras_hooks.optimizers import own_update_methods
+from kdist.keras_hooks.optimizers import own_update_methods, shared_variables
 from kdist.keras_hooks.variables import path_of
 
 
@@ -23,7 +23,7 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         )
     if methods := own_update_methods(optimizer):
         raise StrategyError(
-            f'shard="optimizer" does not support this optimizer: it would see a part of each gradient there. Received: '
+            f'shard="optimizer" does not support this optimizer: these methods would see parts. Received: '
             f"{name} with its own {', '.join(methods)}. Expected one that overrides `update_step` and `build` alone. "
             'Fix: move the rule to `update_step`, or use kdist.AllReduce() without shard="optimizer".'
         )
@@ -50,6 +50,22 @@ def check_weights(optimizer: keras.optimizers.Optimizer, weights: Sequence[Any])
             f'shard="optimizer" does not support weights that each rank keeps for itself. Received: {lasting[0]!r}, '
             'a trainable weight with synchronization="on_read". Expected weights that are equal on all ranks. Fix: '
             'remove the synchronization, or use kdist.AllReduce() without shard="optimizer".'
+        )
+
+
+def check_shared_variables(optimizer: keras.optimizers.Optimizer, slots: Sequence[Any]) -> None:
+    """Raises for variables that a rule updates for all weights, of which each rank updates some.
+
+    Args:
+        optimizer: a built one.
+        slots: sequence of the optimizer's variables that belong to one weight each.
+    """
+    if found := shared_variables(optimizer, slots):
+        raise StrategyError(
+            f'shard="optimizer" does not support an `update_step` with state that all weights share. Received: '
+            f"{type(optimizer).__name__} with {path_of(found[0])!r}. Expected variables of one weight each, made in a "
+            "loop over the weights in `build`. Fix: keep one for each weight, or use kdist.AllReduce() without "
+            'shard="optimizer".'
         )
 
 

@@ -13,12 +13,12 @@ from kdist.checkpoint.all_ranks_callback import AllRanksCallback
 from kdist.checkpoint.backup import Backup
 from kdist.checkpoint.callback_state import labels
 from kdist.checkpoint.preempt import Preempt
-from kdist.errors import MismatchError
+from kdist.errors import MismatchError, StrategyError
 from kdist.keras_hooks.callbacks import call_in_this_thread
 from kdist.keras_hooks.fit_loop import callback_lists
 from kdist.step.extensions import extensions_removed_at_exit
 from kdist.step.gradient_accumulation import read_state_between_steps
-from kdist.trainer.file_writers import without_writing
+from kdist.trainer.file_writers import decide_together, without_writing
 from kdist.trainer.session import ReplicatedSession
 from kdist.trainer.synchronization import EffectiveRateLog, RankSynchronization
 
@@ -59,6 +59,10 @@ def _replicated_list(
     if verb == "fit":
         reduces_each_step = is_local_sgd or session.parts_reducer is not None
         session.accumulation.choose(state_is_read=gathered.read_state or not is_outermost or reduces_each_step)
+    if session.parts_reducer is not None:
+        _refuse_swapped_averages(given)
+        for label, each in zip(labels(given), given, strict=True):
+            decide_together(each, session.engine, gathered.writer(label), undo)
     run = [
         each
         if gathered.writer(label) == session.engine.rank
@@ -96,6 +100,15 @@ def _replicated_list(
         each.set_model(session.model)
     made.callbacks = [*made.callbacks, *internal]
     return made
+
+
+def _refuse_swapped_averages(callbacks: list[Any]) -> None:
+    if any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
+        raise StrategyError(
+            'shard="optimizer" does not support SwapEMAWeights, which reads whole averages on each rank. Received: '
+            "both. Expected one of them. Fix: use_ema=True of the optimizer alone, or kdist.AllReduce() without "
+            'shard="optimizer".'
+        )
 
 
 @dataclasses.dataclass

@@ -9,7 +9,14 @@ from typing import Any
 
 import keras
 
-from kdist.keras_hooks.callbacks import LOAD_MODEL, SAVE_MODEL, checkpoint_decision, saves_as_keras_does
+from kdist.engines.engine import Engine
+from kdist.keras_hooks.callbacks import (
+    LOAD_MODEL,
+    SAVE_MODEL,
+    SHOULD_SAVE,
+    checkpoint_decision,
+    saves_as_keras_does,
+)
 from kdist.keras_hooks.patching import patched
 
 ONLY_WRITERS = (
@@ -46,3 +53,23 @@ def without_writing(callback: Any, undo: contextlib.ExitStack, *, sends_parts: b
     elif saves_as_keras_does(callback) and not sends_parts:
         replace(SAVE_MODEL, checkpoint_decision(callback))
     return callback
+
+
+def decide_together(callback: Any, engine: Engine, writer: int, undo: contextlib.ExitStack) -> None:
+    """Makes a `ModelCheckpoint` save on all ranks when it does so on the one that writes: logs may differ.
+
+    Args:
+        callback: any callback; others are left as they are.
+        engine: `Engine`, how the ranks communicate.
+        writer: int, the rank that writes the file.
+        undo: `ExitStack`, which undoes it.
+    """
+    if not saves_as_keras_does(callback):
+        return
+    decide = getattr(callback, SHOULD_SAVE)
+
+    def decision(*args: Any) -> bool:
+        """Returns the writer's. Collective: every rank must call this, in the same order."""
+        return bool(engine.broadcast_object(bool(decide(*args)), root=writer))
+
+    undo.enter_context(patched(callback, SHOULD_SAVE, decision))

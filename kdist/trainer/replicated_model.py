@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from kdist.data.batch import Rows, Shard
+from kdist.errors import StrategyError
 from kdist.keras_hooks.fit_loop import epoch_iterators
 from kdist.keras_hooks.metrics import flat_metrics, summed_variables
 from kdist.keras_hooks.optimizers import innermost, optimizers_of, set_optimizer_strategy
@@ -35,7 +36,7 @@ from kdist.keras_hooks.trainer import (
     tensor_names_kept,
 )
 from kdist.reports.log import warnings_at_users_lines
-from kdist.sharding.optimizer import shard
+from kdist.sharding.optimizer import shard, sharded
 from kdist.state.comparison import check_agreement, check_equal
 from kdist.state.metrics import add_over_ranks
 from kdist.state.session import has_session, set_session
@@ -169,6 +170,12 @@ class ReplicatedModel:
             if self.session.parts_reducer is not None:
                 shard(innermost(optimizer), self._engine)
                 shard(optimizer, self._engine)
+            elif sharded(optimizer) is not None:
+                raise StrategyError(
+                    f"The optimizer is of another scope than its model. Received: {type(optimizer).__name__} of a "
+                    'scope with shard="optimizer", for a model of one without. Expected one scope. Fix: make the model '
+                    "and its optimizer in the same kdist.scope()."
+                )
         try:
             self._build(iterator, data_batch)
         except Exception:

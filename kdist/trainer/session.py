@@ -245,7 +245,9 @@ class ReplicatedSession(TrainingSession):
 
         Collective: every rank must call this, in the same order.
         """
-        has_loaded = self.engine.gather_objects(self.votes.is_cast("weights"))
+        gathered = self.engine.gather_objects([self.votes.is_cast("weights"), loads(optimizers_of(self.model))])
+        has_loaded, files = (list(each) for each in zip(*gathered, strict=True))
+        refuse_differences("the weights loaded by a callback", files)  # parts cannot be broadcast
         self.votes.withdraw("weights")
         within_a_pass = self.accumulation.is_open
         if within_a_pass:

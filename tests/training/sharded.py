@@ -106,12 +106,16 @@ def every_optimizer() -> None:
 
 @case
 def decay_that_leaves_weights_out() -> None:
+    """By a variable, by a variable's name, and by its layer's."""
     x, y = rows("ragged")
-    for by_name in (True, False):
+    for name in ("", "bias", "left_out/"):
 
-        def script(batch: int, by_name: bool = by_name) -> dict[str, Any]:
-            model, optimizer = mlp(), keras.optimizers.AdamW(0.01, weight_decay=0.3)
-            excluded = {"var_names": ["bias"]} if by_name else {"var_list": [model.trainable_variables[0]]}
+        def script(batch: int, name: str = name) -> dict[str, Any]:
+            layers = [keras.layers.Dense(6, name="left_out"), keras.layers.Dense(2)]
+            model = keras.Sequential([keras.Input((5,)), *layers])
+            fidelity.deterministic_weights(model)
+            optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.3)
+            excluded = {"var_names": [name]} if name else {"var_list": [model.trainable_variables[0]]}
             optimizer.exclude_from_weight_decay(**excluded)
             model.compile(optimizer, "mse")
             return fit_alone(model, fed("arrays", (x, y), batch))
@@ -214,6 +218,48 @@ def files_are_plain_and_load_in_parts() -> None:
 
 
 @case
+def a_weight_of_one_number_is_saved_as_one() -> None:
+    """Its slots, too, where one rank has all of it; and the chief alone decides what a `ModelCheckpoint` saves."""
+
+    class Scale(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.factor = self.add_weight(shape=(), initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            return x * self.factor
+
+    class Kept(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            state = [*map(np.asarray, self.model.weights), *state_of(self.model.optimizer)]
+            self.first = state if epoch == 0 else self.first
+
+    def made() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2), Scale()])
+        fidelity.deterministic_weights(model)
+        return model
+
+    def score(epoch: int, logs: dict[str, Any]) -> None:
+        if kdist.is_chief():
+            logs["score"] = -epoch  # the first epoch is the best
+
+    folder = shared_folder()
+    fresh()
+    for name in ("lamb", "adam"):
+        path = folder / f"{name}.weights.h5"
+        saving = keras.callbacks.ModelCheckpoint(path, "score", mode="max", save_best_only=True, save_weights_only=True)
+        keeping = Kept()
+        callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=score), keeping, saving]
+        with kdist.scope(SHARD, scale_lr=None):
+            trained(ALL_OPTIMIZERS[name](), made, epochs=3, callbacks=callbacks)
+            kdist.barrier()
+        plain = trained(ALL_OPTIMIZERS[name](), made)
+        plain.load_weights(path)
+        for one, other in zip([*plain.weights, *plain.optimizer.variables], keeping.first, strict=True):
+            assert one.shape == other.shape
+            np.testing.assert_array_equal(np.asarray(one), other)
+
+
+@case
 def an_interrupted_training_goes_on() -> None:
     """Bit for bit on the same number of ranks; a backup of parts is that of a training without them."""
 
@@ -261,6 +307,23 @@ class _OwnUpdateStep(keras.optimizers.SGD):
         return super()._backend_update_step(grads, trainable_variables, learning_rate)
 
 
+class _OwnSaving(keras.optimizers.SGD):
+    def save_own_variables(self, store: Any) -> None:
+        super().save_own_variables(store)
+
+
+class _SharedState(keras.optimizers.SGD):
+    """A rule with a number that all weights add to, as of Prodigy."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.distance = self.add_variable(shape=(), name="distance")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.distance.assign_add(keras.ops.cast(keras.ops.sum(keras.ops.abs(gradient)), self.distance.dtype))
+        variable.assign_sub(gradient * keras.ops.cast(self.distance, gradient.dtype))
+
+
 @case
 def what_is_refused() -> None:
     """Each before the first step, with a fix."""
@@ -275,7 +338,29 @@ def what_is_refused() -> None:
         model, optimizer = mlp(), keras.optimizers.SGD(0.1)
         optimizer.apply([tf.zeros(each.shape) for each in model.trainable_variables], model.trainable_variables)
 
+    def of_another_scope() -> None:
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(np.zeros((8, 5)), np.zeros((8, 2)), batch_size=BATCH, verbose=0)
+
+    def unfrozen() -> None:
+        again = mlp()
+        again.layers[0].trainable = False
+        again.compile(keras.optimizers.Adam(0.1), "mse")
+        again.fit(np.zeros((8, 5)), np.zeros((8, 2)), batch_size=BATCH, verbose=0)
+        again.layers[0].trainable = True
+        again.compile(again.optimizer, "mse")
+        again.fit(np.zeros((8, 5)), np.zeros((8, 2)), batch_size=BATCH, verbose=0)
+
+    with kdist.scope():
+        model = mlp()
     refused = {
+        "its own save_own_variables": lambda: trained(_OwnSaving(0.1)),
+        "state that all weights share": lambda: trained(_SharedState(0.1)),
+        "SwapEMAWeights": lambda: trained(
+            keras.optimizers.Adam(0.1, use_ema=True), callbacks=[keras.callbacks.SwapEMAWeights()]
+        ),
+        "of another scope": of_another_scope,
+        "built with other weights": unfrozen,
         "its own apply": lambda: trained(_OwnApply(0.1)),
         "its own _backend_update_step": lambda: trained(_OwnUpdateStep(0.1)),
         "of several": lambda: trained(several()),
@@ -303,6 +388,18 @@ def a_file_that_one_rank_loads_is_refused() -> None:
             model.optimizer.load_own_variables(state)
         x, y = rows("ragged")
         said = message_of(lambda: model.fit(x, y, batch_size=BATCH, verbose=0))
+        assert "files loaded into Adam" in said, said
+        again = trained(keras.optimizers.Adam(0.01))
+        path = shared_folder() / "saved.weights.h5"
+        again.save_weights(path)
+        kdist.barrier()
+
+        def load(epoch: int, logs: Any) -> None:
+            if kdist.is_chief():
+                again.load_weights(path)
+
+        loading = keras.callbacks.LambdaCallback(on_epoch_end=load)
+        said = message_of(lambda: again.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[loading]))
     assert "files loaded into Adam" in said, said
 
 
