@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.helpers import processes
+from tests.helpers.processor_time import ProcessorTime
 
 # What pytest sets, and what TensorFlow and Keras set when they are first imported.
 MAY_CHANGE = {
@@ -22,6 +23,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", f"{processes.MARK}: set on each test whose code starts processes")
+    config.pluginmanager.register(ProcessorTime())
     if config.getoption("--quick"):
         processes.install_guard()
 

@@ -66,3 +66,17 @@ def test_the_quick_tier_starts_no_process(way: str, tmp_path: Path) -> None:
     finished = spmd.execute([*command, str(tmp_path)], timeout=60)
     assert expected in finished.output, finished.output
     assert (finished.returncode == 0) == (expected == "1 passed"), finished.output
+
+
+def test_a_run_ends_with_the_processor_time_of_each_file(tmp_path: Path) -> None:
+    burn = "def burn():\n    end = time.process_time() + 1.2\n    while time.process_time() < end: pass\n"
+    (tmp_path / "test_burns.py").write_text(f"import time\n{burn}def test_burns():\n    burn()\n")
+    child = f"subprocess.run([sys.executable, '-c', {f'import time{chr(10)}{burn}burn()'!r}])"
+    (tmp_path / "test_starts.py").write_text(f"import subprocess, sys\ndef test_starts():\n    {child}\n")
+    (tmp_path / "test_waits.py").write_text("import time\ndef test_waits():\n    time.sleep(1.2)\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
+    said = spmd.execute(command, timeout=60).output
+    table = said.partition("seconds by file")[2]
+    assert "test_burns.py" in table, said
+    assert "test_starts.py" in table, said
+    assert "test_waits.py" not in table, said
