@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -50,11 +49,11 @@ def costs(report: pytest.TestReport) -> Iterator[tuple[str, float]]:
 
 def table(costs: Iterable[tuple[str, float]]) -> list[str]:
     """Returns one line a file, the most expensive ones first, and one for all."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
     for file, cost in costs:
-        seconds[file] += cost
-    shown = [(file, cost) for file, cost in seconds.most_common(SHOWN) if cost >= 1]
-    return [f"{cost:7.0f}  {file}" for file, cost in shown] + ([f"{seconds.total():7.0f}  all"] if shown else [])
+        seconds[file] = seconds.get(file, 0.0) + cost
+    shown = sorted((file for file in seconds if seconds[file] >= 1), key=lambda file: -seconds[file])[:SHOWN]
+    return [f"{seconds[file]:7.0f}  {file}" for file in shown] + [f"{sum(seconds.values()):7.0f}  all"] * bool(shown)
 
 
 def _used() -> float:
