@@ -36,13 +36,16 @@ def test_every_two_of_an_engine_a_fault_and_a_moment_meet():
     assert {cell.rank for cell in covering_cells()} == {0, 1}
 
 
-def test_in_ci_each_engine_meets_each_fault_and_each_moment():
+def test_in_ci_the_first_engine_meets_each_fault_and_each_moment_and_others_have_moments_of_their_own():
     cells = few_cells()
-    assert len({(cell.kind, cell.moment) for cell in cells}) == len(cells) == len(ENGINES) * len(KINDS)
-    for engine in ENGINES:
+    assert len({(cell.kind, cell.moment) for cell in cells}) == len(cells)
+    first, *others = ENGINES
+    of_first = [cell for cell in cells if cell.engine == first]
+    assert {cell.kind for cell in of_first} == set(KINDS)
+    assert {cell.moment for cell in of_first} == set(MOMENTS)
+    for engine in others:
         of_engine = [cell for cell in cells if cell.engine == engine]
-        assert {cell.kind for cell in of_engine} == set(KINDS)
-        assert {cell.moment for cell in of_engine} == set(MOMENTS)
+        assert {"raise", "SIGKILL", "SIGSTOP"} < {cell.kind for cell in of_engine}
         assert {cell.rank for cell in of_engine} == {0, 1}
 
 
