@@ -56,13 +56,13 @@ def test_case(launches, ranks, case):
 
 
 def test_killed_while_it_saves(tmp_path):
-    numbers = kill_saver(tmp_path / "saved", 10, seed=0)
-    assert len(set(numbers)) > 5
+    numbers = kill_saver(tmp_path / "saved", 4, seed=0)
+    assert len(set(numbers)) > 1
 
 
 def test_model_checkpoint_killed_while_it_saves(tmp_path):
-    numbers = kill_model_saver(tmp_path, 10, seed=0)
-    assert len(set(numbers)) > 5
+    numbers = kill_model_saver(tmp_path, 4, seed=0)
+    assert len(set(numbers)) > 1
 
 
 def test_a_lost_save_is_seen(tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ def test_a_worker_that_never_appears_is_named_with_its_address(pair):
 
 @pytest.mark.parametrize(
     ("action", "words"),
-    [("dies", " has ended"), ("stops", "no answer within 3 s"), ("differs", "no answer within 3 s")],
+    [("dies", " has ended"), ("stops", "no answer within 3 s")],
 )
 def test_a_peer_that_is_gone_ends_the_others(pair, action, words):
     said_by_the_first(pair(f"goes_on_until_a_peer_is_gone({action!r}, 4)"), action, words)
@@ -123,7 +123,6 @@ def test_a_peer_that_is_gone_ends_the_others(pair, action, words):
 @pytest.mark.parametrize(
     ("action", "words"),
     [
-        ("dies", " has ended"),
         ("stops", "no answer from rank 1 within 3 s"),
         ("differs", "80000 bytes to sum on this rank, and 80004 on rank 1"),
     ],
@@ -132,7 +131,7 @@ def test_so_it_is_when_they_share_memory(pair, action, words):
     said_by_the_first(pair(f"goes_on_until_a_peer_is_gone({action!r}, 20000)"), action, words)
 
 
-@pytest.mark.parametrize(("of", "length"), [("group", 4), ("group", 20000), ("message", 4)])
+@pytest.mark.parametrize(("of", "length"), [("group", 20000), ("message", 4)])
 def test_so_it_is_in_a_group_and_between_two_ranks(pair, of, length):
     output = said(pair(f"waits_in_a_group({of!r}, {length})", 3)[0])
     assert "A collective failed on rank 0 of 3. Received: rank 2 at 127.0.0.1:" in output, output
