@@ -244,6 +244,7 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     from kdist.keras_hooks.trainer import is_overridden, watch_models
     from kdist.keras_hooks.tuner import JointSearches
     from kdist.reports import failure
+    from kdist.sharding.embedding import tables_in_parts
     from kdist.state.comparison import check_agreement
     from kdist.state.random_state import AgreedDraws, agree_global_seeds, agree_random_state, input_seed
     from kdist.strategies.all_reduce import AllReduceStrategy
@@ -310,6 +311,7 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
         strategy.scope(),
         watch_models(made, adopt),
         OwnLoops(strategy).opened(),
+        tables_in_parts(strategy, options.shard_embeddings),
         strategy.draws.running(),
         one_order(seed) if settings.auto_shard else contextlib.nullcontext(),
         whole_files(strategy),

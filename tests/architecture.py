@@ -23,6 +23,7 @@ ROOMS = (
     "kdist.engines.tensors",
     "kdist.engines",
     "kdist.keras_hooks",
+    "kdist.keras_hooks.layers",
     "kdist.reports",
     "kdist.launchers",
     "kdist.install",

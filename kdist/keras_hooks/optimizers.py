@@ -17,7 +17,7 @@ APPLY_GRADIENTS = "_backend_apply_gradients"
 CLIP = "_clip_gradients"
 TRAINED = "_trainable_variables"
 
-_ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
+ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
 _UPDATES = (*("apply", "apply_gradients", APPLY_GRADIENTS, "_backend_update_step"), CLIP, "_apply_weight_decay")
 _STATE = ("finalize_variable_values", "load_own_variables", "save_own_variables")
 
@@ -146,7 +146,7 @@ def original(optimizer: keras.optimizers.Optimizer, name: str) -> Callable[..., 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether an optimizer updates each number of a weight by itself."""
     owner = _rule_of(optimizer)
-    return _is_of_keras(owner) and owner.__name__ in _ELEMENTWISE
+    return _is_of_keras(owner) and owner.__name__ in ELEMENTWISE
 
 
 def own_update_methods(optimizer: keras.optimizers.Optimizer) -> list[str]:

@@ -131,6 +131,8 @@ PATCHES = (
     Patch(f"{_TUNER}.backend.io", ("rmtree",), "module", _SCOPE, "let the chief delete"),
     Patch("kdist._tf_internals.DefaultGraphs", ("reset",), "instance", _SCOPE, "survive `clear_session`"),
     Patch("keras.layers.BatchNormalization", ("_moments",), "instance", _STEP, "synchronise behind a mask"),
+    Patch("keras.layers.Embedding", ("build",), "class", _SCOPE, "make rows of a table"),
+    Patch("keras.layers.Embedding", ("call",), "instance", "a layer's life", "look rows up at other ranks"),
     Patch("keras.Variable", ("_direct_assign",), "class", _STEP, "record what a step writes"),
     Patch(f"{_TENSORFLOW}.ResourceVariable", ASSIGNMENTS, "class", _STEP, "record the same of `tf.Variable`"),
     Patch(

@@ -34,7 +34,8 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_get_current_learning_rate", "_get_variable_index", "_iterations", "_learning_rate"),
         "_trainable_variables",
     ),
-    "variable": ("_direct_assign", "_path", "_value"),
+    "variable": ("_direct_assign", "_path", "_shape", "_value"),
+    "embedding": ("_embeddings",),
     "saving": ("_save_state",),
     "callback list": ("_async_predict", "_async_test", "_async_train"),
     "ModelCheckpoint": (
@@ -58,9 +59,9 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 def missing_names() -> list[str]:
     """Returns what the installed Keras does not have: imported names, private names, patched attributes."""
     missing = []
-    for module in pkgutil.iter_modules(keras_hooks.__path__):
+    for module in pkgutil.walk_packages(keras_hooks.__path__, f"{keras_hooks.__name__}."):
         try:
-            importlib.import_module(f"{keras_hooks.__name__}.{module.name}")
+            importlib.import_module(module.name)
         except (ImportError, AttributeError) as error:
             missing.append(f"{module.name}: {error}")
     for kind, names in PRIVATE_NAMES.items():
@@ -92,6 +93,12 @@ def _made(make: Callable[[], Any]) -> Any:
         return make()
     except (ImportError, AttributeError, TypeError):
         return None
+
+
+def _embedding() -> keras.layers.Embedding:
+    layer = keras.layers.Embedding(2, 1)
+    layer.build(())
+    return layer
 
 
 def _model() -> keras.Model:
@@ -131,6 +138,7 @@ _SAMPLES: Mapping[str, Callable[[], Any]] = {
     "model": _model,
     "layer": lambda: keras.layers.Dropout(0.5),
     "batch normalization": keras.layers.BatchNormalization,
+    "embedding": _embedding,
     "compiled loss": lambda: _model()._compile_loss,
     "loss": keras.losses.MeanSquaredError,
     "compiled metrics": lambda: _model()._compile_metrics,

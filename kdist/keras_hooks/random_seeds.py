@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow.random import _cast_seed
+from keras.src.random.seed_generator import draw_seed
 
 from kdist.keras_hooks.patching import patched
 
@@ -26,6 +29,11 @@ def set_global_seeds(state: list[int] | None) -> None:
     if generator is not None:
         generator.state.assign(state)
     global_state.set_global_attribute(_GLOBAL, generator)
+
+
+def drawn_seed(seed: Any) -> tf.Tensor:
+    """Returns the seed that Keras gives TensorFlow's stateless operations for one of its own: two `int32`."""
+    return _cast_seed(draw_seed(seed))
 
 
 @contextlib.contextmanager

@@ -163,7 +163,7 @@ def build_eagerly(model: keras.Model, batch: Any) -> None:
     The user's losses and metrics are not called.
     """
     inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    before = [(variable, tf.identity(variable.value)) for variable in model.variables]
+    before = [(variable._value, tf.identity(variable._value)) for variable in model.variables]
     outputs = model(inputs, training=False)
     for variable, value in before:
         variable.assign(value)

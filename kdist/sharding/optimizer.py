@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,7 +16,6 @@ from kdist.keras_hooks.optimizers import (
     innermost,
     is_elementwise,
     moving_averages,
-    original,
     recorded_slots,
     set_trained_variables,
 )
@@ -26,6 +24,7 @@ from kdist.keras_hooks.variables import key_of, path_of, raw_variable
 from kdist.sharding.gradients import BUCKET_MB
 from kdist.sharding.part import Part, SlotPart, make_parts
 from kdist.sharding.refusals import check_optimizer, check_shared_variables, check_weights
+from kdist.sharding.slot_files import save_whole_slots
 from kdist.state.variables import SLOTS_IN_PARTS
 
 
@@ -169,8 +168,8 @@ class ShardedOptimizer:
 
 def sharded(optimizer: keras.optimizers.Optimizer) -> ShardedOptimizer | None:
     """Returns what shards an optimizer, or its inner one; `None` if nothing does."""
-    found: ShardedOptimizer | None = vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
-    return found
+    found = vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
+    return found if isinstance(found, ShardedOptimizer) else None
 
 
 def shard(optimizer: keras.optimizers.Optimizer, engine: Engine) -> None:
@@ -178,36 +177,4 @@ def shard(optimizer: keras.optimizers.Optimizer, engine: Engine) -> None:
     # While it is made, an optimizer with a loss scale has no inner one yet.
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and sharded(optimizer) is None:
         ShardedOptimizer(optimizer, engine).install()
-    patch(optimizer, "save_own_variables", lambda store: _save(optimizer, store))
-    patch(optimizer, "load_own_variables", lambda store: _load(optimizer, store))
-
-
-def _save(optimizer: keras.optimizers.Optimizer, store: Any) -> None:
-    """Saves whole slots, one after the other. Collective: every rank must call this, in the same order."""
-    parts = sharded(optimizer)
-    for place, variable in enumerate(optimizer.variables):
-        in_parts = parts if parts is not None and parts.has(variable) else None
-        store[str(place)] = variable.numpy() if in_parts is None else in_parts.whole(variable)
-
-
-def _load(optimizer: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> None:
-    """Loads this rank's parts of whole slots."""
-    parts, variables = sharded(optimizer), optimizer.variables
-    if len(store.keys()) != len(variables):
-        original(optimizer, "load_own_variables")(store)  # which warns
-        return
-    if parts is not None:
-        parts.num_loads += 1
-    for place, variable in enumerate(variables):
-        if parts is not None and parts.has(variable):
-            parts.assign(variable, np.asarray(store[str(place)]))
-        else:
-            variable.assign(store[str(place)])
-
-
-def loads(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, int]:
-    """Returns how many files were loaded into each optimizer's parts, by the optimizer's name, for a comparison."""
-    found = {
-        f"files loaded into {type(each).__name__} ({place})": sharded(each) for place, each in enumerate(optimizers)
-    }
-    return {name: each.num_loads for name, each in found.items() if each is not None}
+    save_whole_slots(optimizer)

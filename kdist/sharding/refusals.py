@@ -8,8 +8,25 @@ from typing import Any
 import keras
 
 from kdist.errors import StrategyError
-from kdist.keras_hooks.optimizers import own_update_methods, shared_variables
+from kdist.keras_hooks.optimizers import ELEMENTWISE, is_elementwise, own_update_methods, shared_variables
 from kdist.keras_hooks.variables import path_of
+
+
+def check_table_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises for an optimizer that cannot update rows of a table by themselves."""
+    name, is_of_several = type(optimizer).__name__, hasattr(optimizer, "optimizers")
+    if is_of_several or not is_elementwise(optimizer) or own_update_methods(optimizer):
+        raise StrategyError(
+            f"shard_embeddings does not support this optimizer, which may need all rows of a table at once. Received: "
+            f"{name}. Expected one of Keras' that update each number by itself: {', '.join(ELEMENTWISE)}. Fix: use one "
+            "of these, or a larger number for shard_embeddings."
+        )
+    if optimizer.built:
+        raise StrategyError(
+            f"shard_embeddings does not support an optimizer that is built outside of the scope: its slots are whole. "
+            f"Received: a {name} that is built. Expected one that is made, or loaded with its model, in kdist.scope(). "
+            "Fix: move the line that makes it into the scope."
+        )
 
 
 def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:

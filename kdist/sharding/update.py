@@ -10,11 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.engines.engine import Engine
 from kdist.errors import StrategyError
-from kdist.keras_hooks.optimizers import CLIP, TRAINED, innermost, is_elementwise, iterations
+from kdist.keras_hooks.optimizers import TRAINED, innermost, is_elementwise, iterations
 from kdist.keras_hooks.patching import patched
 from kdist.sharding.gradients import PartReducer
+from kdist.sharding.norms import whole_norms
 from kdist.sharding.optimizer import ShardedOptimizer, sharded
 from kdist.step.reduce import Reduce
 from kdist.step.update import Update
@@ -58,7 +58,11 @@ class ShardedReduce(Reduce):
             part.load()
         update.variables = [part.variable for part in found.parts_of(weights)]
         count = tf.identity(iterations(optimizer).value)
-        with _whole_norms(update.optimizer, found, self._step.engine):
+        are_parts = [True] * sum(each is not None for each in update.gradients)
+        with (
+            whole_norms(update.optimizer, are_parts, self._step.engine),
+            _updating_parts(update.optimizer, found),
+        ):
             result = proceed()
         found.gather()
         gradients, update.variables = update.gradients, weights
@@ -78,36 +82,13 @@ class ShardedReduce(Reduce):
 
 
 @contextlib.contextmanager
-def _whole_norms(outer: keras.optimizers.Optimizer, found: ShardedOptimizer, engine: Engine) -> Iterator[None]:
-    """Makes an optimizer update parts: it clips by the norms of whole gradients, and checks whole ones for overflow."""
+def _updating_parts(outer: keras.optimizers.Optimizer, found: ShardedOptimizer) -> Iterator[None]:
+    """Makes an optimizer update the parts of its weights."""
     optimizer = innermost(outer)
-    clip_parts = getattr(optimizer, CLIP)
-
-    def clip(gradients: Sequence[Any]) -> Any:
-        if not (optimizer.clipnorm or optimizer.global_clipnorm):
-            return clip_parts(gradients)
-        sums = [tf.cast(tf.reduce_sum(tf.square(_values(each))), tf.float64) for each in gradients]
-        (totals,) = engine.allreduce([tf.stack(sums)])
-        if optimizer.clipnorm:
-            factors = tf.unstack(optimizer.clipnorm / tf.maximum(tf.sqrt(totals), optimizer.clipnorm))
-        else:
-            norm, most = tf.sqrt(tf.reduce_sum(totals)), tf.constant(optimizer.global_clipnorm, tf.float64)
-            factor = most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm)  # NaN if the norm is not finite
-            factors = [factor] * len(sums)
-        return [_times(each, factor) for each, factor in zip(gradients, factors, strict=True)]
-
-    def check_finite(gradients: Sequence[Any]) -> tf.Tensor:
-        wrong = [tf.reduce_any(~tf.math.is_finite(_values(each))) for each in gradients if each is not None]
-        (num_wrong,) = engine.allreduce([tf.cast(tf.reduce_any(wrong), tf.int32)])
-        return tf.equal(num_wrong, 0)
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(optimizer, TRAINED, [part.variable for part in found.parts.values()]))
-        stack.enter_context(patched(optimizer, CLIP, clip))
         if not is_elementwise(optimizer):
             stack.enter_context(patched(optimizer, "update_step", _unless_empty(optimizer.update_step)))
-        if outer is not optimizer:
-            stack.enter_context(patched(outer, "check_finite", check_finite))
         yield
 
 
@@ -119,15 +100,3 @@ def _unless_empty(update_step: Callable[..., Any]) -> Callable[..., Any]:
             update_step(gradient, variable, learning_rate)
 
     return update
-
-
-def _values(gradient: Any) -> Any:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _times(gradient: Any, factor: tf.Tensor) -> Any:
-    values = _values(gradient)
-    values = values * tf.cast(factor, values.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return values

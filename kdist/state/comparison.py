@@ -16,6 +16,7 @@ import tensorflow as tf
 from kdist.engines.engine import Engine
 from kdist.engines.tensors import flat
 from kdist.errors import MismatchError, NotSynchronizedError
+from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, stored_learning_rate
 from kdist.keras_hooks.trainer import compile_arguments
 from kdist.keras_hooks.variables import raw_variable
@@ -119,6 +120,11 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
             described[f"compile's {name}"] = _settings(value)
     described["metrics"] = [metric.name for metric in model.metrics]
     return described
+
+
+def whole_weights(model: keras.Model) -> dict[str, Any]:
+    """Returns the trained variables that are whole on every rank, by path."""
+    return {each.path: each for each in model.trainable_variables if table_of(each) is None}
 
 
 def learning_rates(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, float]:

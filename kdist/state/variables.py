@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from kdist.engines.tensors import flat
 from kdist.errors import CheckpointError
+from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, optimizers_of, trained_variables
 from kdist.keras_hooks.trainer import seed_generators
 from kdist.keras_hooks.variables import raw_variable
@@ -21,7 +22,13 @@ SLOTS_IN_PARTS = "_kdist_slots_in_parts"
 
 
 class SlotsInParts(Protocol):
-    """An optimizer's slots of which each rank has its part."""
+    """Variables of which each rank has its part: slots of an optimizer, or a table.
+
+    Attributes:
+        num_loads: int, how many files or values were loaded into the parts, which every rank must do.
+    """
+
+    num_loads: int
 
     def has(self, variable: Any) -> bool:
         """Returns whether a variable is one of them."""
@@ -51,7 +58,7 @@ class ModelState(StatePart):
     def variables(self) -> list[Any]:
         """Returns weights, statistics, optimizer variables and seeds, each once, in the same order on all ranks.
 
-        Slots of which each rank has its part are not among them.
+        Variables of which each rank has its part are not among them.
         """
         return [variable for variable, parts in self._all() if parts is None]
 
@@ -62,12 +69,14 @@ class ModelState(StatePart):
     @property
     def is_in_parts(self) -> bool:
         """Whether each rank has its part of some variables."""
-        return any(SLOTS_IN_PARTS in vars(innermost(each)) for each in optimizers_of(self._model))
+        has_tables = any(table_of(variable) is not None for variable in self._model.variables)
+        return has_tables or any(SLOTS_IN_PARTS in vars(innermost(each)) for each in optimizers_of(self._model))
 
     def _all(self) -> list[tuple[Any, SlotsInParts | None]]:
         """Returns all variables, each with what holds it in parts."""
         model = self._model
-        found = {id(variable): (variable, None) for variable in model.variables}
+        found: dict[int, tuple[Any, SlotsInParts | None]]
+        found = {id(variable): (variable, table_of(variable)) for variable in model.variables}
         in_parts: dict[int, tuple[Any, SlotsInParts | None]] = {}
         for optimizer in optimizers_of(model):
             parts = vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
@@ -83,7 +92,7 @@ class ModelState(StatePart):
         return [each for each in self._all() if each[0].dtype != "string"]
 
     def state_dict(self) -> State:
-        """Returns all variables, bit for bit; slots in parts as `DeferredArray`."""
+        """Returns all variables, bit for bit; those in parts as `DeferredArray`."""
         saved = self._saved()
         return {
             "variables": _described(saved),

@@ -10,7 +10,7 @@ import keras
 
 from kdist.data.batch import Shard
 from kdist.gradients.reducer import GradientReducer
-from kdist.keras_hooks.batch_normalization import synchronized_moments
+from kdist.keras_hooks.layers.batch_normalization import synchronized_moments
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.state.assignments import WrittenState
 from kdist.state.votes import Votes

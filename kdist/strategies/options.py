@@ -54,6 +54,9 @@ class AllReduce:
             the gradients' sums (ZeRO stages 1 and 2). Each rank updates its part of every weight; all ranks gather the
             weights. Results and files are those without it. With Adam and N ranks, weights of P bytes and slots take
             P + 2P/N bytes on a rank, not 3P.
+        shard_embeddings: float or `None`, the bytes from which on the table of a `keras.layers.Embedding` is in parts:
+            of N ranks, rank r holds rows r, r + N, r + 2N, ... and their slots. A step sends each row that a rank needs
+            once, and each gradient to the rank that holds its row. Results and files are those without it.
         outer_learning_rate: float, the rate at which the mean change of the ranks' weights is applied to the last
             common weights: 1 takes the mean of the weights.
         outer_momentum: float from 0 to below 1, Nesterov's momentum of this update. DiLoCo uses a rate of 0.7 and a
@@ -84,6 +87,7 @@ class AllReduce:
     sparse_as_dense: bool = False
     sync_every: int = 1
     shard: Literal["optimizer"] | None = None
+    shard_embeddings: float | None = None
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
 
@@ -95,6 +99,13 @@ class AllReduce:
     def word(self) -> str:
         """The word that names it in `kdist.scope`."""
         return self.engine
+
+    @property
+    def in_parts(self) -> str:
+        """The option by which each rank holds its part of some state, as a user writes it; `""` without one."""
+        if self.shard:
+            return f'shard="{self.shard}"'
+        return "" if self.shard_embeddings is None else "shard_embeddings"
 
     def problem(self) -> str | None:
         """Returns what is wrong with the options, or `None`."""
@@ -119,6 +130,16 @@ class AllReduce:
             return f"shard={self.shard!r} with compression={self.compression!r}. Expected None, 'fp16' or 'bf16'"
         if self.shard and self.sync_every > 1:
             return f"shard={self.shard!r} with sync_every={self.sync_every!r}. Expected one of the two"
+        if self.shard_embeddings is not None:
+            if not is_positive(self.shard_embeddings):
+                return f"shard_embeddings={self.shard_embeddings!r}. Expected None or bytes, above 0"
+            if self.shard:
+                return f"shard_embeddings={self.shard_embeddings!r} with shard={self.shard!r}. Expected one of the two"
+            if self.sync_every > 1:
+                return (
+                    f"shard_embeddings={self.shard_embeddings!r} with sync_every={self.sync_every!r}. Expected one of "
+                    "the two"
+                )
         if self.sync_every > 1 and self.compression is not None:
             return f"sync_every={self.sync_every!r} with compression={self.compression!r}. Expected one of the two"
         if not is_positive(self.outer_learning_rate):

@@ -56,17 +56,16 @@ def _replicated_list(
     given = [Backup.from_keras(each) if type(each) is keras.callbacks.BackupAndRestore else each for each in given]
     gathered = _GatheredCallbacks.gather(session, given)
     is_local_sgd = session.local_sgd is not None  # which reduces no gradients
+    has_parts = bool(session.options.in_parts)
     if verb == "fit":
-        reduces_each_step = is_local_sgd or session.parts_reducer is not None
+        reduces_each_step = is_local_sgd or has_parts
         session.accumulation.choose(state_is_read=gathered.read_state or not is_outermost or reduces_each_step)
-    if session.parts_reducer is not None:
-        _refuse_swapped_averages(given)
+    if has_parts:
+        _refuse_swapped_averages(given, session.options.in_parts)
         for label, each in zip(labels(given), given, strict=True):
             decide_together(each, session.engine, gathered.writer(label), undo)
     run = [
-        each
-        if gathered.writer(label) == session.engine.rank
-        else without_writing(each, undo, sends_parts=session.parts_reducer is not None)
+        each if gathered.writer(label) == session.engine.rank else without_writing(each, undo, sends_parts=has_parts)
         for label, each in zip(labels(given), given, strict=True)
         if not isinstance(each, AllRanksCallback)
     ]
@@ -102,12 +101,11 @@ def _replicated_list(
     return made
 
 
-def _refuse_swapped_averages(callbacks: list[Any]) -> None:
+def _refuse_swapped_averages(callbacks: list[Any], option: str) -> None:
     if any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
         raise StrategyError(
-            'shard="optimizer" does not support SwapEMAWeights, which reads whole averages on each rank. Received: '
-            "both. Expected one of them. Fix: use_ema=True of the optimizer alone, or kdist.AllReduce() without "
-            'shard="optimizer".'
+            f"{option} does not support SwapEMAWeights, which reads whole averages on each rank. Received: both. "
+            f"Expected one of them. Fix: use_ema=True of the optimizer alone, or kdist.AllReduce() without {option}."
         )
 
 

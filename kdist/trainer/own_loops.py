@@ -13,11 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.errors import StrategyError
+from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, set_optimizer_strategy, trained_variables
 from kdist.keras_hooks.own_loops import watch_optimizers, watch_scopes, whole_losses
 from kdist.keras_hooks.patching import patch
 from kdist.keras_hooks.trainer import original
 from kdist.sharding.optimizer import shard, sharded
+from kdist.sharding.table_optimizer import hold_rows
 from kdist.state.broadcast import broadcast_state
 from kdist.state.comparison import check_agreement, first_difference
 from kdist.strategies.all_reduce import AllReduceStrategy
@@ -73,6 +75,8 @@ class OwnLoops:
         settings = self._strategy.settings
         if settings is not None and settings.options.shard:
             shard(optimizer, self._engine)
+        elif settings is not None and settings.options.shard_embeddings is not None:
+            hold_rows(optimizer)
         patch(optimizer, "apply", apply)
         patch(optimizer, "apply_gradients", apply_gradients)
 
@@ -95,12 +99,14 @@ class OwnLoops:
     ) -> Iterator[list[Any]]:
         """Yields the gradients to apply: the ranks' means outside of a replica, else those that were given."""
         given = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        if self._extended.step is None and sharded(optimizer) is not None:
+        option = 'shard="optimizer"' if sharded(optimizer) is not None else ""
+        option = "shard_embeddings" if any(table_of(each) is not None for each in variables) else option
+        if self._extended.step is None and option:
             raise StrategyError(
-                f'shard="optimizer" does not support a training loop of the script\'s own. Received: '
+                f"{option} does not support a training loop of the script's own. Received: "
                 f"{type(optimizer).__name__}.apply outside of a model's training step. Expected fit or train_on_batch, "
                 "with a train_step of the model's own if need be. Fix: move the loop's body to train_step, or use "
-                'kdist.AllReduce() without shard="optimizer".'
+                f"kdist.AllReduce() without {option}."
             )
         if self._extended.is_in_replica:
             yield gradients

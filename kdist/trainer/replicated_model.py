@@ -37,7 +37,8 @@ from kdist.keras_hooks.trainer import (
 )
 from kdist.reports.log import warnings_at_users_lines
 from kdist.sharding.optimizer import shard, sharded
-from kdist.state.comparison import check_agreement, check_equal
+from kdist.sharding.table_optimizer import hold_rows
+from kdist.state.comparison import check_agreement, check_equal, whole_weights
 from kdist.state.metrics import add_over_ranks
 from kdist.state.session import has_session, set_session
 from kdist.step.compiled import CompiledSteps
@@ -149,7 +150,7 @@ class ReplicatedModel:
         if name == "predict_on_batch":
             result = as_dense(result, self._dense_outputs)
         if is_first and name == "train_on_batch":
-            check_equal(self._engine, {v.path: v for v in self._model.trainable_variables})
+            check_equal(self._engine, whole_weights(self._model))
             session.make_state_equal()
         self._prepared_optimizers[name] = getattr(self._model, "optimizer", None)
         return result
@@ -170,6 +171,9 @@ class ReplicatedModel:
             if self.session.parts_reducer is not None:
                 shard(innermost(optimizer), self._engine)
                 shard(optimizer, self._engine)
+            elif self.session.options.shard_embeddings is not None:
+                hold_rows(innermost(optimizer))
+                hold_rows(optimizer)
             elif sharded(optimizer) is not None:
                 raise StrategyError(
                     f"The optimizer is of another scope than its model. Received: {type(optimizer).__name__} of a "

@@ -15,7 +15,8 @@ from kdist.errors import CheckpointError
 from kdist.keras_hooks.files import SAVE, replaced, save_nowhere
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.keras_hooks.trainer import original
-from kdist.sharding.optimizer import sharded
+from kdist.sharding.slot_files import slots_in_parts
+from kdist.sharding.table import tables_of
 from kdist.state.session import session_of
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.trainer.session import ReplicatedSession
@@ -56,18 +57,22 @@ def whole_files(strategy: AllReduceStrategy) -> Iterator[None]:
 
 def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = session_of(saved) if isinstance(saved, keras.Model) else None
-    in_parts = isinstance(saved, keras.Model) and any(sharded(each) is not None for each in optimizers_of(saved))
+    in_parts = isinstance(saved, keras.Model) and _has_parts(saved)
     path = str(inspect.signature(save).bind(*args, **kwargs).arguments.get("filepath", ""))
-    takes_slots = in_parts and bool(path) and save.__name__ != "export"
-    if takes_slots and path.endswith((".h5", ".hdf5")) and not path.endswith(".weights.h5"):
+    takes_parts = in_parts and bool(path) and save.__name__ != "export"
+    if takes_parts and path.endswith((".h5", ".hdf5")) and not path.endswith(".weights.h5"):
         raise CheckpointError(
-            f'shard="optimizer" does not support the format HDF5 of whole models, which takes all slots at once. '
+            f"State in parts does not fit in the format HDF5 of whole models, which takes all of it at once. "
             f"Received: {path!r}. Expected a name that ends in .keras or .weights.h5. Fix: change the name."
         )
     if isinstance(session, ReplicatedSession) and session.verbs and not session.writes:
-        if takes_slots:
+        if takes_parts:
             save_nowhere(saved)  # sends this rank's parts
         return None  # in a callback: the chief saves the same
     variables = getattr(saved, "variables", ())
     with strategy.extended.no_sync():  # a graph that is saved runs in one process: `kdist.all_gather` leaves it alone
         return write_whole(lambda path: strategy.versions.next(path, variables), save, *args, **kwargs)
+
+
+def _has_parts(model: keras.Model) -> bool:
+    return bool(tables_of(model)) or any(slots_in_parts(each) is not None for each in optimizers_of(model))

@@ -16,7 +16,9 @@ from kdist.keras_hooks.optimizers import count_ended_step, innermost, optimizers
 from kdist.keras_hooks.trainer import initial_epoch, plain_compiles, set_initial_epoch
 from kdist.keras_hooks.variables import is_of_one_rank, is_seed, key_of
 from kdist.sharding.gradients import PartReducer
-from kdist.sharding.optimizer import loads
+from kdist.sharding.slot_files import loads
+from kdist.sharding.table import table_loads
+from kdist.sharding.table_update import TableReduce
 from kdist.sharding.update import ShardedReduce
 from kdist.state.assignments import WAYS_OUT, WrittenState
 from kdist.state.broadcast import broadcast_state
@@ -47,6 +49,7 @@ class ReplicatedSession(TrainingSession):
         reducer: `GradientReducer`.
         accumulation: `LocalAccumulation`, for `gradient_accumulation_steps`.
         local_sgd: `LocalSGD` or `None`, for `sync_every`.
+        options: `AllReduce`, those of the strategy.
         writes: bool, whether this rank saves models in callbacks.
         verbs: list of str, the running verbs, the outermost first.
         written: `WrittenState`, what steps write beside weights.
@@ -67,7 +70,7 @@ class ReplicatedSession(TrainingSession):
             model, scale_lr=settings.scale_lr, scale_batch=settings.scale_batch, size=self.engine.size
         )
         self.accumulation = LocalAccumulation(model, self.engine)
-        options = settings.options
+        self.options = options = settings.options
         self.reducer = GradientReducer(
             self.engine,
             compression=make_compression(
@@ -121,6 +124,8 @@ class ReplicatedSession(TrainingSession):
         """Returns what makes the stage that sums gradients, in `fit` or in `train_on_batch`."""
         if self.parts_reducer is not None:
             return functools.partial(ShardedReduce, self.parts_reducer)
+        if self.options.shard_embeddings is not None:
+            return TableReduce
         return ReduceWhenDue if is_fit and self.accumulation.optimizer is not None else Reduce
 
     # State.
@@ -166,10 +171,10 @@ class ReplicatedSession(TrainingSession):
 
     def check_step_extension(self, who: str, *, joint: bool = False) -> None:
         """See `TrainingSession.check_step_extension`."""
-        if joint and self.parts_reducer is not None:
+        if joint and (option := self.options.in_parts):
             raise ScopeError(
-                f'{who} does not support shard="optimizer". Received: {who} with shard="optimizer". Expected whole '
-                f"gradients on each rank. Fix: remove {who}, or shard."
+                f"{who} does not support {option}. Received: {who} with {option}. Expected whole gradients on each "
+                f"rank. Fix: remove {who}, or {option.partition('=')[0]}."
             )
         if joint and self.local_sgd is not None:
             raise ScopeError(
@@ -184,7 +189,7 @@ class ReplicatedSession(TrainingSession):
         Collective: every rank must call this, in the same order.
         """
         what, epoch = f"the model given to {verb}", initial_epoch(self.model) if verb == "fit" else None
-        described = {**describe_model(self.model), **loads(optimizers_of(self.model))}
+        described = {**describe_model(self.model), **self._loads()}
         models, epochs = zip(*gather_values(self.engine, what, [described, epoch]), strict=True)
         refuse_differences(what, models)
         self._broadcast(root=0)
@@ -212,6 +217,9 @@ class ReplicatedSession(TrainingSession):
                 "%r differs between the ranks, and is rank 0's on all of them now. Expected steps and callbacks that "
                 f"write the same on all of them. {WAYS_OUT}",
             )
+
+    def _loads(self) -> dict[str, int]:
+        return {**loads(optimizers_of(self.model)), **table_loads(self.model)}
 
     def _broadcast(self, root: int) -> None:
         for part in self.parts():
@@ -245,7 +253,7 @@ class ReplicatedSession(TrainingSession):
 
         Collective: every rank must call this, in the same order.
         """
-        gathered = self.engine.gather_objects([self.votes.is_cast("weights"), loads(optimizers_of(self.model))])
+        gathered = self.engine.gather_objects([self.votes.is_cast("weights"), self._loads()])
         has_loaded, files = (list(each) for each in zip(*gathered, strict=True))
         refuse_differences("the weights loaded by a callback", files)  # parts cannot be broadcast
         self.votes.withdraw("weights")

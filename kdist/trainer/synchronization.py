@@ -10,7 +10,7 @@ from kdist.checkpoint.backup import Backup
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.reports.log import once
 from kdist.restarts.report import own_reports
-from kdist.state.comparison import check_agreement, check_equal, learning_rates
+from kdist.state.comparison import check_agreement, check_equal, learning_rates, whole_weights
 from kdist.trainer.session import ReplicatedSession
 
 
@@ -101,7 +101,7 @@ class RankSynchronization(keras.callbacks.Callback):
             if session.engine.rank == 0 and len(session.rates()) > 1:  # by now it is known which ones update
                 self._report_settings()
             if session.local_sgd is None:  # which compares after its first average
-                check_equal(session.engine, {v.path: v for v in self.model.trainable_variables})
+                check_equal(session.engine, whole_weights(self.model))
                 session.make_state_equal()
         if "stop" in session.votes.agreed:
             self.model.stop_training = True

@@ -16,6 +16,7 @@ TARGETS = {
     "matrix": "tests.training.fidelity:MATRIX",
     "random": "tests.training.random_programs:RANDOM",
     "sharded": "tests.training.sharded:SHARDED",
+    "tables": "tests.training.tables:CASES",
     "behaviours": "tests.training.behaviours_order:CASES",
 }
 

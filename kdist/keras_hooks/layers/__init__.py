@@ -1,0 +1,1 @@
+"""What kdist does to layers of Keras."""

@@ -1,0 +1,159 @@
+"""`keras.layers.Embedding` with a table of which this rank holds some rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+
+from kdist.keras_hooks.patching import patch, patched
+
+_STATELESS = "stateless_scope"
+
+_ARITHMETIC = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "divmod", "mod", "pow", "and", "or", "xor"),
+    *("radd", "rsub", "rmul", "rmatmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rand", "ror", "rxor"),
+    *("neg", "pos", "abs", "invert", "ge", "gt", "le", "lt", "getitem", "tf_tensor"),
+)
+
+
+class WholeTable(Protocol):
+    """What a `TableVariable` stands for."""
+
+    def whole(self, variable: Any) -> Any:
+        """Returns all rows, an array. Collective: every rank must call this, in the same order."""
+        ...
+
+    def assign(self, variable: Any, array: Any) -> None:
+        """Sets this rank's rows to those of an array of all rows."""
+        ...
+
+    def refuse(self) -> Any:
+        """Raises for a use of the variable that would take this rank's rows for all."""
+        ...
+
+
+class TableVariable(keras.Variable):  # type: ignore[misc]  # Keras has no types
+    """A layer's table: of the shape of all rows, of which this rank holds some.
+
+    It is read and assigned to as a whole: `numpy()` gathers the rows of all ranks. Operations refuse it.
+    """
+
+    kdist_table: Any
+
+    @property
+    def handle(self) -> Any:
+        """The handle of the variable with this rank's rows."""
+        return self._value.handle
+
+    def numpy(self) -> Any:
+        """Returns all rows. Collective: every rank must call this, in the same order."""
+        return self.kdist_table.whole(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def assign(self, value: Any) -> Any:
+        """Sets this rank's rows to those of all rows."""
+        self.kdist_table.assign(self, value)
+        return value
+
+    def assign_add(self, value: Any) -> Any:
+        """Refuses."""
+        return self.kdist_table.refuse()
+
+    assign_sub = assign_add
+
+
+def _refused(self: TableVariable, *args: Any, **kwargs: Any) -> Any:
+    return self.kdist_table.refuse()
+
+
+for _name in _ARITHMETIC:
+    setattr(TableVariable, f"__{_name}__", _refused)
+
+
+def make_table(
+    layer: keras.layers.Embedding, initial_rows: Callable[[Any], Any], make: Callable[[Any], WholeTable]
+) -> None:
+    """Builds a layer whose table has this rank's rows alone.
+
+    Args:
+        layer: `keras.layers.Embedding`, not built.
+        initial_rows: callable that takes a dtype and returns this rank's rows.
+        make: callable that takes the `keras.Variable` of this rank's rows and returns the table.
+    """
+    with tf.init_scope(), _without_stateless_scope():  # where Keras would put the values off
+        first = initial_rows(layer.variable_dtype)
+        made = layer.add_weight(
+            shape=first.shape, initializer=lambda *_, **__: first, name="embeddings", trainable=True
+        )
+        rows = keras.Variable(made._value, dtype=made.dtype, trainable=True, name=made.name)
+    rows._path = made.path
+    made.__class__, made._shape = TableVariable, (layer.input_dim, layer.output_dim)
+    made.kdist_table = make(rows)
+    layer._embeddings = made
+    layer.built = True
+
+
+@contextlib.contextmanager
+def _without_stateless_scope() -> Iterator[None]:
+    outer = global_state.get_global_attribute(_STATELESS)
+    global_state.set_global_attribute(_STATELESS, None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_STATELESS, outer)
+
+
+def set_lookup(layer: keras.layers.Embedding, lookup: Callable[[Any], Any]) -> None:
+    """Makes a layer's `call` return `lookup(ids)`, in the layer's compute dtype."""
+
+    def call(inputs: Any) -> Any:
+        is_integer = inputs.dtype in (tf.int32, tf.int64)
+        rows = lookup(inputs if is_integer else keras.ops.cast(inputs, "int32"))
+        return keras.ops.cast(rows, layer.compute_dtype)
+
+    patch(layer, "call", call)
+
+
+def has_plain_lookup(layer: keras.layers.Embedding) -> bool:
+    """Returns whether a layer looks its rows up as Keras' own class does."""
+    return all(
+        getattr(type(layer), name) is getattr(keras.layers.Embedding, name)
+        for name in ("call", "embeddings", "save_own_variables", "load_own_variables")
+    )
+
+
+@contextlib.contextmanager
+def built_by(build: Callable[[keras.layers.Embedding], bool]) -> Iterator[None]:
+    """Calls `build(layer)` for each `Embedding` that is made while the context is open; Keras builds it on False."""
+    original = keras.layers.Embedding.build
+
+    def build_table(self: keras.layers.Embedding, input_shape: Any = None) -> None:
+        if self.built or not build(self):
+            original(self, input_shape)
+
+    with patched(keras.layers.Embedding, "build", build_table):
+        yield
+
+
+def table_of(variable: Any) -> Any:
+    """Returns the table of a `TableVariable`; `None` of any other variable."""
+    return variable.kdist_table if isinstance(variable, TableVariable) else None
+
+
+def refusal_reasons(layer: keras.layers.Embedding) -> list[str]:
+    """Returns the arguments of a layer that need all rows at once."""
+    given = {
+        "embeddings_regularizer": layer.embeddings_regularizer,
+        "embeddings_constraint": layer.embeddings_constraint,
+        "lora_rank": layer.lora_rank,
+        "quantization": layer.quantization_mode,
+    }
+    return [name for name, value in given.items() if value]

@@ -1,0 +1,65 @@
+"""`Embedding` layers that are made in a scope with `shard_embeddings`: large tables are in parts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from kdist.errors import StrategyError
+from kdist.keras_hooks.layers.embedding import built_by, has_plain_lookup, make_table, refusal_reasons, set_lookup
+from kdist.sharding.initial_rows import initial_rows
+from kdist.sharding.table import Table
+from kdist.strategies.all_reduce import AllReduceStrategy
+
+logger = logging.getLogger("kdist")
+
+
+@contextlib.contextmanager
+def tables_in_parts(strategy: AllReduceStrategy, num_bytes: float | None) -> Iterator[None]:
+    """Makes layers hold their tables in parts while the context is open, from a number of bytes on.
+
+    Args:
+        strategy: `AllReduceStrategy`.
+        num_bytes: float, or `None` for no table.
+    """
+
+    def build(layer: keras.layers.Embedding) -> bool:
+        return num_bytes is not None and _build(layer, strategy, num_bytes)
+
+    with built_by(build) if num_bytes is not None else contextlib.nullcontext():
+        yield
+
+
+def _build(layer: keras.layers.Embedding, strategy: AllReduceStrategy, num_bytes: float) -> bool:
+    """Builds a layer if its table is large; returns whether it is."""
+    engine, shape = strategy.engine, (layer.input_dim, layer.output_dim)
+    size = shape[0] * shape[1] * tf.as_dtype(layer.variable_dtype).size
+    if size < num_bytes or shape[0] < engine.size:
+        return False
+    if not has_plain_lookup(layer):
+        if engine.rank == 0:
+            logger.warning(
+                "the table of %r, %s bytes, is whole on each rank (shard_embeddings): the class %s has a lookup of its "
+                "own",
+                layer.name, f"{size:,}", type(layer).__name__,
+            )  # fmt: skip
+        return False
+    if reasons := refusal_reasons(layer):
+        raise StrategyError(
+            f"shard_embeddings does not support {reasons[0]}, which needs the whole table. Received: the layer "
+            f"{layer.name!r}, of {size:,} bytes, with {', '.join(reasons)}. Expected a layer without. Fix: remove it, "
+            f"or set shard_embeddings above {size:,}."
+        )
+    rank, ranks = engine.rank, engine.size
+    make_table(
+        layer,
+        lambda dtype: initial_rows(layer.embeddings_initializer, shape, dtype, ranks, rank),
+        lambda rows: Table(engine, shape, rows),
+    )
+    table = layer.embeddings.kdist_table
+    set_lookup(layer, lambda ids: table.look_up(ids, strategy.engine, layer.name))
+    return True

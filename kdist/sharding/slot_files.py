@@ -1,0 +1,57 @@
+"""Slots in parts, saved whole and loaded from what is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdist.keras_hooks.optimizers import innermost, original
+from kdist.keras_hooks.patching import patch
+from kdist.state.variables import SLOTS_IN_PARTS, SlotsInParts
+
+
+def slots_in_parts(optimizer: keras.optimizers.Optimizer) -> SlotsInParts | None:
+    """Returns what holds slots of an optimizer, or of its inner one, in parts; `None` if all are whole."""
+    found: SlotsInParts | None = vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
+    return found
+
+
+def save_whole_slots(optimizer: keras.optimizers.Optimizer) -> None:
+    """Lets the methods of an optimizer that save and load its variables do so with whole slots."""
+    patch(optimizer, "save_own_variables", lambda store: _save(optimizer, store))
+    patch(optimizer, "load_own_variables", lambda store: _load(optimizer, store))
+
+
+def _save(optimizer: keras.optimizers.Optimizer, store: Any) -> None:
+    """Saves whole slots, one after the other. Collective: every rank must call this, in the same order."""
+    parts = slots_in_parts(optimizer)
+    for place, variable in enumerate(optimizer.variables):
+        in_parts = parts if parts is not None and parts.has(variable) else None
+        store[str(place)] = variable.numpy() if in_parts is None else in_parts.whole(variable)
+
+
+def _load(optimizer: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> None:
+    """Loads this rank's parts of whole slots."""
+    parts, variables = slots_in_parts(optimizer), optimizer.variables
+    if len(store.keys()) != len(variables):
+        original(optimizer, "load_own_variables")(store)  # which warns
+        return
+    if parts is not None:
+        parts.num_loads += 1
+    for place, variable in enumerate(variables):
+        if parts is not None and parts.has(variable):
+            parts.assign(variable, np.asarray(store[str(place)]))
+        else:
+            variable.assign(store[str(place)])
+
+
+def loads(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, int]:
+    """Returns how many files were loaded into each optimizer's parts, by the optimizer's name, for a comparison."""
+    found = {
+        f"files loaded into {type(each).__name__} ({place})": slots_in_parts(each)
+        for place, each in enumerate(optimizers)
+    }
+    return {name: each.num_loads for name, each in found.items() if each is not None}

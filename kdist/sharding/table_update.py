@@ -1,0 +1,55 @@
+"""The stage that sums gradients, and of a table in parts gives each rank those of its rows, which it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.keras_hooks.layers.embedding import table_of
+from kdist.keras_hooks.optimizers import TRAINED, innermost, trained_variables
+from kdist.keras_hooks.patching import patched
+from kdist.sharding.norms import whole_norms
+from kdist.sharding.table_optimizer import seen_by_optimizer
+from kdist.step.reduce import Reduce
+from kdist.step.update import Update
+
+
+class TableReduce(Reduce):
+    """Sums gradients over the ranks; the later stages and Keras update this rank's rows of each table."""
+
+    def _reduce_and(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        if not any(table_of(each) for each in update.variables):
+            return super()._reduce_and(update, proceed)
+        if not update.optimizer.built:
+            with tf.init_scope():
+                update.optimizer.build(update.variables)
+        return super()._reduce_and(update, lambda: self._update(update, proceed))
+
+    def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
+        tables = {place: table_of(update.variables[place]) for place in places}
+        dense = [place for place in places if tables[place] is None]
+        sums, others = super()._send(update, dense, exact)
+        by_place = dict(zip(dense, sums, strict=True))
+        in_parts = [place for place in places if tables[place] is not None]
+        addends = update.addends([update.gradients[place] for place in in_parts])
+        for place, addend in zip(in_parts, addends, strict=True):
+            by_place[place] = tables[place].sum_of_gradients(addend, self._step.engine)
+        return [by_place[place] for place in places], others
+
+    def _update(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        weights, inner = update.variables, innermost(update.optimizer)
+        are_parts = [
+            table_of(weight) is not None
+            for weight, gradient in zip(weights, update.gradients, strict=True)
+            if gradient is not None
+        ]
+        update.variables = seen_by_optimizer(weights)
+        with (
+            whole_norms(update.optimizer, are_parts, self._step.engine),
+            patched(inner, TRAINED, seen_by_optimizer(trained_variables(inner))),
+        ):
+            result = proceed()
+        update.variables = weights
+        return result

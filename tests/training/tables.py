@@ -1,0 +1,352 @@
+"""`shard_embeddings`: models with tables in parts, against one process: training, files, resume, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kdist
+from kdist.errors import KDistError
+from tests.training import fidelity
+from tests.training.fidelity import BATCH, both, compare, fed, fit_evaluate_predict, fresh, outcome, size
+from tests.training.sharded import shared_folder
+
+ROWS, WIDTH, LENGTH = 41, 3, 5
+TABLES = kdist.AllReduce(shard_embeddings=8.0 * ROWS * WIDTH)
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def sentences(n: int | None = None, seed: int = 0) -> tuple[Any, Any]:
+    """Returns ids by Zipf's law, with repetitions, the last batch ragged on one rank alone, and targets."""
+    generator = np.random.default_rng(seed)
+    n = 2 * size() * BATCH + BATCH + 1 if n is None else n
+    return np.minimum(generator.zipf(1.3, size=(n, LENGTH)) - 1, ROWS - 1), generator.normal(size=(n, 2))
+
+
+def reader(rows: int = ROWS, mask: bool = False, **table: Any) -> keras.Model:
+    layers = [
+        keras.layers.Embedding(rows, WIDTH, mask_zero=mask, name="words", **table),
+        keras.layers.LSTM(4) if mask else keras.layers.Flatten(),
+        keras.layers.Dense(2),
+    ]
+    model = keras.Sequential([keras.Input((LENGTH,), dtype="int64"), *layers])
+    generator = np.random.default_rng(1)
+    for variable in model.trainable_variables:
+        variable.assign(generator.normal(size=tuple(variable.shape)) * 0.5)
+    return model
+
+
+def is_in_parts(model: keras.Model) -> bool:
+    return type(model.get_layer("words").embeddings) is not keras.Variable
+
+
+def same(
+    optimizer: Callable[[], Any], make: Callable[..., keras.Model] = reader, rtol: float = 1e-9, **options: Any
+) -> None:
+    """Trains, evaluates and predicts as one process does; weights, slots and logs are equal."""
+    x, y = sentences()
+
+    def script(batch: int) -> dict[str, Any]:
+        model = make()
+        assert is_in_parts(model) == tf.distribute.has_strategy()
+        model.compile(optimizer(), "mse", metrics=["mae"])
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+    both(script, rtol=rtol, strategy=dataclasses.replace(TABLES, **options))
+
+
+@case
+def every_elementwise_optimizer() -> None:
+    """Adam squares each reading of a row by itself; AdamW decays rows that nobody read."""
+    for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"):
+        try:
+            same(lambda name=name: getattr(keras.optimizers, name)(0.01))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@case
+def clipping_by_norms() -> None:
+    """Norms of whole gradients, of which tables have one part at each rank and other weights are whole."""
+    for clip in ({"clipnorm": 0.05}, {"global_clipnorm": 0.05}, {"clipvalue": 0.01}):
+        same(lambda clip=clip: keras.optimizers.SGD(0.1, momentum=0.9, **clip))
+
+
+@case
+def averages_of_weights() -> None:
+    same(lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=2))
+
+
+@case
+def accumulated_gradients() -> None:
+    same(lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))
+
+
+@case
+def masks() -> None:
+    same(lambda: keras.optimizers.Adam(0.01), lambda: reader(mask=True))
+
+
+@case
+def gradients_in_buckets_and_halves() -> None:
+    """Tables are sent as they are; here all else is small integers, which halves hold."""
+    same(lambda: keras.optimizers.SGD(0.1), bucket_mb=0.0001)
+
+
+@case
+def decay_that_leaves_the_table_out() -> None:
+    def optimizer_for(model: keras.Model, by_name: bool) -> keras.optimizers.Optimizer:
+        made = keras.optimizers.AdamW(0.01, weight_decay=0.3)
+        given = {"var_names": ["words"]} if by_name else {"var_list": [model.get_layer("words").embeddings]}
+        made.exclude_from_weight_decay(**given)
+        return made
+
+    x, y = sentences()
+    for by_name in (False, True):
+
+        def script(batch: int, by_name: bool = by_name) -> dict[str, Any]:
+            model = reader()
+            model.compile(optimizer_for(model, by_name), "mse")
+            return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+        both(script, strategy=TABLES)
+
+
+class Twice(keras.Model):
+    """A table that is read twice, beside one that is small, and a `train_step` that does not scale its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = keras.layers.Embedding(ROWS, WIDTH, name="words")
+        self.few = keras.layers.Embedding(ROWS // 2, WIDTH)
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, inputs: Any) -> Any:
+        read = self.words(inputs) + self.words((inputs + 1) % ROWS) + self.few(inputs // 3)
+        return self.dense(keras.ops.reshape(read, (-1, LENGTH * WIDTH)))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@case
+def a_table_that_is_read_twice_in_an_own_step() -> None:
+    x, y = sentences(n=3 * size() * BATCH)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Twice()
+        model.compile(keras.optimizers.Adam(0.01))
+        model.build((None, LENGTH))
+        generator = np.random.default_rng(2)
+        for variable in model.trainable_variables:
+            variable.assign(generator.normal(size=tuple(variable.shape)) * 0.3)
+        model.fit(x, y, batch_size=batch, shuffle=False, epochs=2, verbose=0)
+        return outcome(model, predict=model.predict(x, batch_size=batch, verbose=0))
+
+    both(script, strategy=TABLES)
+
+
+@case
+def ranks_without_rows() -> None:
+    """And all in eager steps."""
+    for eager in (False, True):
+        x, y = sentences(n=max(1, size() - 1))
+
+        def script(batch: int, x: Any = x, y: Any = y, eager: bool = eager) -> dict[str, Any]:
+            model = reader()
+            model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=eager)
+            return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+        both(script, strategy=TABLES)
+
+
+@case
+def batches_by_hand() -> None:
+    x, y = sentences(n=2 * size() * BATCH)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = reader()
+        model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=True)
+        losses = [model.train_on_batch(x[:8], y[:8]) for _ in range(3)]
+        return outcome(model, losses=losses, test=model.test_on_batch(x, y), predict=model.predict_on_batch(x))
+
+    both(script, strategy=TABLES)
+
+
+@case
+def initial_values() -> None:
+    """They are one process's, of a fixed seed and of the global one; float32 numbers in blocks."""
+    kinds = ("uniform", "random_normal", "glorot_uniform", "truncated_normal", "zeros", "ones")
+
+    def script(batch: int) -> dict[str, Any]:
+        keras.config.set_floatx("float32")
+        keras.utils.set_random_seed(7)
+        models = [reader_of(kind, rows) for kind in kinds for rows in (ROWS, 9001)]
+        seeded = keras.initializers.RandomUniform(-2.0, 3.0, seed=5)
+        return {"weights": [model.get_weights() for model in [*models, reader_of(seeded, 9001)]]}
+
+    def reader_of(initializer: Any, rows: int) -> keras.Model:
+        made = keras.layers.Embedding(rows, 30, embeddings_initializer=initializer, name="words")
+        return keras.Sequential([keras.Input((LENGTH,), dtype="int64"), made])
+
+    both(script, rtol=0.0, strategy=dataclasses.replace(TABLES, shard_embeddings=1.0))
+
+
+@case
+def what_a_script_sees() -> None:
+    """The whole shape; whole values, on all ranks; and operations on them are refused."""
+    with kdist.scope(TABLES):
+        fresh()
+        model = reader()
+        table = model.get_layer("words").embeddings
+        assert tuple(table.shape) == (ROWS, WIDTH)
+        assert model.count_params() == ROWS * WIDTH + LENGTH * WIDTH * 2 + 2
+        lines: list[str] = []
+        model.summary(print_fn=lines.append)
+        assert str(ROWS * WIDTH) in "".join(lines)
+        values = np.arange(ROWS * WIDTH, dtype="float64").reshape(ROWS, WIDTH)
+        model.set_weights([values, *model.get_weights()[1:]])
+        np.testing.assert_array_equal(model.get_weights()[0], values)
+        np.testing.assert_array_equal(np.asarray(table), values)
+        held = model.get_layer("words").embeddings.kdist_table.rows
+        assert held.shape[0] == len(range(kdist.rank(), ROWS, size()))
+        np.testing.assert_array_equal(held.numpy(), values[kdist.rank() :: size()])
+        for use in (lambda: table * 2.0, lambda: keras.ops.sum(table), lambda: tf.matmul(table, table)):
+            with pytest.raises(KDistError, match="is used as a whole"):
+                use()
+        with pytest.raises(tf.errors.InvalidArgumentError, match="out of range in the layer 'words'.*\n?.*41"):
+            model(np.full((2, LENGTH), ROWS))
+
+
+@case
+def files_are_those_of_plain_keras() -> None:
+    """Saved whole, in a callback too; loaded without kdist, and in parts; another rank's file is refused."""
+    folder = shared_folder()
+    x, y = sentences()
+
+    def script(batch: int) -> dict[str, Any]:
+        model = reader()
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        in_scope = tf.distribute.has_strategy()
+        callbacks = [keras.callbacks.ModelCheckpoint(str(folder / "epoch.keras"))] if in_scope else []
+        model.fit(x, y, batch_size=batch, shuffle=False, epochs=2, verbose=0, callbacks=callbacks)
+        if in_scope:
+            model.save(folder / "whole.keras")
+            model.save_weights(folder / "whole.weights.h5")
+        return outcome(model)
+
+    plain = fidelity.of_the_chief(lambda: script(size() * BATCH))
+    fresh()
+    with kdist.scope(TABLES, scale_lr=None):
+        compare(plain, script(BATCH))
+        again = keras.models.load_model(folder / "whole.keras")
+        assert is_in_parts(again)
+        compare(plain, {**outcome(again), "history": plain["history"]})
+        again.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        other = reader()
+        other.load_weights(folder / "whole.weights.h5")
+        np.testing.assert_allclose(other.get_weights()[0], plain["weights"][0], rtol=1e-9)
+        with pytest.raises(KDistError, match="a graph for one process cannot read"):
+            other.export(folder / "exported", verbose=False)
+        with pytest.raises(KDistError, match="does not fit in the format HDF5"):
+            other.save(folder / "whole.h5")
+    for name in ("whole", "epoch"):
+        alone = keras.models.load_model(folder / f"{name}.keras")  # outside of the scope: plain Keras
+        assert type(alone.get_layer("words").embeddings) is keras.Variable
+        compare(plain, {**outcome(alone), "history": plain["history"]})
+
+
+@case
+def resumed() -> None:
+    """Bit for bit, from a backup in the middle of an epoch."""
+    folder = shared_folder()
+    x, y = sentences(n=4 * size() * BATCH)
+
+    class Interrupted(Exception):
+        pass
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if int(self.model.optimizer.iterations) == 6:
+                raise Interrupted
+
+    def trained(*callbacks: Any) -> Any:
+        fresh()
+        with kdist.scope(TABLES, scale_lr=None):
+            model = reader()
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+            history = model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=list(callbacks))
+            return outcome(model, history)
+
+    whole = trained()
+    backup = str(folder / "backup")
+    with pytest.raises(Interrupted):
+        trained(kdist.callbacks.BackupAndRestore(backup, save_freq=2), Interrupt())
+    compare(whole, trained(kdist.callbacks.BackupAndRestore(backup, save_freq=2)), rtol=0.0)
+
+
+@case
+def refusals() -> None:
+    with kdist.scope(dataclasses.replace(TABLES, shard_embeddings=1.0)):
+        fresh()
+        for given in ({"embeddings_regularizer": "l2"}, {"embeddings_constraint": "max_norm"}):
+            (name,) = given
+            with pytest.raises(KDistError, match=f"does not support {name}"):
+                reader(**given)
+        model = reader()
+        model.compile(keras.optimizers.Lamb(0.01), "mse")
+        x, y = sentences()
+        with pytest.raises(KDistError, match="(?s)does not support this optimizer.*Lamb.*SGD"):
+            model.fit(x, y, verbose=0)
+        model = reader()
+        optimizer = keras.optimizers.SGD(0.1)
+        variables = model.trainable_variables
+        with pytest.raises(KDistError, match="training loop of the script's own"):
+            optimizer.apply([tf.zeros(each.shape) for each in variables], variables)
+
+
+@case
+def layers_with_a_lookup_of_their_own_are_whole() -> None:
+    class Doubled(keras.layers.Embedding):
+        def call(self, inputs: Any) -> Any:
+            return 2 * super().call(inputs)
+
+    with kdist.scope(dataclasses.replace(TABLES, shard_embeddings=1.0)):
+        fresh()
+        layer = Doubled(ROWS, WIDTH)
+        layer.build(())
+        assert type(layer.embeddings) is keras.Variable
+
+
+@case
+def mixed_precision() -> None:
+    """A loss scale, of which all ranks skip the same updates."""
+    x, y = sentences()
+
+    def script(batch: int) -> dict[str, Any]:
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            model = reader()
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+            model.fit(x, y, batch_size=batch, shuffle=False, epochs=2, verbose=0)
+            return {"weights": model.get_weights(), "steps": [int(model.optimizer.iterations)]}
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    both(script, rtol=2e-2, strategy=dataclasses.replace(TABLES, shard_embeddings=4.0 * ROWS * WIDTH))

@@ -1,0 +1,29 @@
+"""Embedding tables in parts, on 2 ranks over MPI; on 3, over TensorFlow's collectives, what depends on the number."""
+
+import pytest
+
+from tests.helpers.jobs import job
+from tests.training.tables import CASES
+
+TARGET = "tests.training.tables:CASES"
+ON_THREE = ("clipping_by_norms", "initial_values", "a_table_that_is_read_twice_in_an_own_step", "ranks_without_rows")
+CELLS = [*((("mpi", 2), name) for name in CASES), *((("collective", 3), name) for name in ON_THREE)]
+
+
+@pytest.fixture(scope="module")
+def launches(request):
+    done = {}
+
+    def launched(on):
+        asked = [item.callspec.params for item in request.session.items if item.module is request.module]
+        if on not in done:
+            only = [each["case"] for each in asked if each["on"] == on]
+            done[on] = job(*on).run(TARGET, only=only, timeout=570)
+        return done[on]
+
+    return launched
+
+
+@pytest.mark.parametrize(("on", "case"), CELLS, ids=[f"{engine} on {n}: {name}" for (engine, n), name in CELLS])
+def test_case(launches, on, case):
+    launches(on).check(case)
