@@ -1,5 +1,7 @@
 """What a wheel holds: the package, its callbacks under kdist, its types, and nothing else."""
 
+import shutil
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kdist
+from tests.helpers import spmd
 from tests.helpers.packaging import build, copy_source
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +49,32 @@ def test_a_source_distribution_gives_the_same_wheel(tree, tmp_path):
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert files_of(build("wheel", unpacked, tmp_path / "again")) == files_of(build("wheel", tree, tmp_path / "dist"))
+
+
+def test_what_a_distribution_holds_trains_without_the_checkout(tree, tmp_path):
+    """The wheel of the source distribution, and the example that README names."""
+    with tarfile.open(build("sdist", tree, tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    wheel, site = build("wheel", unpacked, tmp_path / "dist"), tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)  # a wheel of pure Python
+    shutil.copytree(unpacked / "examples", tmp_path / "examples")
+    env = {**spmd.RANK_ENVIRONMENT, "PYTHONPATH": str(site)}
+    line = [sys.executable, "-m", "kdist", "run", "-np", "2", "examples/digits.py", "--epochs", "1"]
+    done = spmd.execute(line, env=env, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    assert "test accuracy" in done.output
+    said = spmd.execute(
+        [sys.executable, "-c", "import kdist; print(kdist.__file__)"], env=env, timeout=60, cwd=tmp_path
+    )
+    assert said.output.strip() == str(site / "kdist" / "__init__.py")
+
+
+def test_the_versions_agree():
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## {kdist.__version__} - " in changes
+    assert f"\nversion: {kdist.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_a_package_that_setup_cfg_forgets_is_seen(tree, tmp_path):

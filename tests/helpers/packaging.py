@@ -12,9 +12,9 @@ from tests.helpers import spmd
 def copy_source(into: Path) -> Path:
     """Copies what a distribution is made of to a folder, for a build writes into its source; returns the folder."""
     into.mkdir(exist_ok=True)
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"):
         shutil.copy(spmd.ROOT / name, into)
-    for name in ("kdist", "callbacks"):
+    for name in ("kdist", "callbacks", "examples"):
         shutil.copytree(spmd.ROOT / name, into / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     return into
 
