@@ -1,4 +1,7 @@
-"""Embedding tables in parts, on 2 ranks over MPI; on 3, over TensorFlow's collectives, what depends on the number."""
+"""Embedding tables in parts, on 2 ranks over MPI; on 3, over TensorFlow's collectives, what depends on the number.
+
+All cases on each number of ranks: `python -m tests.training.full --only tables`.
+"""
 
 import pytest
 
@@ -6,8 +9,9 @@ from tests.helpers.jobs import job
 from tests.training.tables import CASES
 
 TARGET = "tests.training.tables:CASES"
-ON_THREE = ("clipping_by_norms", "initial_values", "a_table_that_is_read_twice_in_an_own_step", "ranks_without_rows")
-CELLS = [*((("mpi", 2), name) for name in CASES), *((("collective", 3), name) for name in ON_THREE)]
+SLOW = ("other_elementwise_optimizers",)
+ON_THREE = ("initial_values", "a_table_that_is_read_twice_in_an_own_step", "ranks_without_rows")
+CELLS = [*((("mpi", 2), name) for name in CASES if name not in SLOW), *((("collective", 3), name) for name in ON_THREE)]
 
 
 @pytest.fixture(scope="module")
