@@ -13,6 +13,9 @@ from typing import Any
 
 import yaml
 
+from kdist.cli.main import make_parser
+from kdist.cli.nodes import node_of
+
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 
 RUN_POLICY = {
@@ -96,6 +99,19 @@ def test_the_tfjob_has_the_fields_of_its_operator() -> None:
     job = yaml.safe_load((CLUSTERS / "tfjob.yaml").read_text())
     assert wrong(job) == []
     assert job["spec"]["tfReplicaSpecs"]["Worker"]["replicas"] == 2
+
+
+def test_the_indexed_job_gives_each_pod_a_name_and_a_number() -> None:
+    service, job = yaml.safe_load_all((CLUSTERS / "indexedjob.yaml").read_text())
+    spec, (container,) = job["spec"], job["spec"]["template"]["spec"]["containers"]
+    options = make_parser().parse_args([*container["command"][1:], *container["args"]])
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == options.nnodes
+    name, _, subdomain = options.rendezvous.partition(":")[0].partition(".")
+    assert subdomain == service["metadata"]["name"] == spec["template"]["spec"]["subdomain"]
+    assert name == f"{job['metadata']['name']}-0"
+    assert service["spec"]["publishNotReadyAddresses"]
+    assert node_of(options, options.script, {"JOB_COMPLETION_INDEX": "1"}).rank == 1
 
 
 def test_a_wrong_job_is_seen() -> None:

@@ -122,16 +122,28 @@ def of_mpi(hosts: list[str], script: Path, *arguments: object) -> list[str]:
     return [*command, "--output", str(script.parent), str(script), *map(str, arguments)]
 
 
+def of_rendezvous(hosts: list[str], script: Path, *arguments: object) -> list[str]:
+    """Returns the command by which `kdist run` is started on each host, without MPI or ssh."""
+    lines = []
+    for index, name in enumerate(hosts):
+        node = ["--rendezvous", f"{ADDRESSES[0]}:21100", "--nnodes", "2", "--node-rank", str(index), "-np", "1"]
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "kdist.cli.main", "run", *node]
+        lines.append(shlex.join([*command, "--output", str(script.parent), str(script), *map(str, arguments)]) + " &\n")
+    lines.append("status=0; for job in $(jobs -p); do wait $job || status=1; done; exit $status\n")
+    return ["bash", "-c", "".join(lines)]
+
+
 # Under kdist run the launcher is to notice first that a host is gone: it waits for it to end its ranks.
 STALL = {"TF_CONFIG": 12, "kdist run": 80}
 WAYS = {"TF_CONFIG": of_tf_config, "kdist run": of_mpi}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "rendezvous"])
 def test_ranks_train_across_hosts(way: str, hosts: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    finished = spmd.execute(WAYS[way](hosts, script), env=spmd.RANK_ENVIRONMENT, timeout=240)
+    start = {**WAYS, "rendezvous": of_rendezvous}[way]
+    finished = spmd.execute(start(hosts, script), env=spmd.RANK_ENVIRONMENT, timeout=240)
     outputs = [(tmp_path / f"rank{rank}.out").read_text() for rank in range(2)]
     assert finished.returncode == 0, [finished.output, *outputs]
     trained = [re.search(r"trained (\d) (\d) (.*)", output) for output in outputs]

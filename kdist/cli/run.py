@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist._arguments import check_environment
-from kdist.cli import script, supervised
+from kdist.cli import nodes, script, supervised
 from kdist.cli.message import tell
 from kdist.cli.parser import closest
 from kdist.cluster import detect
@@ -22,6 +22,7 @@ from kdist.errors import LaunchError
 from kdist.launchers import horovodrun, local_cluster, mpirun, process, worker
 from kdist.launchers.command import Command, variables_to_forward
 from kdist.launchers.hosts import Host, all_local, check_slots, is_scheduled, parse_hostfile, parse_hosts
+from kdist.launchers.nodes import Node
 from kdist.reports import scope_marks
 from kdist.reports.first_failure import FailureMonitor
 from kdist.reports.launcher_boxes import BoxFilter
@@ -57,6 +58,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         metavar="N",
         help="start the job again after a lost rank, at most N times without a new checkpoint",
     )
+    nodes.add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
@@ -109,11 +111,12 @@ def run(options: argparse.Namespace) -> int:
     output = None if options.output is None else os.path.abspath(options.output)
     if options.restarts is not None:
         _check_restarts(options)
+    node = nodes.node_of(options, words, os.environ)
     program = functools.partial(worker.program, sys.executable, words, module=is_module, tee=options.tee)
     if options.dry_run:
-        print(build(options, program(output=output)))
+        print(build(options, program(output=output), node=node))
         return 0
-    run_job = functools.partial(_run_job, options, program, "" if is_module else words[0])
+    run_job = functools.partial(_run_job, options, node, program, "" if is_module else words[0])
     if options.restarts is None:
         return run_job(output)
     if output is not None:
@@ -123,6 +126,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_job(
     options: argparse.Namespace,
+    node: Node | None,
     program: Callable[..., Sequence[str]],
     script_path: str,
     output: str | None,
@@ -132,6 +136,7 @@ def _run_job(
 
     Args:
         options: the parsed arguments.
+        node: `Node` or `None`, this machine's place among several.
         program: function of the other arguments of `worker.program`.
         script_path: str, the script; empty for a module.
         output: str or `None`, the directory of the ranks' output.
@@ -139,7 +144,7 @@ def _run_job(
     """
     with tempfile.TemporaryDirectory(prefix="kdist-") as running:
         reports = None if watched is None else running
-        command = build(options, program(output=output, running=running, reports=watched is not None), reports)
+        command = build(options, program(output=output, running=running, reports=watched is not None), reports, node)
         if output is not None:
             _make_directory(output)
         monitor = FailureMonitor(running)
@@ -187,13 +192,16 @@ def _run_job(
     return code
 
 
-def build(options: argparse.Namespace, program: Sequence[str], reports: str | None = None) -> Command:
+def build(
+    options: argparse.Namespace, program: Sequence[str], reports: str | None = None, node: Node | None = None
+) -> Command:
     """Builds the command that starts a job, from the arguments of `add_launch_arguments`.
 
     Args:
         options: the parsed arguments.
         program: sequence of str, what each rank runs.
         reports: str or `None`, the directory in which a launcher of kdist reports which rank failed first.
+        node: `Node` or `None`, this machine's place among several.
 
     Returns:
         A `Command`.
@@ -201,8 +209,15 @@ def build(options: argparse.Namespace, program: Sequence[str], reports: str | No
     Raises:
         LaunchError: if the job cannot be started as asked.
     """
-    _check_not_a_rank(os.environ)
+    if node is None or not nodes.is_one_of_nodes(options, os.environ):
+        _check_not_a_rank(os.environ)
     check_environment(os.environ)
+    if node is not None:
+        env = {} if options.strategy is None else {"KDIST_STRATEGY": options.strategy}
+        python, timeout = sys.executable, options.start_timeout
+        return local_cluster.build(
+            python, program, np=node.np, env=env, reports=reports, node=node, start_timeout=timeout
+        )
     hosts = _hosts(options)
     np = sum(host.slots for host in hosts) if options.np is None and hosts else options.np
     if np is None:

@@ -1,12 +1,14 @@
-"""A TensorFlow cluster on this machine, `python -m kdist.launchers.local_cluster`: N ranks by TF_CONFIG, without MPI.
+"""A TensorFlow cluster, `python -m kdist.launchers.local_cluster`: N ranks by TF_CONFIG, without MPI.
 
-It replaces `mpirun`: it starts the ranks, ends all of them when one fails, and exits with the code of that one.
+It replaces `mpirun`: it starts the ranks, ends all of them when one fails, and exits with the code of that one. The
+ranks are on this machine, or with `--nnodes` on several, on each of which it is started.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -21,6 +23,7 @@ from types import FrameType
 from kdist.errors import LaunchError
 from kdist.launchers.command import Command
 from kdist.launchers.hosts import check_slots
+from kdist.launchers.nodes import START_TIMEOUT, Node, met
 from kdist.launchers.ports import free_ports
 from kdist.launchers.process import stop_signals
 from kdist.reports.output import REPORT_PREFIX
@@ -29,6 +32,7 @@ from kdist.restarts.report import Failure, Kind, append_failure
 
 _LOG = logging.getLogger("kdist")
 _MAX_RESTARTS = 10  # of each rank that can be replaced
+_PEER_FAILED = signal.SIGUSR2
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 # The running ranks by process id. `subprocess` reaps a `Popen` without references when it makes the next one.
@@ -36,7 +40,15 @@ _Ranks = dict[int, tuple[int, "subprocess.Popen[bytes]"]]
 
 
 def build(
-    python: str, program: Sequence[str], *, np: int, env: Mapping[str, str], ps: int = 0, reports: str | None = None
+    python: str,
+    program: Sequence[str],
+    *,
+    np: int,
+    env: Mapping[str, str],
+    ps: int = 0,
+    reports: str | None = None,
+    node: Node | None = None,
+    start_timeout: float = START_TIMEOUT,
 ) -> Command:
     """Builds the command that starts a job.
 
@@ -47,6 +59,8 @@ def build(
         env: mapping of variable name to value, added to the ranks' environment.
         ps: int, how many of the ranks are parameter servers; the others are then a chief and workers.
         reports: str or `None`, the directory in which it reports which rank failed first.
+        node: `Node` or `None`, this machine's place among several; `np` ranks are started on it.
+        start_timeout: float, seconds in which all nodes must come.
 
     Returns:
         A `Command`.
@@ -62,6 +76,8 @@ def build(
         )
     roles: tuple[str, ...] = ("--ps", str(ps)) if ps else ()
     roles += ("--reports", reports) if reports else ()
+    if node is not None:
+        roles += ("--node", json.dumps(dataclasses.asdict(node)), "--start-timeout", str(start_timeout))
     return Command((python, "-m", "kdist.launchers.local_cluster", "-np", str(np), *roles, *program), env)
 
 
@@ -78,18 +94,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-np", type=int, required=True)
     parser.add_argument("--ps", type=int, default=0)
     parser.add_argument("--reports")
+    parser.add_argument("--node", type=json.loads)
+    parser.add_argument("--start-timeout", type=float, default=START_TIMEOUT)
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     logging.basicConfig(format="[kdist] %(message)s")
     for number in stop_signals():
         signal.signal(number, _stop)
+    if options.node is None:
+        return _run(options, configurations(options.np, options.ps), 0)
+    codes: list[int] = []
+    try:
+        with met(Node(**options.node), options.start_timeout) as meeting:
+            signal.signal(_PEER_FAILED, _stop)
+
+            def end(code: int, text: str) -> None:
+                _LOG.error("the job ends: %s", text)
+                codes.append(code)
+                os.kill(os.getpid(), _PEER_FAILED)
+
+            meeting.watch(end)
+            code = _run(options, worker_configurations(meeting.addresses), meeting.first)
+            code = codes[0] if codes else code
+            meeting.end(code)
+            return codes[0] if codes else code
+    except LaunchError as error:
+        _LOG.error("%s", error)
+        return 1
+    except _Stopped as stopped:
+        return codes[0] if codes else 128 + stopped.number
+
+
+def _run(options: argparse.Namespace, configs: Sequence[str], first: int) -> int:
+    """Runs the ranks of this machine, from `first` on, until all have exited, and returns the exit code."""
     ranks: _Ranks = {}
-    configs = configurations(options.np, options.ps)
+    env = dict(os.environ)
+    if options.node is not None:  # srun may have started each node: its tasks are no ranks
+        env = {name: value for name, value in env.items() if not name.startswith(("SLURM_STEP", "SLURM_PROCID"))}
 
     def start(rank: int) -> None:
         process = subprocess.Popen(
             options.program,
-            env={**os.environ, "TF_CONFIG": configs[rank]},
+            env={**env, "TF_CONFIG": configs[rank]},
             stdin=None if rank == 0 else subprocess.DEVNULL,
         )
         ranks[process.pid] = rank, process
@@ -97,9 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Workers of parameter servers: another worker repeats the step, and a restarted worker joins.
     replaceable = range(1, options.np - options.ps) if options.ps else range(0)
     try:
-        for rank in range(options.np):
+        for rank in range(first, first + options.np):
             start(rank)
-        return _wait(ranks, options.np, start, dict.fromkeys(replaceable, _MAX_RESTARTS), options.reports)
+        return _wait(ranks, len(configs), start, dict.fromkeys(replaceable, _MAX_RESTARTS), options.reports)
     except OSError as error:
         _LOG.error("a rank cannot be started: %s", error)
         return 1
@@ -122,9 +168,16 @@ def configurations(np: int, ps: int = 0) -> list[str]:
     """
     addresses = [f"127.0.0.1:{port}" for port in free_ports(np)]
     if not ps:
-        tasks = [("worker", addresses)]
-    else:
-        tasks = [("chief", addresses[:1]), ("worker", addresses[1 : np - ps]), ("ps", addresses[np - ps :])]
+        return worker_configurations(addresses)
+    return _configurations([("chief", addresses[:1]), ("worker", addresses[1 : np - ps]), ("ps", addresses[np - ps :])])
+
+
+def worker_configurations(addresses: Sequence[str]) -> list[str]:
+    """Returns the `TF_CONFIG` of the worker at each of some addresses."""
+    return _configurations([("worker", addresses)])
+
+
+def _configurations(tasks: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     own = [{"type": job, "index": index} for job, each in tasks for index in range(len(each))]
     return [json.dumps({"cluster": dict(tasks), "task": task}) for task in own]
 
@@ -179,7 +232,7 @@ def _name(number: int) -> str:
 
 def _terminate(ranks: _Ranks) -> None:
     """Ends the remaining ranks: SIGTERM first, SIGKILL after a grace period."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, _PEER_FAILED):
         signal.signal(number, signal.SIG_IGN)
     for pid in ranks:
         with contextlib.suppress(ProcessLookupError):

@@ -1,0 +1,53 @@
+"""The arguments of `kdist run` for several nodes, and what tells it the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from kdist.cli import nodes
+from kdist.cli.main import make_parser
+from kdist.errors import LaunchError
+
+ALL = ["--rendezvous", "alpha:29400", "--nnodes", "2", "--node-rank", "1", "-np", "3"]
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}
+
+
+def node_of(line: list[str], env: dict[str, str] | None = None) -> object:
+    options = make_parser().parse_args(["run", *line, "train.py"])
+    return nodes.node_of(options, ["/here/train.py", "--epochs", "2"], env or {})
+
+
+def test_a_node_is_what_the_arguments_say() -> None:
+    node = nodes.Node(1, 2, "alpha", 29400, 3, "train.py --epochs 2")
+    assert node_of(ALL) == node
+    assert node_of(["--rendezvous", "alpha", *ALL[2:]]) == node
+    assert node_of(["--rendezvous", "alpha", "-np", "3"], STEP) == node
+    assert node_of(["--rendezvous", "alpha", "-np", "3", "--nnodes", "2"], {"JOB_COMPLETION_INDEX": "1"}) == node
+    assert node_of(["-np", "3"]) is None
+
+
+def test_a_task_of_srun_on_each_node_is_no_rank() -> None:
+    options = make_parser().parse_args(["run", *ALL, "train.py"])
+    assert nodes.is_one_of_nodes(options, STEP)
+    assert not nodes.is_one_of_nodes(options, {"OMPI_COMM_WORLD_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["--nnodes", "2", "-np", "1"], "--nnodes has no effect without --rendezvous"),
+        (["--node-rank", "1", "-np", "1"], "--node-rank has no effect without --rendezvous"),
+        (["--rendezvous", "alpha", "-np", "1", "--node-rank", "0"], "--nnodes is missing"),
+        (["--rendezvous", "alpha", "-np", "1", "--nnodes", "2"], "--node-rank is missing"),
+        (["--rendezvous", "alpha:x", *ALL[2:]], "--rendezvous is no address"),
+        (["--rendezvous", ":29400", *ALL[2:]], "--rendezvous is no address"),
+        ([*ALL, "--node-rank", "2"], "The node's number does not fit"),
+        (ALL[:-2], "No number of ranks given"),
+        ([*ALL, "-H", "alpha:2"], "-H cannot be used with --rendezvous"),
+        ([*ALL, "--restarts", "1"], "--restarts cannot be used with --rendezvous"),
+        ([*ALL, "--strategy", "mpi"], "--strategy mpi cannot be used with --rendezvous"),
+    ],
+)
+def test_what_does_not_fit_is_refused(line: list[str], said: str) -> None:
+    with pytest.raises(LaunchError, match=f"(?s){said}.*Received: .*Expected .*Fix: "):
+        node_of(line)
