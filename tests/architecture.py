@@ -38,6 +38,7 @@ ROOMS = (
     "kdist.parameter_server",
     "kdist.tf_strategies",
     "kdist.callbacks",
+    "kdist.planning",
     "kdist.testing",
     "kdist._process",
     "kdist._arguments",
