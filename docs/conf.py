@@ -33,7 +33,9 @@ napoleon_attr_annotations = False
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 # Types of others, and kdist's own that are on no page.
-nitpick_ignore_regex = [("py:class", r"(tf|keras|collections|pathlib)\..*|ScopeContext|kdist\.(engines|launchers)\..*")]
+nitpick_ignore_regex = [
+    ("py:class", r"(tf|keras|collections|pathlib)\..*|ScopeContext|Plan|kdist\.(engines|launchers)\..*"),
+]
 maximum_signature_line_length = 80  # longer ones have a line for each argument
 autodoc_member_order = "bysource"
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from kdist._scope import scope
     from kdist.cluster.info import ClusterInfo
     from kdist.launchers.function_job import launch
+    from kdist.planning.plan import plan
     from kdist.strategies.collectives import all_gather, all_reduce
     from kdist.strategies.options import TPU, AllReduce, ParameterServer
 
@@ -74,6 +75,7 @@ __all__ = [
     "launch",
     "local_rank",
     "local_size",
+    "plan",
     "rank",
     "scope",
     "size",
@@ -95,6 +97,7 @@ _HOMES = {
     "launch": "kdist.launchers.function_job",
     "local_rank": "kdist._process",
     "local_size": "kdist._process",
+    "plan": "kdist.planning.plan",
     "rank": "kdist._process",
     "scope": "kdist._scope",
     "size": "kdist._process",

@@ -23,7 +23,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops, random_seed
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.ops import random_ops
-from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable, UninitializedVariable
 from tensorflow.python.saved_model import save as saved_model_module
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "ResourceVariable",
     "Strategy",
     "StrategyExtendedV1",
+    "UninitializedVariable",
     "abort_collectives",
     "add_function",
     "call_on_iterator",

@@ -39,6 +39,7 @@ ROOMS = (
     "kdist.parameter_server",
     "kdist.tf_strategies",
     "kdist.callbacks",
+    "kdist.planning",
     "kdist.testing",
     "kdist._process",
     "kdist._arguments",

@@ -56,6 +56,7 @@ def test_the_promise():
         "launch",
         "local_rank",
         "local_size",
+        "plan",
         "rank",
         "scope",
         "size",

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from kdist import __version__
-from kdist.cli import check, env, install_horovod, run
+from kdist.cli import check, env, install_horovod, plan, run
 from kdist.cli.parser import Parser
 from kdist.errors import KDistError
 
-_VERBS = (run, env, check, install_horovod)
+_VERBS = (run, plan, env, check, install_horovod)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

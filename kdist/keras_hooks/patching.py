@@ -45,7 +45,7 @@ _TENSORFLOW = "kdist._tf_internals"
 _LIFE, _SCOPE, _VERB, _FIT, _PASS, _STEP = "a model's life", "a scope", "a verb", "a fit", "a pass", "a step"
 
 PATCHES = (
-    Patch(_TRAINER_CLASSES, ("__init__", *VERBS), "class", _SCOPE, "see models made or used in it"),
+    Patch(_TRAINER_CLASSES, ("__init__", *VERBS), "class", _SCOPE, "see models made or used in it, or in `kdist plan`"),
     Patch(_TRAINER_CLASSES, ("fit",), "class", "a job's first `fit` outside of a scope", "warn of it"),
     Patch(_MODEL, VERBS, "instance", _LIFE, "agree, broadcast state, shard data"),
     Patch(_MODEL, ("train_step", "test_step", "predict_step"), "instance", _LIFE, "run a rank's share"),

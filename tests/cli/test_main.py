@@ -156,7 +156,7 @@ def test_the_version(capsys):
         (["check", "--output", "x"], "usage: kdist check", "kdist check: error: unknown: --output\n"),
         (["env", "--nope"], "usage: kdist env", "unknown: --nope\n"),
         (["runn"], "usage: kdist ", "unknown: runn; did you mean run?"),
-        (["fly"], "usage: kdist ", "choose one of run, env, check, install-horovod"),
+        (["fly"], "usage: kdist ", "choose one of run, plan, env, check, install-horovod"),
     ],
 )
 def test_an_unknown_word_is_an_error_of_the_command_that_was_meant(words, usage, message, capsys):

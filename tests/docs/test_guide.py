@@ -81,7 +81,7 @@ def commands(text):
 
 def test_the_commands_are_understood():
     found = commands(TEXT)
-    assert {words[0] for words in found} == {"run", "check", "env", "install-horovod"}
+    assert {words[0] for words in found} == {"run", "plan", "check", "env", "install-horovod"}
     for words in found:
         make_parser().parse_args(words)
 

@@ -1,0 +1,112 @@
+"""`kdist plan`: what each rank will hold in memory, before anything trains."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdist.cli import script
+from kdist.cli.message import tell
+from kdist.errors import KDistError, LaunchError
+from kdist.planning.memory import Sizes
+from kdist.planning.plan import make_plan
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+DOES_NOT_FIT = 3
+"""The exit code where no strategy fits."""
+
+# Freed memory goes back to the system: only then is the peak that of what is held.
+_SETTINGS = {"TF_ENABLE_ONEDNN_OPTS": "0", "MALLOC_MMAP_THRESHOLD_": "65536", "CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def add_parser(verbs: _SubParsersAction[Any]) -> None:
+    """Adds the verb to the command line.
+
+    Args:
+        verbs: what `ArgumentParser.add_subparsers` returned.
+    """
+    parser = verbs.add_parser(
+        "plan",
+        help="say what each rank will hold in memory, and whether it fits",
+        description="Run a script up to its first fit in a scope, and say what each rank would hold in memory.",
+        usage="kdist plan -np N [--memory SIZE] [--json] SCRIPT [ARGS...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-np", type=int, required=True, metavar="N", help="the number of ranks")
+    parser.add_argument("--memory", metavar="SIZE", help="what each rank may take, as 24GB")
+    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="plan a module, as python -m does")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+    parser.set_defaults(verb=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plans a script.
+
+    Args:
+        options: the parsed arguments.
+
+    Returns:
+        0 if a strategy fits or no memory was given, 3 if none does.
+
+    Raises:
+        KDistError: if the arguments are wrong, or the script fails or fits no model of a scope.
+    """
+    make_plan(Sizes(0, 0, 0, 0, 1), options.np, options.memory)  # refuses before the script runs
+    words, is_module = script.parse(options.script, options.module)
+    if not words:
+        raise LaunchError(
+            "There is nothing to plan. Received: neither a script nor -m. Expected one. Fix: kdist plan -np 2 train.py."
+        )
+    if not is_module:
+        script.check_exists(words[0])
+    plan = make_plan(_find_sizes(words, is_module), options.np, options.memory)
+    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
+    return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _find_sizes(words: Sequence[str], is_module: bool) -> Sizes:
+    """Returns the sizes that the script's process measured, or counted where that is not possible."""
+    counted, failure = _child("count", words, is_module)
+    if counted is not None and 1.5 * (counted.weights + counted.slots + counted.trained) > _memory():
+        tell("the model is too large for this host to be measured: activations are estimated from its graph")
+        return counted
+    measured, failure = _child("measure", words, is_module)
+    if measured is not None:
+        return measured
+    if counted is None:
+        raise KDistError(
+            f"The script failed before its first fit. Received: exit code {failure[0]} of {words[0]}. Expected a "
+            f"script that runs in one process. Fix: see its output:\n{failure[1]}"
+        )
+    tell(f"the steps of few rows failed with exit code {failure[0]}: activations are estimated from the graph")
+    return counted
+
+
+def _child(way: str, words: Sequence[str], is_module: bool) -> tuple[Sizes | None, tuple[int, str]]:
+    """Returns what a process of the script found, or `None` and why it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        command = [sys.executable, "-m", "kdist.planning.child", way, str(report), "module" if is_module else "script"]
+        env = {name: value for name, value in os.environ.items() if name != "KDIST_STRATEGY"}
+        env |= {"TF_CPP_MIN_LOG_LEVEL": "3", **_SETTINGS}
+        done = subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=False)
+        if not report.exists():
+            return None, (done.returncode, done.stderr[-3000:])
+        found = json.loads(report.read_text())
+    if "error" in found:
+        raise KDistError(found["error"])
+    return Sizes(**found), (0, "")
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

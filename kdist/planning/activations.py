@@ -1,0 +1,80 @@
+"""What a step keeps of each row: measured in growing batches, or estimated from the traced forward pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_IGNORED = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape", "Shape", "Squeeze", "ExpandDims"}
+_ROWS = 2  # of the trace, any number
+_VISIBLE = 2**25  # bytes: growth above it is that of the rows
+
+
+def estimated_row(model: keras.Model, inputs: Any) -> int:
+    """Returns the bytes of all outputs of the forward pass for a row. Nothing is computed.
+
+    Args:
+        model: `keras.Model`, built.
+        inputs: nested `keras.KerasTensor`, the specs of its inputs.
+    """
+    specs = keras.tree.map_structure(lambda each: tf.TensorSpec((_ROWS, *each.shape[1:]), each.dtype), inputs)
+    graph = tf.function(lambda given: model(given, training=True)).get_concrete_function(specs).graph
+    return sum(_size(each) for op in graph.get_operations() if op.type not in _IGNORED for each in op.outputs) // _ROWS
+
+
+def _size(tensor: Any) -> int:
+    shape = tensor.shape
+    if not shape.is_fully_defined() or not shape.rank or shape[0] % _ROWS:
+        return 0  # not of the rows
+    return int(shape.num_elements()) * (tensor.dtype.size or 0)
+
+
+def measure(step: Callable[[int], Any], most_rows: int) -> tuple[int, int]:
+    """Runs steps of more and more rows until the peak of this process shows what a row adds.
+
+    Args:
+        step: callable that takes a number of rows and runs a step.
+        most_rows: int, the rows at which the measurement ends.
+
+    Returns:
+        The peak of a step of few rows, and what each row adds, in bytes.
+    """
+    for rows in (1, 2, 2):  # traces of one, then of any number of rows
+        step(rows)
+    base = last = status("VmHWM")
+    rows, per_row = 2, 0.0
+    while rows < most_rows:
+        more = min(2 * rows, most_rows)
+        step(more)
+        now = status("VmHWM")
+        per_row = (now - last) / (more - rows)
+        if now - last > _VISIBLE:
+            break
+        rows, last = more, now
+    else:
+        per_row = (last - base) / max(most_rows, 1)  # the peak is elsewhere
+    return base, max(0, round(per_row))
+
+
+def status(name: str) -> int:
+    """Returns a number of this process from /proc/self/status.
+
+    Args:
+        name: str, as `"VmHWM"`.
+
+    Returns:
+        Bytes.
+    """
+    (kilobytes,) = re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(kilobytes)
+
+
+def available() -> int:
+    """Returns the bytes of main memory that are free or can be freed."""
+    (kilobytes,) = re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return 1024 * int(kilobytes)

@@ -1,0 +1,73 @@
+"""The least change with which a training fits in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from kdist.planning.memory import ALL_REDUCE, IN_PARTS, SERVERS, Sizes, readable, shares
+
+REMAT, HALF = 0.45, 0.5
+"""What is left of the activations: measured with `keras.RematScope` on an MLP, and in numbers of 16 bits."""
+
+_MOST_RANKS = 1024  # times those of the plan
+
+
+def advice(sizes: Sizes, ranks: int, memory: int, strategy: str = ALL_REDUCE) -> str:
+    """Returns what to change so that every rank fits, or that nothing of it is enough.
+
+    Args:
+        sizes: `Sizes` of one process.
+        ranks: int, how many ranks train.
+        memory: int, the bytes that a rank may take.
+        strategy: str, the one that does not fit.
+    """
+    for text, changed, at, under in _changes(sizes, ranks, strategy):
+        if peak(changed, at, under) <= memory:
+            return text
+    least = peak(dataclasses.replace(_lean(sizes), batch_size=1), ranks, IN_PARTS if ranks > 1 else ALL_REDUCE)
+    return f"nothing here is enough: {readable(least)} at the least on {ranks} ranks; a smaller model"
+
+
+def peak(sizes: Sizes, ranks: int, strategy: str) -> int:
+    """Returns the peak of the rank that holds most.
+
+    Args:
+        sizes: `Sizes` of one process.
+        ranks: int, how many ranks train.
+        strategy: str.
+    """
+    return max(each.peak for each in shares(sizes, ranks) if each.strategy == strategy)
+
+
+def _changes(sizes: Sizes, ranks: int, strategy: str) -> Iterator[tuple[str, Sizes, int, str]]:
+    """Yields changes, the least first: what to write, and the sizes, ranks and strategy that follow."""
+    for batch, smaller in _smaller(sizes):
+        yield f"batch_size={batch}", smaller, ranks, strategy
+    is_whole = strategy == ALL_REDUCE and ranks > 1
+    if is_whole:
+        yield IN_PARTS, sizes, ranks, IN_PARTS
+        for batch, smaller in _smaller(sizes):
+            yield f"{IN_PARTS}, batch_size={batch}", smaller, ranks, IN_PARTS
+    under = IN_PARTS if is_whole else strategy
+    both = f"{IN_PARTS}, " if is_whole else ""
+    small = dataclasses.replace(sizes, batch_size=1)
+    yield f"{both}RematScope, batch_size=1", _lean(small, precision=1.0), ranks, under
+    yield f"{both}RematScope, mixed_bfloat16, batch_size=1", _lean(small), ranks, under
+    more = [] if strategy == SERVERS else [ranks << place for place in range(1, _MOST_RANKS.bit_length())]
+    for at in more:
+        yield f"{IN_PARTS}, -np {at}", sizes, at, IN_PARTS
+    for at in more:
+        yield f"{IN_PARTS}, RematScope, mixed_bfloat16, batch_size=1, -np {at}", _lean(small), at, IN_PARTS
+
+
+def _smaller(sizes: Sizes) -> Iterator[tuple[int, Sizes]]:
+    """Yields halves of the batch."""
+    batch = sizes.batch_size
+    while batch > 1:
+        batch //= 2
+        yield batch, dataclasses.replace(sizes, batch_size=batch)
+
+
+def _lean(sizes: Sizes, precision: float = HALF) -> Sizes:
+    return dataclasses.replace(sizes, row=round(sizes.row * REMAT * precision))

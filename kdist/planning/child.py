@@ -1,0 +1,76 @@
+"""One process of `kdist plan`: runs the script up to its first verb, and writes the sizes that it finds there.
+
+python -m kdist.planning.child count|measure REPORT script|module NAME [ARGS...]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kdist.errors import KDistError
+from kdist.planning.activations import available, measure, status
+from kdist.planning.first_call import FirstCall, inputs_of, run_step, stops_at_first_call
+from kdist.planning.memory import Sizes
+from kdist.planning.weights import model_sizes, unallocated
+
+COUNT, MEASURE = "count", "measure"
+
+
+def main(way: str, report: str, kind: str, name: str, arguments: Sequence[str]) -> None:
+    """Runs the script and writes the report.
+
+    Args:
+        way: str, `"count"`, in which large weights are not allocated, or `"measure"`.
+        report: str, the path of the JSON that is written: sizes, or what is wrong.
+        kind: str, `"script"` or `"module"`.
+        name: str, the script or module.
+        arguments: sequence of str, those of the script.
+    """
+    sys.argv = [name, *arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(name)) if kind == "script" else os.getcwd()
+    try:
+        with unallocated() if way == COUNT else contextlib.nullcontext():
+            try:
+                with stops_at_first_call():
+                    if kind == "script":
+                        runpy.run_path(name, run_name="__main__")
+                    else:
+                        runpy.run_module(name, run_name="__main__", alter_sys=True)
+            except FirstCall as call:
+                sizes = _sizes(call, way)
+            else:
+                raise KDistError(
+                    f"The script trained no model. Received: {name}, which ended without fit, evaluate or predict. "
+                    "Expected a model that is made and fitted in `with kdist.scope():`. Fix: plan the script that fits."
+                )
+    except KDistError as error:
+        Path(report).write_text(json.dumps({"error": str(error)}))
+        return
+    Path(report).write_text(json.dumps(dataclasses.asdict(sizes)))
+
+
+def _sizes(call: FirstCall, way: str) -> Sizes:
+    before = status("VmRSS")
+    sizes = model_sizes(call.model, call.batch_size, inputs_of(call))
+    if not call.verb.startswith(("fit", "train")):
+        sizes = dataclasses.replace(sizes, slots=0, trained=0)
+    sizes = dataclasses.replace(sizes, data=call.data)
+    held = sizes.weights + sizes.slots + sizes.trained
+    if way == COUNT:
+        return dataclasses.replace(sizes, process=max(0, before - sizes.data))
+    if 1.5 * held > available():
+        return sizes
+    base, row = measure(lambda rows: run_step(call, rows), call.batch_size)
+    return dataclasses.replace(sizes, process=max(0, base - held - sizes.data), row=row, source="measured")
+
+
+if __name__ == "__main__":
+    _way, _report, _kind, _name, *_arguments = sys.argv[1:]
+    main(_way, _report, _kind, _name, _arguments)

@@ -1,0 +1,122 @@
+"""Runs a script up to its first verb of a model of a scope, such as `fit`, and takes what the verb was given."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist._user_code import user_line
+from kdist.errors import KDistError
+from kdist.keras_hooks.patching import VERBS, patch, watched
+from kdist.reports.scope_marks import own_scopes
+
+
+@dataclasses.dataclass(eq=False)
+class FirstCall(BaseException):
+    """Ends the script at its first verb; no `except Exception` of the script's stops it.
+
+    Attributes:
+        model: `keras.Model`.
+        verb: str, the method.
+        batch: nested arrays, the first batch of the data: `x`, or `(x, y)`, or `(x, y, sample_weight)`.
+        batch_size: int, its rows.
+        data: int, the bytes of the arrays that were given.
+    """
+
+    model: keras.Model
+    verb: str
+    batch: Any
+    batch_size: int
+    data: int
+
+
+@contextlib.contextmanager
+def stops_at_first_call() -> Iterator[None]:
+    """Raises `FirstCall` instead of the first verb of a model in a scope, or that was made in one."""
+    in_scope: set[int] = set()
+
+    def made(model: Any) -> None:
+        if own_scopes.is_open:
+            in_scope.add(id(model))
+
+    def used(model: Any, name: str) -> None:
+        if not own_scopes.is_open and id(model) not in in_scope:
+            raise KDistError(
+                f"{name} was called outside of kdist.scope(). Received: {type(model).__name__}.{name} in "
+                f"{user_line()}. Expected a model of the scope first. Fix: put the lines that make and fit the model "
+                "into `with kdist.scope():`."
+            )
+        for verb in VERBS:
+            patch(model, verb, lambda *args, _verb=verb, **kwargs: _stop(model, _verb, args, kwargs))
+
+    with watched(_trainer(), VERBS, made, used):
+        yield
+
+
+def _trainer() -> type:
+    return next(each for each in keras.Model.__mro__ if "fit" in vars(each))
+
+
+def _stop(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    names: tuple[str, ...] = ("x", "batch_size") if verb == "predict" else ("x", "y", "batch_size")
+    if verb.endswith("_on_batch"):
+        names = ("x",) if verb.startswith("predict") else ("x", "y")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x: Any = given.get("x")
+    y, weight = given.get("y"), given.get("sample_weight")
+    is_whole = isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__")
+    if isinstance(x, tf.data.Dataset):
+        batch: Any = next(iter(x))
+    elif isinstance(x, keras.utils.PyDataset):
+        batch = x[0]
+    elif is_whole:
+        batch = next(x)
+    else:
+        batch = keras.utils.pack_x_y_sample_weight(x, y, weight)
+    rows = _rows(batch)
+    if not is_whole and not verb.endswith("_on_batch"):
+        rows = min(given.get("batch_size") or 32, rows)
+    kept = [] if is_whole else [x, y, weight, given.get("validation_data")]
+    data = sum(getattr(each, "nbytes", 0) for each in tf.nest.flatten(kept))
+    raise FirstCall(model, verb, tf.nest.map_structure(lambda each: np.asarray(each[:rows]), batch), rows, data)
+
+
+def _rows(batch: Any) -> int:
+    return int(np.shape(tf.nest.flatten(batch)[0])[0])
+
+
+def inputs_of(call: FirstCall) -> Any:
+    """Returns the specs of the model's inputs.
+
+    Args:
+        call: `FirstCall`.
+    """
+    x = keras.utils.unpack_x_y_sample_weight(call.batch)[0]
+
+    def spec(each: Any) -> keras.KerasTensor:
+        dtype = call.model.compute_dtype if each.dtype.kind == "f" else str(each.dtype)
+        return keras.KerasTensor((None, *each.shape[1:]), dtype)
+
+    return keras.tree.map_structure(spec, x)
+
+
+def run_step(call: FirstCall, rows: int) -> None:
+    """Runs a step of the verb on some rows, those of the first batch again and again.
+
+    Args:
+        call: `FirstCall`.
+        rows: int, how many.
+    """
+    places = np.arange(rows) % call.batch_size
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(lambda each: each[places], call.batch))
+    method = {"fit": "train", "evaluate": "test", "train_on_batch": "train", "test_on_batch": "test"}.get(call.verb)
+    if method is None:
+        type(call.model).predict_on_batch(call.model, x)
+    else:
+        getattr(type(call.model), f"{method}_on_batch")(call.model, x, y, sample_weight=weight)

@@ -1,0 +1,98 @@
+"""Counts a model's weights and slots, without memory for those that are not there yet."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist._tf_internals import UninitializedVariable
+from kdist.errors import KDistError
+from kdist.keras_hooks.optimizers import innermost, is_elementwise
+from kdist.planning.activations import estimated_row
+from kdist.planning.memory import Sizes
+
+_LARGE = 2**20  # bytes; what is smaller gets its values, as counters do that are read
+
+
+@contextlib.contextmanager
+def unallocated() -> Iterator[None]:
+    """Makes large variables without values while the context is open: they have a shape and take no memory."""
+
+    def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        initial = kwargs.get("initial_value")
+        if not callable(initial):
+            return next_creator(**kwargs)
+        try:
+            spec = tf.function(initial).get_concrete_function().structured_outputs
+            num_bytes = spec.shape.num_elements() * spec.dtype.size
+        except Exception:  # an initializer that cannot be traced
+            return next_creator(**kwargs)
+        if num_bytes < _LARGE:
+            return next_creator(**kwargs)
+        return UninitializedVariable(
+            shape=spec.shape, dtype=spec.dtype, trainable=kwargs.get("trainable"), name=kwargs.get("name")
+        )
+
+    with tf.variable_creator_scope(create):
+        yield
+
+
+def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None) -> Sizes:
+    """Returns the sizes of a model that is trained in one process, with activations estimated.
+
+    Args:
+        model: `keras.Model`, compiled.
+        batch_size: int, the rows of a step.
+        inputs: nested `keras.KerasTensor`, the specs of its inputs; by default those that it was made with.
+
+    Raises:
+        KDistError: if the model cannot be built or was not compiled.
+    """
+    if inputs is None:
+        inputs = getattr(model, "inputs", None) if model.built else None
+        if inputs is None:
+            raise KDistError(
+                f"The model's inputs are not known. Received: {type(model).__name__} {model.name!r} without inputs. "
+                "Expected a functional or sequential model with keras.Input. Fix: `kdist plan script.py`, which sees "
+                "the data."
+            )
+        inputs = inputs[0] if len(inputs) == 1 else inputs
+    if not model.built:
+        model(inputs)
+    if not getattr(model, "compiled", False):
+        raise KDistError(
+            f"The model is not compiled. Received: {type(model).__name__} {model.name!r}. Expected an optimizer. Fix: "
+            "call model.compile() first."
+        )
+    trained = [_bytes(each) for each in model.trainable_variables]
+    return Sizes(
+        weights=sum(map(_bytes, model.variables)),
+        trained=sum(trained),
+        slots=slots(model),
+        row=estimated_row(model, inputs),
+        batch_size=batch_size,
+        is_elementwise=is_elementwise(innermost(model.optimizer)),
+        largest=max(trained, default=0),
+    )
+
+
+def slots(model: keras.Model) -> int:
+    """Returns the bytes of the optimizer's state. An optimizer that is not built is left so.
+
+    Args:
+        model: `keras.Model`, built and compiled.
+    """
+    optimizer = model.optimizer
+    if not optimizer.built:
+        optimizer = type(optimizer).from_config(optimizer.get_config())
+        with unallocated():
+            optimizer.build(model.trainable_variables)
+    return sum(map(_bytes, optimizer.variables))
+
+
+def _bytes(variable: Any) -> int:
+    return int(tf.TensorShape(variable.shape).num_elements()) * tf.as_dtype(variable.dtype).size

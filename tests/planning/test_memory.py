@@ -1,0 +1,94 @@
+"""The arithmetic of a plan: what ranks hold, what fits, and what to change."""
+
+import dataclasses
+import json
+
+import pytest
+
+from kdist.errors import KDistError
+from kdist.planning.memory import Sizes, parse_bytes, readable, shares
+from kdist.planning.plan import make_plan
+
+MB = 10**6
+ADAM = Sizes(
+    weights=100 * MB, trained=100 * MB, slots=200 * MB, row=MB, batch_size=64, process=500 * MB, largest=60 * MB
+)
+
+
+def by_rank(sizes, ranks):
+    return {(each.strategy, each.rank): each for each in shares(sizes, ranks)}
+
+
+def test_one_process_sends_nothing():
+    (alone,) = shares(ADAM, 1)
+    assert alone.messages == 0
+    assert alone.peak == (500 + 100 + 100 + 200 + 64) * MB
+
+
+def test_slots_are_split_over_ranks():
+    four = by_rank(ADAM, 4)
+    assert four["all-reduce", "each"].slots == 200 * MB
+    assert four['shard="optimizer"', "each"].slots == 50 * MB
+    assert four['shard="optimizer"', "each"].messages == 25 * MB
+    assert four["parameter server", "server"].slots == 200 * MB
+    assert four["parameter server", "worker"].slots == 0
+
+
+def test_whole_weights_have_one_owner():
+    muon = dataclasses.replace(ADAM, is_elementwise=False)
+    assert by_rank(muon, 4)['shard="optimizer"', "each"].slots == 120 * MB
+
+
+def test_servers_need_three_ranks():
+    assert all(strategy != "parameter server" for strategy, _ in by_rank(ADAM, 2))
+
+
+@pytest.mark.parametrize(
+    ("memory", "change"),
+    [
+        ("2GB", None),
+        ("1050MB", "batch_size=32"),
+        ("950MB", 'shard="optimizer"'),
+        ("820MB", 'shard="optimizer", -np'),
+        ("100MB", "nothing here is enough"),
+    ],
+)
+def test_the_least_change(memory, change):
+    plan = make_plan(ADAM, 2, memory)
+    found = plan.advice("all-reduce")
+    assert (found is None) if change is None else found.startswith(change)
+
+
+def test_remat_and_half_precision_are_proposed():
+    rows = dataclasses.replace(ADAM, weights=0, trained=0, slots=0, batch_size=1, row=1000 * MB)
+    assert "RematScope" in make_plan(rows, 1, "1GB").advice("all-reduce")
+    assert "mixed_bfloat16" in make_plan(rows, 1, "800MB").advice("all-reduce")
+
+
+def test_the_table_is_narrow_and_the_dict_is_json():
+    plan = make_plan(ADAM, 4, "300MB")
+    assert max(map(len, str(plan).splitlines())) <= 120
+    assert json.loads(json.dumps(plan.to_dict()))["fits"] is False
+    assert not plan.fits_under("all-reduce")
+
+
+@pytest.mark.parametrize(("text", "size"), [("24GB", 24 * 10**9), ("1.5 GiB", 3 * 2**29), ("800mb", 800 * MB)])
+def test_sizes_are_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["24XB", "GB", "-1GB", "0", "infGB", "nan"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(KDistError, match="Received: .* Expected .* Fix: "):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, 1.5])
+def test_ranks_are_checked(ranks):
+    with pytest.raises(KDistError, match="ranks"):
+        make_plan(ADAM, ranks, None)
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (1250, "1.25 KB"), (999_999, "1.00 MB")])
+def test_sizes_are_shown(size, text):
+    assert readable(size) == text

@@ -1,0 +1,109 @@
+"""`kdist.plan` counts exactly; `kdist plan` runs a script up to its first `fit`."""
+
+import json
+import sys
+
+import keras
+import pytest
+
+import kdist
+from kdist.cli import main as cli
+from kdist.errors import KDistError
+from kdist.planning.weights import unallocated
+from tests.helpers import spmd
+
+SCRIPT = """
+import keras, numpy as np, kdist
+
+with kdist.scope():
+    model = keras.Sequential([keras.layers.Dense(512), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.fit(np.zeros((64, 600), "float32"), np.zeros((64, 1), "float32"), batch_size=16)
+print("TRAINED")
+"""
+WEIGHTS = 4 * (600 * 512 + 512 + 512 + 1)
+
+
+def model_of(optimizer):
+    model = keras.Sequential([keras.Input((600,)), keras.layers.Dense(512), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+@pytest.mark.parametrize(("optimizer", "times"), [("adam", 2), ("sgd", 0), ("adagrad", 1)])
+def test_weights_and_slots_are_exact_and_the_optimizer_is_left_alone(optimizer, times):
+    model = model_of(optimizer)
+    sizes = kdist.plan(model, batch_size=8, ranks=2).sizes
+    assert sizes.weights == sizes.trained == WEIGHTS
+    assert 0 <= sizes.slots - times * WEIGHTS <= 32  # the learning rate and the iterations
+    assert sizes.row >= 4 * 513
+    assert not model.optimizer.built
+
+
+def test_large_weights_are_not_allocated():
+    with unallocated():
+        layer = keras.layers.Dense(10**6)
+        layer.build((None, 10**6))  # 4 TB
+    assert tuple(layer.kernel.shape) == (10**6, 10**6)
+
+
+def test_a_model_that_is_not_compiled_is_refused():
+    with pytest.raises(KDistError, match=r"model\.compile"):
+        kdist.plan(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), batch_size=8, ranks=2)
+
+
+def test_a_model_without_inputs_is_refused():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(KDistError, match=r"kdist plan script\.py"):
+        kdist.plan(model, batch_size=8, ranks=2)
+
+
+def planned(tmp_path, source, *options):
+    (tmp_path / "train.py").write_text(source)
+    command = [sys.executable, "-m", "kdist", "plan", "-np", "2", *options, str(tmp_path / "train.py")]
+    return spmd.execute(command, timeout=200)
+
+
+@pytest.mark.starts_processes
+@pytest.mark.timeout(220)
+def test_a_script_that_does_not_fit_is_planned_and_not_trained(tmp_path):
+    done = planned(tmp_path, SCRIPT, "--memory", "10MB", "--json")
+    assert done.returncode == 3, done.output
+    assert "TRAINED" not in done.output
+    found = json.loads(done.output[done.output.index("{") :])
+    (whole, _) = (each["ranks"][0] for each in found["strategies"])
+    assert whole["weights"] == WEIGHTS
+    assert whole["data"] == 64 * 601 * 4
+    assert found["batch_size"] == 16
+    assert found["activations"] == "measured"
+    assert all("Fix" not in each["advice"] and each["advice"] for each in found["strategies"])
+
+
+@pytest.mark.starts_processes
+@pytest.mark.timeout(220)
+def test_a_script_without_a_scope_is_told_what_to_do(tmp_path):
+    done = planned(tmp_path, SCRIPT.replace("with kdist.scope():", "if True:"))
+    assert done.returncode == 2, done.output
+    assert "outside of kdist.scope()" in done.output
+    assert "train.py:7" in done.output
+    assert "TRAINED" not in done.output
+
+
+@pytest.mark.starts_processes
+@pytest.mark.timeout(220)
+def test_a_script_that_fits_nothing_is_told_what_to_do(tmp_path):
+    done = planned(tmp_path, "import kdist")
+    assert done.returncode == 2, done.output
+    assert "The script trained no model" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--memory", "24XB", "train.py"], "24XB"), (["no_such.py"], "no_such.py"), ([], "nothing to plan")],
+)
+def test_wrong_arguments_are_refused(arguments, words, capsys):
+    assert cli.main(["plan", "-np", "2", *arguments]) == 2
+    text = capsys.readouterr().err
+    for word in [words, "Received", "Expected", "Fix: "]:
+        assert word in text
