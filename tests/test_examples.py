@@ -34,6 +34,7 @@ IN_TURN = {
     "augmented_cnn.py": (["--epochs", "4"], 0.8, -(-TRAIN_ROWS // 64)),
     "tabular_csv.py": (["--epochs", "6"], 0.85, -(-455 // 32)),
     "text_classifier.py": (["--epochs", "2"], 0.65, None),  # as many as the installed libraries have sentences
+    "contrastive.py": (["--epochs", "3"], 0.9, -(-TRAIN_ROWS // 128)),
     "large_embedding.py": (["--epochs", "2"], 0.65, None),
     "transfer_learning.py": (["--epochs", "4"], 0.8, -(-716 // 32)),
     "mixed_precision.py": (["--epochs", "3"], 0.85, -(-TRAIN_ROWS // 64)),
