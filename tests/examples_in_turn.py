@@ -33,6 +33,7 @@ def run(directory: Path, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(EXAMPLES))  # as for a script that Python is given
     directory, commands = Path(sys.argv[1]), json.loads(sys.argv[2])
     for each in commands:
         run(directory, each)

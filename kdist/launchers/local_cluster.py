@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     logging.basicConfig(format="[kdist] %(message)s")
-    for number in stop_signals():
+    ending = stop_signals()
+    for number in ending:
         signal.signal(number, _stop)
     if options.node is None:
         return _run(options, configurations(options.np, options.ps), 0)
@@ -116,8 +117,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             meeting.watch(end)
             code = _run(options, worker_configurations(meeting.addresses), meeting.first)
             code = codes[0] if codes else code
-            meeting.end(code)
-            return codes[0] if codes else code
+            for number in (*ending, _PEER_FAILED):  # node 0 may wait for the others
+                signal.signal(number, _stop)
+            try:
+                meeting.end(code)
+            except _Stopped as stopped:
+                meeting.end(128 + stopped.number)
+                return codes[0] if codes else 128 + stopped.number
+            return code
     except LaunchError as error:
         _LOG.error("%s", error)
         return 1

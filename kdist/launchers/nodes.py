@@ -66,6 +66,15 @@ class _Channel:
             return None
         return said if isinstance(said, dict) else None
 
+    def has_ended(self) -> bool:
+        """Returns whether the other side has gone; it must not be sending."""
+        try:
+            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Ends the connection, and a `read` that waits."""
         with contextlib.suppress(OSError):
@@ -110,11 +119,11 @@ class Meeting:
 
     def end(self, code: int) -> None:
         """Ends this node with an exit code: a failure ends the others, and node 0 waits until they have ended well."""
-        self._tell(code, f"node {self._node.rank} of {self._node.count} ended with code {code}")
         if self._node.rank == 0 and code == 0:
             self._all_ended.wait()
         with self._lock:
             self._is_over = True
+        self._tell(code, f"node {self._node.rank} of {self._node.count} ended with code {code}")
 
     def _tell(self, code: int, text: str) -> None:
         for channel in self._channels.values():
@@ -164,14 +173,16 @@ def _lead(node: Node, deadline: float, timeout: float, stack: contextlib.ExitSta
                 "each node, and let it reach node 0 at this port; --start-timeout sets the time.",
             )
         channel = _channel(connection, stack)
-        hello = channel.read(timeout=10.0)
-        if hello is None or "rank" not in hello:
+        hello = channel.read(timeout=2.0)
+        if hello is None or hello.keys() != said[0].keys():
             continue  # something else that has found the port
+        for rank in [rank for rank, each in channels.items() if each.has_ended()]:
+            del said[rank], channels[rank]  # it may come again, as a pod that was started anew
         if problem := _problem(node, hello, said):
             _refuse([*channels.values(), channel], problem)
         said[hello["rank"]], channels[hello["rank"]] = hello, channel
     addresses = [said[rank]["addresses"] for rank in range(node.count)]
-    for channel in channels.values():
+    for channel in channels.values():  # one that has gone in this moment is found lost at once
         channel.write(addresses=addresses)
     return Meeting(node, addresses, channels)
 

@@ -143,13 +143,35 @@ def test_node_0_that_is_not_there_is_told_of(nodes: Nodes) -> None:
     assert f"Node 0 is not reached. Received: [Errno 111] Connection refused from 127.0.0.1:{nodes.port}" in said
 
 
+def test_a_node_that_ends_while_it_waits_may_come_again(nodes: Nodes) -> None:
+    nodes.start("", 0, count=3)
+    nodes.start("", 1, count=3)
+    time.sleep(3)  # it has come, or comes too late to be ended: then its place is free as well
+    os.killpg(nodes.started[1].pid, signal.SIGKILL)
+    for rank in (1, 2):
+        nodes.start("", rank, count=3)
+    codes = [code for code, _ in nodes.ended()]
+    assert codes == [0, -signal.SIGKILL, 0, 0]
+
+
+def test_node_0_can_be_ended_while_it_waits_for_others(nodes: Nodes) -> None:
+    nodes.start("rank == 0 and print('over', flush=True); time.sleep(300 * rank)", 0)
+    nodes.start("time.sleep(300)", 1)
+    first = nodes.started[0]
+    assert first.stdout is not None
+    assert first.stdout.readline() == "over\n"
+    time.sleep(1)
+    first.send_signal(signal.SIGTERM)
+    assert [code for code, _ in nodes.ended()] == [128 + signal.SIGTERM] * 2
+
+
 def test_what_else_finds_the_port_is_ignored(nodes: Nodes) -> None:
     nodes.start("", 0)
     deadline = time.monotonic() + LIMIT
     while True:
         try:
             with socket.create_connection(("127.0.0.1", nodes.port), timeout=5) as stray:
-                stray.sendall(json.dumps([1]).encode() + b"\n")
+                stray.sendall(json.dumps({"rank": 1}).encode() + b"\n")
             break
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
