@@ -108,6 +108,11 @@ def run(options: argparse.Namespace) -> int:
         )
     if not is_module:
         script.check_exists(words[0], "; `kdist run -m` takes a module")
+    if options.np is None and "-np" in words[1:]:
+        raise LaunchError(
+            f"No number of ranks given. Received: -np after {words[0]}, so that the script gets it. Expected -np N "
+            "before it. Fix: kdist run -np 2 train.py"
+        )
     output = None if options.output is None else os.path.abspath(options.output)
     if options.restarts is not None:
         _check_restarts(options)

