@@ -220,7 +220,7 @@ def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:
             f"The launcher and the engine {name!r} have different numbers of ranks. Received: {info.size} "
             f"process(es) from {info.launcher} ({info.reason}), but {engine.size} in {name}. Expected the same "
             "number. Fix: use the launcher of the MPI that mpi4py or Horovod was built with; `kdist env` shows them, "
-            "and `kdist run` uses the right one."
+            "and `kdist run` uses the right one. Without MPI on several hosts: kdist run --rendezvous HOST:PORT."
         )
     if engine.size > 1:
         from kdist.reports import failure
