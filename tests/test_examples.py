@@ -172,6 +172,7 @@ def test_files_lie_where_the_examples_say(in_turn):
         "tabular_csv.py": {"tissue"},
         "transfer_learning.py": {"base.keras"},
         "sweep.py": {"sweep"},
+        "large_embedding.py": {"large_embedding.keras"},
         "export_and_serve.py": {"exported"},
     }
 
