@@ -181,3 +181,11 @@ def test_help_fits_the_terminal(width, monkeypatch):
     (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for each in (parser, *verbs.choices.values()):
         assert max(map(len, each.format_help().splitlines())) <= width
+
+
+def test_an_option_after_the_script_is_the_scripts(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert cli.main(["run", str(script), "-np", "2"]) == 2
+    assert f"Received: -np after {script}" in capsys.readouterr().err
+    assert cli.main(["run", "-H", "localhost:2", "--dry-run", str(script), "-np", "2"]) == 0  # one of its own
