@@ -11,8 +11,7 @@ import argparse
 
 import keras
 import tensorflow as tf
-from sklearn.model_selection import train_test_split
-from text_classifier import LIBRARIES, sentences
+from text_classifier import LIBRARIES, labelled_sentences
 
 import kdist
 
@@ -34,10 +33,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     keras.utils.set_random_seed(0)
-    by_library = [sentences(modules) for modules in LIBRARIES.values()]
-    texts = [sentence for found in by_library for sentence in found]
-    labels = [label for label, found in enumerate(by_library) for _ in found]
-    x, x_test, y, y_test = train_test_split(texts, labels, test_size=0.2, random_state=0)
+    x, x_test, y, y_test = labelled_sentences()
 
     with kdist.scope(kdist.AllReduce(shard_embeddings=1e6)):
         train = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=0).map(to_ids)

@@ -41,6 +41,14 @@ def sentences(modules: list[ModuleType]) -> list[str]:
     return sorted(sentence for sentence in found if len(sentence.split()) >= 5)
 
 
+def labelled_sentences() -> list[list]:
+    """Returns sentences to train and to test with, and the numbers of their libraries: `x, x_test, y, y_test`."""
+    by_library = [sentences(modules) for modules in LIBRARIES.values()]
+    texts = [sentence for found in by_library for sentence in found]
+    labels = [label for label, found in enumerate(by_library) for _ in found]
+    return train_test_split(texts, labels, test_size=0.2, random_state=0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
@@ -48,10 +56,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     keras.utils.set_random_seed(0)
-    by_library = [sentences(modules) for modules in LIBRARIES.values()]
-    texts = [sentence for found in by_library for sentence in found]
-    labels = [label for label, found in enumerate(by_library) for _ in found]
-    x, x_test, y, y_test = train_test_split(texts, labels, test_size=0.2, random_state=0)
+    x, x_test, y, y_test = labelled_sentences()
 
     with kdist.scope():
         vectorize = keras.layers.TextVectorization(max_tokens=5000, output_sequence_length=40)
