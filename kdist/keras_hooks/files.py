@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import keras
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 from keras.src.utils import file_utils
@@ -40,19 +39,19 @@ class _Nowhere(saving_lib.H5IOStore):  # type: ignore[misc]  # Keras has no type
         return True
 
     def make(self, path: str, metadata: Any = None) -> dict[str, Any]:
-        return _ReadValues()
+        return _ReadTables()
 
 
-class _ReadValues(dict[str, Any]):
-    """Reads each value once, as a file does: of a `keras.Variable` in parts all ranks send theirs."""
+class _ReadTables(dict[str, Any]):
+    """Reads each table in parts once, as a file does: all ranks send their rows."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(value, keras.Variable):
+        if hasattr(value, "kdist_table"):
             value.numpy()
 
 
 def save_nowhere(model: Any) -> None:
-    """Reads all that a file of a model is written with, in the same order, and writes none."""
+    """Calls all that a file of a model is written by, in the same order, and writes none."""
     saving_lib._save_state(model, _Nowhere(), None, "", set())
 
 

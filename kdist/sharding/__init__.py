@@ -1,1 +1,1 @@
-"""Optimizer state in parts: each rank updates its part of every weight (ZeRO stages 1 and 2)."""
+"""State of which each rank holds its part: optimizer slots (ZeRO stages 1 and 2), and embedding tables by rows."""

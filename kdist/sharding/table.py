@@ -85,7 +85,7 @@ class Table:
         Collective: every rank must call this, in the same order. The gradient of the table has the ids of this rank.
 
         Args:
-            ids: integer tensor of any shape.
+            ids: integer tensor of any shape; negative ones count from the end.
             engine: `Engine`, how ranks communicate now.
             name: str, the layer's name.
         """
@@ -98,6 +98,7 @@ class Table:
             )
         number, width = self._shape
         flat = tf.reshape(tf.cast(ids, tf.int64), [-1])
+        flat = tf.where(flat < 0, flat + number, flat)  # as Keras: from the end
         with tf.control_dependencies([_check(flat, number, name)]):
             flat = tf.identity(flat)
 

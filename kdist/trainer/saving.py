@@ -13,6 +13,7 @@ import keras
 from kdist.checkpoint.whole_files import write_whole
 from kdist.errors import CheckpointError
 from kdist.keras_hooks.files import SAVE, replaced, save_nowhere
+from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.keras_hooks.trainer import original
 from kdist.sharding.slot_files import slots_in_parts
@@ -69,7 +70,7 @@ def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *a
         if takes_parts:
             save_nowhere(saved)  # sends this rank's parts
         return None  # in a callback: the chief saves the same
-    variables = getattr(saved, "variables", ())
+    variables = [each for each in getattr(saved, "variables", ()) if table_of(each) is None]
     with strategy.extended.no_sync():  # a graph that is saved runs in one process: `kdist.all_gather` leaves it alone
         return write_whole(lambda path: strategy.versions.next(path, variables), save, *args, **kwargs)
 

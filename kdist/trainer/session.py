@@ -12,6 +12,7 @@ import keras
 
 from kdist.errors import ScopeError
 from kdist.gradients.reducer import GradientReducer, make_compression
+from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import count_ended_step, innermost, optimizers_of, stored_learning_rate
 from kdist.keras_hooks.trainer import initial_epoch, plain_compiles, set_initial_epoch
 from kdist.keras_hooks.variables import is_of_one_rank, is_seed, key_of
@@ -208,7 +209,7 @@ class ReplicatedSession(TrainingSession):
         kept = [
             each
             for key, each in state.items()
-            if key not in others and not is_seed(each) and not is_of_one_rank(model, each)
+            if key not in others and not is_seed(each) and not is_of_one_rank(model, each) and table_of(each) is None
         ]
         for variable in make_equal(self.engine, kept):
             self.written.tell_once(

@@ -108,9 +108,56 @@ def masks() -> None:
 
 
 @case
-def gradients_in_buckets_and_halves() -> None:
-    """Tables are sent as they are; here all else is small integers, which halves hold."""
+def gradients_in_several_messages() -> None:
     same(lambda: keras.optimizers.SGD(0.1), bucket_mb=0.0001)
+
+
+@case
+def frozen_tables() -> None:
+    """Also one that is frozen after it was trained: ranks hold other rows, and these are no difference."""
+    x, y = sentences()
+
+    def script(batch: int) -> dict[str, Any]:
+        model, histories = reader(), []
+        for is_trained in (False, True, False):
+            model.get_layer("words").trainable = is_trained
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+            histories.append(model.fit(x, y, batch_size=batch, shuffle=False, epochs=2, verbose=0).history)
+        return outcome(model, histories=histories)
+
+    both(script, strategy=TABLES)
+
+
+@case
+def the_best_weights_are_restored() -> None:
+    """`EarlyStopping` reads and sets all weights, on all ranks at the same epoch."""
+    x, y = sentences()
+
+    def script(batch: int) -> dict[str, Any]:
+        model = reader()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        early = keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
+        history = model.fit(x, y, batch_size=batch, shuffle=False, epochs=6, verbose=0, callbacks=[early])
+        assert len(history.history["loss"]) < 6
+        return outcome(model, history)
+
+    both(script, strategy=TABLES)
+
+
+@case
+def ids_from_the_end_and_ragged_ones() -> None:
+    """As Keras looks them up: -1 is the last row."""
+    x, _ = sentences(n=3)
+    ragged = tf.RaggedTensor.from_row_lengths(x.ravel(), [0, LENGTH + 2, 2 * LENGTH - 2])
+
+    def script(batch: int) -> dict[str, Any]:
+        layer = keras.layers.Embedding(ROWS, WIDTH, name="words")
+        layer.build(())
+        layer.set_weights([np.random.default_rng(0).normal(size=(ROWS, WIDTH))])
+        read = layer(ragged)
+        return {"dense": layer(x - ROWS), "values": read.flat_values, "splits": read.row_splits}
+
+    both(script, strategy=TABLES)
 
 
 @case
@@ -295,6 +342,12 @@ def resumed() -> None:
             if int(self.model.optimizer.iterations) == 6:
                 raise Interrupted
 
+    class Steps(keras.callbacks.Callback):
+        count = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.count += 1
+
     def trained(*callbacks: Any) -> Any:
         fresh()
         with kdist.scope(TABLES, scale_lr=None):
@@ -307,7 +360,9 @@ def resumed() -> None:
     backup = str(folder / "backup")
     with pytest.raises(Interrupted):
         trained(kdist.callbacks.BackupAndRestore(backup, save_freq=2), Interrupt())
-    compare(whole, trained(kdist.callbacks.BackupAndRestore(backup, save_freq=2)), rtol=0.0)
+    steps = Steps()
+    compare(whole, trained(kdist.callbacks.BackupAndRestore(backup, save_freq=2), steps), rtol=0.0)
+    assert steps.count == 12 - 4  # the last save before the sixth step
 
 
 @case

@@ -115,9 +115,10 @@ def set_lookup(layer: keras.layers.Embedding, lookup: Callable[[Any], Any]) -> N
     """Makes a layer's `call` return `lookup(ids)`, in the layer's compute dtype."""
 
     def call(inputs: Any) -> Any:
-        is_integer = inputs.dtype in (tf.int32, tf.int64)
-        rows = lookup(inputs if is_integer else keras.ops.cast(inputs, "int32"))
-        return keras.ops.cast(rows, layer.compute_dtype)
+        ids = inputs if inputs.dtype in (tf.int32, tf.int64) else keras.ops.cast(inputs, "int32")
+        if isinstance(ids, tf.RaggedTensor):
+            return ids.with_flat_values(tf.cast(lookup(ids.flat_values), layer.compute_dtype))
+        return keras.ops.cast(lookup(keras.ops.convert_to_tensor(ids, sparse=False)), layer.compute_dtype)
 
     patch(layer, "call", call)
 
