@@ -22,6 +22,8 @@ def advice(sizes: Sizes, ranks: int, memory: int, strategy: str = ALL_REDUCE) ->
         memory: int, the bytes that a rank may take.
         strategy: str, the one that does not fit.
     """
+    if sizes.process > memory:
+        return f"more memory: Python and TensorFlow alone take {readable(sizes.process)} on each rank"
     for text, changed, at, under in _changes(sizes, ranks, strategy):
         if peak(changed, at, under) <= memory:
             return text

@@ -92,3 +92,8 @@ def test_ranks_are_checked(ranks):
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (1250, "1.25 KB"), (999_999, "1.00 MB")])
 def test_sizes_are_shown(size, text):
     assert readable(size) == text
+
+
+def test_a_process_that_does_not_fit_needs_more_memory_not_a_smaller_model():
+    found = make_plan(dataclasses.replace(ADAM, process=1000 * MB), 2, "999MB").advice("all-reduce")
+    assert found == "more memory: Python and TensorFlow alone take 1.00 GB on each rank"
