@@ -115,7 +115,7 @@ class EffectiveRate(RateScale):
         once.info(
             f"learning rate of {name}: {numbers[0] if numbers else f'your schedule x {rule.factor:.4g}'} by the "
             f"{rule.name} rule ({rule.why}), {self.warmup_description}; settings counted in batches (save_freq, EMA, "
-            "accumulation) stay"
+            "accumulation) are left as they are"
         )
 
     # The state of a resumed training.

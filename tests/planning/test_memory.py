@@ -50,7 +50,7 @@ def test_servers_need_three_ranks():
         ("1050MB", "batch_size=32"),
         ("950MB", 'shard="optimizer"'),
         ("820MB", 'shard="optimizer", -np'),
-        ("100MB", "nothing here is enough"),
+        ("600MB", "nothing here is enough"),
     ],
 )
 def test_the_least_change(memory, change):
