@@ -273,7 +273,8 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     agree_global_seeds(engine)
     seed = input_seed(repr(random.getstate()), 0)
     if engine.rank == 0:
-        once.info(f"{engine.size} ranks train together over {engine.name}: {selection.why}")
+        once.info(f"{engine.size} ranks train together over {engine.name}, {selection.why}")
+        logger.debug("the launcher's variables: %s", info.reason)
         if engine.local_size > (cores := os.cpu_count() or 1):
             once.info(
                 f"{engine.local_size} ranks share {cores} core(s) of this host: they train no faster than {cores} "

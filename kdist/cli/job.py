@@ -13,7 +13,7 @@ from typing import Any
 
 from kdist._arguments import check_environment
 from kdist.cli import nodes
-from kdist.cli.parser import closest
+from kdist.cli.parser import closest, count
 from kdist.cluster import detect
 from kdist.errors import LaunchError
 from kdist.launchers import horovodrun, local_cluster, mpirun
@@ -29,7 +29,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: the verb's parser.
     """
-    parser.add_argument("-np", type=int, metavar="N", help="number of ranks; by default all slots of the hosts")
+    parser.add_argument("-np", type=count, metavar="N", help="number of ranks; by default all slots of the hosts")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts, and the ranks that each may run")
     where.add_argument("--hostfile", metavar="FILE", help="the same, one host per line: `host slots=4` or `host:4`")
@@ -42,7 +42,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the strategy and its launcher: {', '.join(_words())} (sets KDIST_STRATEGY for the ranks)",
     )
     parser.add_argument(
-        "--ps", type=int, metavar="N", help="with --strategy parameter_server: how many ranks hold variables (1)"
+        "--ps", type=count, metavar="N", help="with --strategy parameter_server: how many ranks hold variables (1)"
     )
     parser.add_argument("--launcher-args", default="", metavar="ARGS", help="additional arguments for the launcher")
 

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 
+from kdist.cli.parser import count, seconds
 from kdist.cluster.slurm import in_step
 from kdist.errors import LaunchError
 from kdist.launchers.nodes import START_TIMEOUT, Node
@@ -25,11 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST[:PORT]",
         help=f"start on several nodes without MPI or ssh: run the same command on each; HOST is node 0 ({_PORT})",
     )
-    parser.add_argument("--nnodes", type=int, metavar="N", help="with --rendezvous: how many nodes there are")
-    parser.add_argument("--node-rank", type=int, metavar="I", help="with --rendezvous: this node, from 0 on")
+    parser.add_argument("--nnodes", type=count, metavar="N", help="with --rendezvous: how many nodes there are")
+    parser.add_argument("--node-rank", type=count, metavar="I", help="with --rendezvous: this node, from 0 on")
     parser.add_argument(
         "--start-timeout",
-        type=float,
+        type=seconds,
         default=START_TIMEOUT,
         metavar="SECONDS",
         help=f"with --rendezvous: in which all nodes must come ({START_TIMEOUT:g})",

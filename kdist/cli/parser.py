@@ -36,6 +36,36 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"unknown: {value}; {hint}")
 
 
+def count(text: str) -> int:
+    """Returns a number of processes, for `type=` of an argument.
+
+    Args:
+        text: str, what was written.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is no whole number.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"received {text!r}, expected a whole number, as 2") from None
+
+
+def seconds(text: str) -> float:
+    """Returns a time, for `type=` of an argument.
+
+    Args:
+        text: str, what was written.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is no number.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"received {text!r}, expected seconds, as 60") from None
+
+
 def closest(word: str, known: Iterable[str]) -> str:
     """Returns the known word that a word resembles, or an empty text.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.cli import script
 from kdist.cli.message import tell
+from kdist.cli.parser import count
 from kdist.errors import KDistError, LaunchError
 from kdist.planning.memory import Sizes
 from kdist.planning.plan import make_plan
@@ -41,7 +42,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         usage="kdist plan -np N [--memory SIZE] [--json] SCRIPT [ARGS...]",
         allow_abbrev=False,
     )
-    parser.add_argument("-np", type=int, required=True, metavar="N", help="the number of ranks")
+    parser.add_argument("-np", type=count, required=True, metavar="N", help="the number of ranks")
     parser.add_argument("--memory", metavar="SIZE", help="what each rank may take, as 24GB")
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="plan a module, as python -m does")

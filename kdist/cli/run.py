@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kdist.cli import nodes, script, supervised
 from kdist.cli.job import add_launch_arguments, build
 from kdist.cli.message import tell
+from kdist.cli.parser import count
 from kdist.errors import LaunchError
 from kdist.launchers import process, worker
 from kdist.launchers.nodes import Node
@@ -47,7 +48,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
     )
     parser.add_argument(
         "--restarts",
-        type=int,
+        type=count,
         metavar="N",
         help="start the job again after a lost rank, at most N times without a new checkpoint",
     )

@@ -18,19 +18,17 @@ import tensorflow as tf
 from kdist._tf_internals import abort_collectives
 from kdist.engines import rendezvous
 from kdist.engines.arrays import fusion
-from kdist.engines.arrays.shared_memory import FAILURE, SharedMemory
+from kdist.engines.arrays.shared_memory import FAILURE
 from kdist.engines.engine import Engine
 from kdist.engines.lanes import LANES, GroupKeys, Lane
 from kdist.engines.messages import Messages
 from kdist.engines.tensors import arguments, flat, slices
 from kdist.engines.tensors.ordered_calls import OrderedCalls
 from kdist.engines.tensors.progress import Progress
+from kdist.engines.tensors.shared_tensors import SharedTensors
 from kdist.errors import EngineError
 
 _LOG = logging.getLogger("kdist")
-
-_SHARED_BYTES = 1 << 16
-"""The size from which sums use memory that all ranks share, where there is such: it takes Python in the graph."""
 
 _LINGER = 0.1  # seconds that a rank stays after the last collective, whose answers may not have been sent yet
 _REFUSED = "kdist refuses this collective"
@@ -60,8 +58,8 @@ class CollectiveEngine(Engine):
             for no limit. A rank that has died is noticed without it, at once.
         abort: function of an exit code that ends all ranks, where a launcher offers one; by default the others notice
             that this one has ended.
-        share_memory: bool, whether ranks of one host sum large tensors in memory that they share, which is several
-            times faster than any network.
+        share_memory: bool, whether ranks of one host sum large tensors, and gather, in memory that they share, which is
+            several times faster than any network.
 
     Raises:
         EngineError: if the server does not start, TensorFlow was used before, or a rank does not appear in time.
@@ -133,7 +131,7 @@ class CollectiveEngine(Engine):
             for number in range(LANES)
         ]
         self._gpu_lane: Lane | None = None
-        self._memory: SharedMemory | None = None
+        self._shared: SharedTensors | None = None
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._progress = Progress()
         self._progress_of_messages: dict[str, Progress] = {}
@@ -146,7 +144,7 @@ class CollectiveEngine(Engine):
             self._gpu_lane = Lane.on("GPU:0", "nccl", key, self.size, self._timeout)
         elif self._share_memory and 1 < self.size == self.local_size:
             gather, timeout = self.gather_objects, self._timeout or None
-            self._memory = SharedMemory.open(self.rank, self.size, gather, timeout, self.world_ranks)
+            self._shared = SharedTensors.open(self.rank, self.size, self._in_turn, gather, timeout, self.world_ranks)
         # One each is enough: a rank whose collectives are aborted makes those of the others fail.
         after = self.world_ranks[(self.rank + 1) % self.size]
         if self.size > 1 and after not in self._watched:
@@ -166,7 +164,7 @@ class CollectiveEngine(Engine):
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Exchanges the ranks' parts and adds them, or sums all in shared memory; see `Engine.reduce_scatter`."""
         tensors = arguments.for_reduce_scatter(tensors)
-        if self._memory is not None:  # where a sum costs less than sending a part
+        if self._shared is not None:  # where a sum costs less than sending a part
             return [flat.part(total, self.rank, self.size) for total in self.allreduce(tensors)]
         received = self.alltoall([flat.rows_by_rank(tensor, self.size) for tensor in tensors])
         return [flat.sum_of_parts(*each, self.rank) for each in zip(received, tensors, strict=True)]
@@ -361,8 +359,8 @@ class CollectiveEngine(Engine):
     def _sum_buffers(self, buffers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums buffers of known size: in shared memory, or in pieces, each in the next lane."""
         count, sums = 0, []
-        if self._memory is not None and sum(flat.size(each) * each.dtype.size for each in buffers) >= _SHARED_BYTES:
-            return self._sum_in_memory(self._memory, buffers)
+        if self._shared is not None and self._shared.pays(buffers):
+            return self._shared.sum(buffers)
         if tf.executing_eagerly() and sum(len(self._cut(buffer)) for buffer in buffers) > 1:
             # As a function, for eagerly one op waits for the other.
             key = tuple((buffer.dtype, flat.size(buffer)) for buffer in buffers)
@@ -376,16 +374,6 @@ class CollectiveEngine(Engine):
                 count += 1
             sums.append(totals[0] if len(totals) == 1 else tf.concat(totals, 0))
         return sums
-
-    def _sum_in_memory(self, memory: SharedMemory, buffers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        def exchange(*arrays: fusion.Array) -> list[fusion.Array]:
-            memory.sum(*arrays)
-            return list(arrays)
-
-        if tf.executing_eagerly():
-            return [tf.convert_to_tensor(each) for each in exchange(*fusion.pack([*map(flat.to_array, buffers)]))]
-        sums = self._in_turn.call(exchange, buffers, num_owned=len(buffers))
-        return [tf.ensure_shape(total, buffer.shape) for total, buffer in zip(sums, buffers, strict=True)]
 
     def _cut(self, buffer: tf.Tensor) -> list[tuple[int, int]]:
         """Returns where the pieces of a buffer begin and end."""
@@ -408,6 +396,8 @@ class CollectiveEngine(Engine):
     def _gather_tensors(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not tensors:
             return []
+        if self._shared is not None:
+            return self._shared.gather(tensors)
         rows = self._lanes[0].gather(tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors]))
         row_bytes = tf.stack([tf.reduce_prod(tf.shape(tensor, tf.int64)[1:]) * tensor.dtype.size for tensor in tensors])
         sizes = rows * row_bytes

@@ -12,9 +12,12 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from kdist.engines.arrays.shared_memory import FAILURE
 from kdist.engines.engine import Engine, not_converted
 from kdist.engines.tensors import arguments, flat, slices
+from kdist.engines.tensors.ordered_calls import OrderedCalls
 from kdist.engines.tensors.progress import Progress
+from kdist.engines.tensors.shared_tensors import SharedTensors
 from kdist.errors import EngineError, EngineNotFoundError
 
 _INSTALL = "`kdist install-horovod`, which builds it for the installed TensorFlow and MPI"
@@ -39,6 +42,9 @@ class HorovodEngine(Engine):
     `jit_compile=True` they cannot be compiled. Ranks that disagree about the next call, or about its shapes, wait,
     and after a minute Horovod logs for what (`HOROVOD_STALL_CHECK_TIME_SECONDS`).
 
+    Where all ranks are on one host and see no GPU, they sum large tensors, and gather, in memory that they share:
+    Horovod's thread takes turns with the computation on each core, and costs several times as much.
+
     A process that ends waits until all ranks have ended: the first to leave would shut Horovod down for all.
 
     Two settings are made unless the environment has them: Horovod's thread yields its core while it waits in Open MPI
@@ -48,6 +54,7 @@ class HorovodEngine(Engine):
     Args:
         controller: str or `None`, `"mpi"` or `"gloo"`: what the launcher needs Horovod to be built with. Collective:
             every rank must construct its engine, in the same order.
+        share_memory: bool, whether ranks of one host sum large tensors, and gather, in memory that they share.
 
     Raises:
         EngineNotFoundError: if Horovod does not load, or was built without TensorFlow or the controller.
@@ -60,7 +67,7 @@ class HorovodEngine(Engine):
 
     name = "horovod"
 
-    def __init__(self, controller: str | None = None):
+    def __init__(self, controller: str | None = None, *, share_memory: bool = True):
         self._hvd = _import_horovod()
         _check_controller(self._hvd, controller)
         try:
@@ -82,6 +89,10 @@ class HorovodEngine(Engine):
         self.activity.graph_progress = self._progress.look
         with tf.init_scope(), tf.device("CPU:0"):
             self._order = tf.Variable(0, trainable=False, name="kdist_horovod_order")
+        self._shared: SharedTensors | None = None
+        if share_memory and 1 < self.size == self.local_size and not tf.config.get_visible_devices("GPU"):
+            in_turn = OrderedCalls("kdist_horovod_shared_order")
+            self._shared = SharedTensors.open(self.rank, self.size, in_turn, self.gather_objects)
         if self.size > 1:
             atexit.register(self._wait_for_the_others)  # after Horovod's own, so that it comes before
 
@@ -205,6 +216,13 @@ class HorovodEngine(Engine):
                 self.check_allowed()
             except EngineError as refusal:
                 return refusal
+        if FAILURE in error.message:
+            what = error.message.partition(FAILURE)[2].partition("\n")[0]
+            return EngineError(
+                f"A collective failed on rank {self.rank} of {self.size}. Received: {what}. Expected: every rank runs, "
+                "and calls the same collectives in the same order, with equal shapes and dtypes. Fix: look for another "
+                "rank's error, and for a branch, a shape or a number of steps that depends on the rank."
+            )
         if "orovod" not in error.message:
             return None
         message = error.message.rpartition("\n\n")[2]  # a graph's message begins with where its nodes were made
@@ -221,6 +239,19 @@ class HorovodEngine(Engine):
             return self._hvd.grouped_allreduce(group, op=self._hvd.Sum, **names)
 
         sent = [flat.to_summable(tensor) for tensor in tensors]
+        if self._shared is not None and all(each.shape.is_fully_defined() for each in sent) and self._shared.pays(sent):
+            shared = self._shared
+
+            def add(buffers: list[tf.Tensor]) -> list[tf.Tensor]:
+                def in_memory(group: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
+                    return shared.sum(group)
+
+                return send(kind, in_memory, buffers, [each.shape for each in buffers])
+
+            return [
+                flat.from_summable(total, tensor)
+                for total, tensor in zip(flat.sum_together(sent, add), tensors, strict=True)
+            ]
         sums = list(sent)
         for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
             places = [place for place, tensor in enumerate(sent) if tensor.dtype == dtype]
@@ -232,6 +263,13 @@ class HorovodEngine(Engine):
     def _gather(self, send: _Send, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         if not tensors:
             return []
+        if self._shared is not None:
+            shared = self._shared
+
+            def in_memory(group: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
+                return shared.gather(group)
+
+            return send("gather", in_memory, list(tensors), [slices.any_length(each.shape) for each in tensors])
         sent = [_rows_to_bytes(tensor) for tensor in tensors]
         shapes = [slices.any_length(part.shape) for part in sent]
         received = send("gather", self._hvd.grouped_allgather, sent, shapes)

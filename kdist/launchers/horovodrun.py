@@ -28,8 +28,8 @@ def find(python: str, search_path: str | None) -> str:
     found = shutil.which("horovodrun", path=os.path.dirname(python)) or shutil.which("horovodrun", path=search_path)
     if found is None:
         raise LaunchError(
-            f"horovodrun was not found. Received: none beside {python} nor on PATH={search_path!r}. Expected Horovod "
-            "to be installed. Fix: kdist install-horovod"
+            f"horovodrun was not found. Received: none beside {python} nor on PATH. Expected Horovod to be "
+            "installed. Fix: kdist install-horovod"
         )
     return found
 

@@ -82,8 +82,8 @@ def find(python: str, search_path: str | None) -> MPIRun:
     path = shutil.which("mpirun", path=os.path.dirname(python)) or shutil.which("mpirun", path=search_path or "")
     if path is None:
         raise LaunchError(
-            f"mpirun was not found. Received: none beside {python} nor on PATH={search_path!r}. Expected the mpirun of "
-            f"Open MPI, MPICH or Intel MPI. Fix: {_INSTALL}."
+            f"mpirun was not found. Received: none beside {python} nor on PATH. Expected the mpirun of Open MPI, "
+            f"MPICH or Intel MPI. Fix: {_INSTALL}."
         )
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, errors="replace")

@@ -12,6 +12,17 @@ from kdist.errors import StrategyError
 MPI_LAUNCHERS = ("openmpi", "mpich", "intel_mpi", "mvapich", "slurm")
 """Launchers whose processes connect over MPI."""
 
+LAUNCHER_NAMES: Mapping[str, str] = {
+    "openmpi": "Open MPI",
+    "mpich": "MPICH",
+    "intel_mpi": "Intel MPI",
+    "mvapich": "MVAPICH",
+    "slurm": "Slurm",
+    "horovod": "horovodrun",
+    "tf_config": "TF_CONFIG",
+}
+"""Launchers as they call themselves, for the log."""
+
 ENGINES: Mapping[str, tuple[str, ...]] = {
     "mpi": MPI_LAUNCHERS,
     "horovod": ("horovod", *MPI_LAUNCHERS),
@@ -111,7 +122,7 @@ def choose(
         preferred, why = _preferred(num_gpus, horovod_on_gpus) if word == "auto" else ([word], "")
         for engine in [*preferred, *ENGINES] if word == "auto" else [word]:
             if info.launcher in ENGINES[engine]:
-                return Selection(engine, f"{info.launcher} started {info.size} process(es){why}: {info.reason}")
+                return Selection(engine, f"started by {LAUNCHER_NAMES.get(info.launcher, info.launcher)}{why}")
     if info.size == 1:
         return Selection("single", "there is one process")
     if word in ENGINES and any(info.launcher in launchers for launchers in ENGINES.values()):

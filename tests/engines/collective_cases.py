@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdist.engines.collective import _SHARED_BYTES, LANES, CollectiveEngine
+from kdist.engines.collective import LANES, CollectiveEngine
+from kdist.engines.tensors.shared_tensors import SHARED_BYTES
 
 
 def addresses() -> list[str]:
@@ -43,11 +44,11 @@ def case_the_engine_is_the_cluster(engine: CollectiveEngine) -> None:
 
 
 def case_ranks_of_one_host_share_memory(engine: CollectiveEngine) -> None:
-    assert (engine._memory is None) == (engine.size == 1)
+    assert (engine._shared is None) == (engine.size == 1)
 
 
 def case_sizes_around_those_that_go_through_shared_memory(engine: CollectiveEngine) -> None:
-    for size in (_SHARED_BYTES // 4 - 1, _SHARED_BYTES // 4, 3):
+    for size in (SHARED_BYTES // 4 - 1, SHARED_BYTES // 4, 3):
         for wrap in (lambda f: f, tf.function(autograph=False)):
             totals = wrap(lambda x: engine.allreduce([x, tf.cast(x, tf.int64)]))(tf.range(float(size)))
             for total in totals:

@@ -18,6 +18,10 @@ def engine():
     return HorovodEngine()
 
 
+def engine_over_the_network():
+    return HorovodEngine(share_memory=False)
+
+
 def case_the_engine_is_horovods_world(engine):
     import horovod.tensorflow as hvd
 

@@ -124,7 +124,7 @@ def test_a_peer_that_is_gone_ends_the_others(pair, action, words):
     ("action", "words"),
     [
         ("stops", "no answer from rank 1 within 3 s"),
-        ("differs", "80000 bytes to sum on this rank, and 80004 on rank 1"),
+        ("differs", "80000 bytes to sum on this rank, and 80004 bytes to sum on rank 1"),
     ],
 )
 def test_so_it_is_when_they_share_memory(pair, action, words):

@@ -19,10 +19,10 @@ CASES = f"tests.engines.conformance,{OWN}"
 GLOO, MPI = "horovodrun_gloo", "mpirun"
 
 
-@pytest.fixture(scope="module", params=[(2, MPI), (3, GLOO)], ids=str)
+@pytest.fixture(scope="module", params=[(2, MPI, "engine"), (3, GLOO, "engine_over_the_network")], ids=str)
 def launched(request):
-    ranks, launcher = request.param
-    return spmd.run(CASES, ranks, given=f"{OWN}:engine", only=spmd.selected(request), launcher=launcher, timeout=240)
+    ranks, launcher, made = request.param
+    return spmd.run(CASES, ranks, given=f"{OWN}:{made}", only=spmd.selected(request), launcher=launcher, timeout=240)
 
 
 @pytest.mark.parametrize("case", spmd.names(CASES))

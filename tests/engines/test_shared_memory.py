@@ -54,8 +54,8 @@ def test_where_one_rank_has_no_such_memory_none_uses_it_and_nothing_is_left_open
 @pytest.mark.timeout(60)
 def test_ranks_that_differ_are_told_of_both_sizes(run):
     first, second = run("differs", 2)
-    assert "40 bytes to sum on this rank, and 44 on rank 1" in first
-    assert "44 bytes to sum on this rank, and 40 on rank 0" in second
+    assert "40 bytes to sum on this rank, and 44 bytes to sum on rank 1" in first
+    assert "44 bytes to sum on this rank, and 40 bytes to sum on rank 0" in second
 
 
 @pytest.mark.timeout(60)

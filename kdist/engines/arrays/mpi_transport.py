@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kdist.engines.arrays import fusion
+from kdist.engines.arrays import fusion, gathering
 from kdist.engines.arrays.fusion import Array
 from kdist.errors import EngineError
 
@@ -84,28 +84,7 @@ class MPITransport:
 
     def allgather(self, arrays: Sequence[Array]) -> list[Array]:
         """Concatenates arrays over all ranks, by one message of all of them; see `Engine.allgather`."""
-        if not arrays:
-            return []
-        tails = [array.shape[1:] for array in arrays]
-        dtypes = [array.dtype for array in arrays]
-        # The bytes of a row beside the lengths: rows of different widths would be cut at wrong places unnoticed.
-        widths = [math.prod(tail) * dtype.itemsize for tail, dtype in zip(tails, dtypes, strict=True)]
-        mine = [[len(array) for array in arrays], widths]
-        lengths = np.empty((self.size, 2, len(arrays)), np.int64)
-        self._comm.Allgather(np.array(mine, np.int64), lengths)
-        rows = lengths[:, 0]
-        if (differing := np.argwhere(lengths[:, 1] != lengths[0, 1])).size:
-            rank, place = differing[0]
-            raise EngineError(
-                f"Ranks differ in the tensors to gather. Received: {lengths[0, 1, place]} bytes a row of tensor "
-                f"{place} on rank 0 and {lengths[rank, 1, place]} on rank {rank}; on this rank {self.rank} the shape "
-                f"{arrays[place].shape} of {dtypes[place]}. Expected: equal dtypes, and dimensions but the first. "
-                "Fix: look for a shape that depends on the rank's own data."
-            )
-        shapes = [[(int(n), *tail) for n, tail in zip(counts, tails, strict=True)] for counts in rows]
-        received = self.gather_bytes(fusion.to_bytes(arrays), [fusion.byte_length(each, dtypes) for each in shapes])
-        by_rank = [fusion.from_bytes(part, each, dtypes) for part, each in zip(received, shapes, strict=True)]
-        return [np.concatenate(parts) for parts in zip(*by_rank, strict=True)]
+        return gathering.allgather(arrays, self.rank, self.size, self.gather_bytes)
 
     def gather_bytes(self, mine: Array, counts: list[int]) -> list[Array]:
         """Returns every rank's bytes, in rank order; `counts` are their lengths."""

@@ -1,4 +1,4 @@
-"""Sums over ranks of one host, in memory that all of them map; standard library and NumPy."""
+"""Sums and gathers over ranks of one host, in memory that all of them map; standard library and NumPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PIECE_BYTES = 1 << 20
 
 FAILURE = "A collective failed in shared memory: "
 
-_NUM_SLOTS = 2  # used in turn: a rank writes the next piece while another still reads this one
+# Used in turn. Having synchronised, a rank reads the others' sums of the piece before, and then writes the next piece,
+# while another rank may still be reading.
+_NUM_SLOTS = 3
+_GATHER = -1  # the word of ranks that gather; that of ranks which sum is their number of bytes
 _TOKEN_BYTES = 16
 _WORD = struct.Struct("=q")
 
@@ -32,9 +35,10 @@ class SharedMemory:
     """A region of memory for each rank, which all ranks map, and a pipe for each pair of ranks.
 
     A rank writes a piece of its buffer into its region; every rank sums its part of all ranks' pieces, in rank order,
-    so that all get the same bits, and writes that into its region, from which the others copy it. Before a rank reads
-    the regions of others, all ranks synchronise: each writes a word into the pipe to every other, and waits for
-    theirs. Regions and pipes have no names, and are freed when the last process that holds them ends.
+    so that all get the same bits, and writes that into its region, from which the others copy it once they have
+    written the next piece. Before a rank reads the regions of others, all ranks synchronise: each writes a word into
+    the pipe to every other, and waits for theirs. Regions and pipes have no names, and are freed when the last process
+    that holds them ends.
 
     Made by `open`.
 
@@ -134,31 +138,66 @@ class SharedMemory:
             for buffer in buffers:
                 self._sum_buffer(buffer)
 
+    def gather_bytes(self, mine: Array, counts: list[int]) -> list[Array]:
+        """Returns every rank's bytes, in rank order.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            mine: 1-D array of `uint8`.
+            counts: list of ints, the lengths of all ranks' bytes.
+
+        Raises:
+            EngineError: if a rank does something else, has ended, or does not take part in time.
+        """
+        everyone = [fusion.empty(count, np.uint8) for count in counts]
+        with self._one_at_a_time:
+            for start in range(0, max(*counts, 1), PIECE_BYTES):
+                place = self._next_slot()
+                piece = mine[start : start + PIECE_BYTES]
+                self._regions[self._rank][place : place + piece.size] = piece
+                self._synchronize(_GATHER)
+                for region, theirs in zip(self._regions, everyone, strict=True):
+                    part = theirs[start : start + PIECE_BYTES]
+                    part[:] = region[place : place + part.size]
+        return everyone
+
     def _sum_buffer(self, buffer: Array) -> None:
         regions = [region.view(buffer.dtype) for region in self._regions]
+        own = regions[self._rank]
         step = PIECE_BYTES // buffer.itemsize
-        for start in range(
-            0, max(buffer.size, 1), step
-        ):  # an empty buffer has a piece, too: those of other ranks may be longer
+        before: tuple[Array, int] | None = None  # a piece whose parts all ranks sum, and where the sums are
+        for start in range(0, max(buffer.size, 1), step):  # an empty buffer has a piece: that of another rank may, too
             piece = buffer[start : start + step]
-            written = self._slot * _slot_bytes(self._size) // buffer.itemsize
-            summed = written + step
-            self._slot = (self._slot + 1) % _NUM_SLOTS
+            written = self._next_slot() // buffer.itemsize
             bounds = fusion.part_bounds(piece.size, self._size)
             first, last = bounds[self._rank], bounds[self._rank + 1]
-            own = regions[self._rank]
             own[written : written + first] = piece[:first]  # what the other ranks sum
             own[written + last : written + piece.size] = piece[last:]
             self._synchronize(buffer.nbytes)
-            part = own[summed : summed + last - first]
+            if before is not None:
+                self._take(regions, *before)
+            part = own[written + step : written + step + last - first]
             terms = [region[written + first : written + last] for region in regions]
             terms[self._rank] = piece[first:last]
             np.add(terms[0], terms[1], out=part)
             for term in terms[2:]:
                 np.add(part, term, out=part)
-            self._synchronize(buffer.nbytes)
-            for region, start_of, stop in zip(regions, bounds, bounds[1:], strict=False):
-                piece[start_of:stop] = region[summed : summed + stop - start_of]
+            before = piece, written + step
+        self._synchronize(buffer.nbytes)
+        if before is not None:
+            self._take(regions, *before)
+
+    def _take(self, regions: Sequence[Array], piece: Array, summed: int) -> None:
+        """Copies the ranks' sums of the parts of a piece into the piece."""
+        bounds = fusion.part_bounds(piece.size, self._size)
+        for region, start, stop in zip(regions, bounds, bounds[1:], strict=False):
+            piece[start:stop] = region[summed : summed + stop - start]
+
+    def _next_slot(self) -> int:
+        """Returns where the next slot begins in each region."""
+        self._slot = (self._slot + 1) % _NUM_SLOTS
+        return self._slot * _slot_bytes(self._size)
 
     def _synchronize(self, word: int) -> None:
         """Returns when all ranks have called it, with the same word."""
@@ -174,10 +213,14 @@ class SharedMemory:
             if not received:
                 raise self._failure(f"rank {self._names[rank]} has ended")
             if (theirs := _WORD.unpack(received)[0]) != word:
-                raise self._failure(f"{word} bytes to sum on this rank, and {theirs} on rank {self._names[rank]}")
+                raise self._failure(f"{_said(word)} on this rank, and {_said(theirs)} on rank {self._names[rank]}")
 
     def _failure(self, what: str) -> EngineError:
         return EngineError(f"{FAILURE}{what}")
+
+
+def _said(word: int) -> str:
+    return "a gathering" if word == _GATHER else f"{word} bytes to sum"
 
 
 def _slot_bytes(size: int) -> int:
