@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """Returns a number of processes, for `type=` of an argument.
+    """Returns a whole number, for `type=` of an argument.
 
     Args:
         text: str, what was written.
@@ -48,7 +48,9 @@ def count(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"received {text!r}, expected a whole number, as 2") from None
+        raise argparse.ArgumentTypeError(
+            f"received {text!r}, expected a whole number. Fix: write digits, as 2"
+        ) from None
 
 
 def seconds(text: str) -> float:
@@ -63,7 +65,7 @@ def seconds(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"received {text!r}, expected seconds, as 60") from None
+        raise argparse.ArgumentTypeError(f"received {text!r}, expected seconds. Fix: write a number, as 60") from None
 
 
 def closest(word: str, known: Iterable[str]) -> str:

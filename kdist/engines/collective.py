@@ -18,7 +18,7 @@ import tensorflow as tf
 from kdist._tf_internals import abort_collectives
 from kdist.engines import rendezvous
 from kdist.engines.arrays import fusion
-from kdist.engines.arrays.shared_memory import FAILURE
+from kdist.engines.arrays.shared_memory import FAILURE, SharedMemory
 from kdist.engines.engine import Engine
 from kdist.engines.lanes import LANES, GroupKeys, Lane
 from kdist.engines.messages import Messages
@@ -144,7 +144,8 @@ class CollectiveEngine(Engine):
             self._gpu_lane = Lane.on("GPU:0", "nccl", key, self.size, self._timeout)
         elif self._share_memory and 1 < self.size == self.local_size:
             gather, timeout = self.gather_objects, self._timeout or None
-            self._shared = SharedTensors.open(self.rank, self.size, self._in_turn, gather, timeout, self.world_ranks)
+            memory = SharedMemory.open(self.rank, self.size, gather, timeout, self.world_ranks)
+            self._shared = None if memory is None else SharedTensors(memory, self._in_turn)
         # One each is enough: a rank whose collectives are aborted makes those of the others fail.
         after = self.world_ranks[(self.rank + 1) % self.size]
         if self.size > 1 and after not in self._watched:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from kdist.engines.arrays.shared_memory import FAILURE
+from kdist.engines.arrays.shared_memory import FAILURE, SharedMemory
 from kdist.engines.engine import Engine, not_converted
 from kdist.engines.tensors import arguments, flat, slices
 from kdist.engines.tensors.ordered_calls import OrderedCalls
@@ -91,8 +91,9 @@ class HorovodEngine(Engine):
             self._order = tf.Variable(0, trainable=False, name="kdist_horovod_order")
         self._shared: SharedTensors | None = None
         if share_memory and 1 < self.size == self.local_size and not tf.config.get_visible_devices("GPU"):
-            in_turn = OrderedCalls("kdist_horovod_shared_order")
-            self._shared = SharedTensors.open(self.rank, self.size, in_turn, self.gather_objects)
+            memory = SharedMemory.open(self.rank, self.size, self.gather_objects)
+            if memory is not None:
+                self._shared = SharedTensors(memory, OrderedCalls("kdist_horovod_shared_order"))
         if self.size > 1:
             atexit.register(self._wait_for_the_others)  # after Horovod's own, so that it comes before
 
@@ -209,29 +210,28 @@ class HorovodEngine(Engine):
 
     def explain(self, error: BaseException) -> EngineError | None:
         """Returns what an error of Horovod's operations means; see `Engine.explain`."""
-        if not isinstance(error, tf.errors.OpError):
+        if not isinstance(error, (tf.errors.OpError, EngineError)):
             return None
-        if _REFUSED in error.message:
+        text = str(error)
+        if _REFUSED in text:
             try:
                 self.check_allowed()
             except EngineError as refusal:
                 return refusal
-        if FAILURE in error.message:
-            what = error.message.partition(FAILURE)[2].partition("\n")[0]
-            return EngineError(
-                f"A collective failed on rank {self.rank} of {self.size}. Received: {what}. Expected: every rank runs, "
-                "and calls the same collectives in the same order, with equal shapes and dtypes. Fix: look for another "
-                "rank's error, and for a branch, a shape or a number of steps that depends on the rank."
-            )
-        if "orovod" not in error.message:
+        if FAILURE in text:
+            received = f": {text.partition(FAILURE)[2].splitlines()[0]}"
+        elif isinstance(error, tf.errors.OpError) and "orovod" in error.message:
+            # A graph's message begins with where its nodes were made.
+            _, _, last = error.message.rpartition("\n\n")
+            received = f" from Horovod: {last}"
+        else:
             return None
-        message = error.message.rpartition("\n\n")[2]  # a graph's message begins with where its nodes were made
         explained = EngineError(
-            f"A collective failed on rank {self.rank} of {self.size}. Received from Horovod: {message}. Expected: "
+            f"A collective failed on rank {self.rank} of {self.size}. Received{received}. Expected: "
             "every rank runs, and calls the same collectives in the same order, with equal shapes and dtypes. Fix: "
             "look for another rank's error, and for a branch, a shape or a number of steps that depends on the rank."
         )
-        explained.is_consequence = "has been shut down" in message
+        explained.is_consequence = "has been shut down" in received or "has ended" in received
         return explained
 
     def _sum(self, send: _Send, tensors: Sequence[tf.Tensor], kind: str = "sum") -> list[tf.Tensor]:
@@ -240,18 +240,9 @@ class HorovodEngine(Engine):
 
         sent = [flat.to_summable(tensor) for tensor in tensors]
         if self._shared is not None and all(each.shape.is_fully_defined() for each in sent) and self._shared.pays(sent):
-            shared = self._shared
-
-            def add(buffers: list[tf.Tensor]) -> list[tf.Tensor]:
-                def in_memory(group: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
-                    return shared.sum(group)
-
-                return send(kind, in_memory, buffers, [each.shape for each in buffers])
-
-            return [
-                flat.from_summable(total, tensor)
-                for total, tensor in zip(flat.sum_together(sent, add), tensors, strict=True)
-            ]
+            in_memory = _without_names(self._shared.sum)
+            sums = flat.sum_together(sent, lambda group: send(kind, in_memory, group, [each.shape for each in group]))
+            return [flat.from_summable(total, tensor) for total, tensor in zip(sums, tensors, strict=True)]
         sums = list(sent)
         for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
             places = [place for place, tensor in enumerate(sent) if tensor.dtype == dtype]
@@ -264,11 +255,7 @@ class HorovodEngine(Engine):
         if not tensors:
             return []
         if self._shared is not None:
-            shared = self._shared
-
-            def in_memory(group: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
-                return shared.gather(group)
-
+            in_memory = _without_names(self._shared.gather)
             return send("gather", in_memory, list(tensors), [slices.any_length(each.shape) for each in tensors])
         sent = [_rows_to_bytes(tensor) for tensor in tensors]
         shapes = [slices.any_length(part.shape) for part in sent]
@@ -290,8 +277,10 @@ class HorovodEngine(Engine):
         if tf.executing_eagerly():
             try:
                 yield self._send_now
-            except tf.errors.OpError as err:
-                raise self.explain(err) or err from err
+            except (tf.errors.OpError, EngineError) as err:
+                if (explained := self.explain(err)) is None:
+                    raise
+                raise explained from err
             finally:
                 self.activity.end()
             return
@@ -349,6 +338,11 @@ def _name(kind: str, tensors: Sequence[tf.Tensor]) -> str:
     shapes = [tensor.shape[1:] if kind in _OF_ANY_LENGTH else tensor.shape for tensor in tensors]
     signature = [(tensor.dtype.name, str(shape)) for tensor, shape in zip(tensors, shapes, strict=True)]
     return f"kdist_{kind}_{hashlib.sha256(repr(signature).encode()).hexdigest()[:12]}"
+
+
+def _without_names(function: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> _Operation:
+    """Returns a function as an operation: in shared memory nothing is matched by name."""
+    return lambda tensors, **names: function(tensors)
 
 
 def _missing(what: str) -> EngineError:

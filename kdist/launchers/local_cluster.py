@@ -215,7 +215,11 @@ def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[i
             continue  # rank 0, the chief, has finished and does not wait for this rank
         if code < 0:
             # A process that is killed by a signal reports nothing itself.
-            _LOG.error("%s%d of %d was killed by %s", REPORT_PREFIX.removeprefix("[kdist] "), rank, np, _name(-code))
+            _LOG.error(
+                "%s%d of %d was killed by %s. Fix: read what it printed, and the system log of its host: the kernel "
+                "kills processes that run out of memory.",
+                REPORT_PREFIX.removeprefix("[kdist] "), rank, np, _name(-code),
+            )  # fmt: skip
             if restarts.get(rank):
                 restarts[rank] -= 1
                 _LOG.warning("rank %d is restarted", rank)

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from kdist.engines.horovod import HorovodEngine
+from kdist.engines.tensors.shared_tensors import SHARED_BYTES
 from kdist.errors import EngineError
 from tests.engines.mpi_cases import processor_seconds
 
@@ -27,6 +28,21 @@ def case_the_engine_is_horovods_world(engine):
 
     assert (engine.name, engine.rank, engine.size) == ("horovod", hvd.rank(), hvd.size())
     assert (engine.local_rank, engine.local_size) == (engine.rank, engine.size)  # all on this host
+
+
+def case_whether_ranks_share_memory(engine):
+    return engine._shared is not None
+
+
+def case_large_shapes_that_differ_are_an_error(engine):
+    tensors = [tf.ones([SHARED_BYTES + engine.rank])]
+    with pytest.raises(EngineError, match="(?s)A collective failed on rank.*Received.*Fix"):
+        engine.allreduce(tensors)
+    if engine._shared is not None:
+        with pytest.raises(tf.errors.OpError) as raised:
+            tf.function(engine.allreduce, autograph=False)(tensors)
+        assert "bytes to sum on rank" in str(engine.explain(raised.value))
+    assert float(engine.allreduce([tf.constant(1.0)])[0]) == engine.size
 
 
 def case_a_graph_that_was_traced_before_is_refused_too(engine):

@@ -41,6 +41,25 @@ def sums(memory, rank, size):
     print("done", flush=True)
 
 
+def gathers(memory, rank, size):
+    for length in (0, 1, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES + 3):
+        everyone = [np.full((length + each, 2), each, np.uint8) for each in range(size)]
+        numbers = [np.arange(each, dtype=np.int64) for each in range(size)]
+        bytes_of_all, numbers_of_all = memory.allgather([everyone[rank], numbers[rank]])
+        np.testing.assert_array_equal(bytes_of_all, np.concatenate(everyone))
+        np.testing.assert_array_equal(numbers_of_all, np.concatenate(numbers))
+        total = np.full(length, rank, np.int32)
+        memory.sum(total)  # in turns with sums, in the same slots
+        np.testing.assert_array_equal(total, np.full(length, sum(range(size)), np.int32))
+    print("done", flush=True)
+
+
+def differs_in_kind(memory, rank, size):
+    if rank == size - 1:
+        memory.allgather([np.ones(10, np.float32)])
+    memory.sum(np.ones(10, np.float32))
+
+
 def _descriptors():
     return sorted(int(each) for each in os.listdir("/proc/self/fd"))
 
@@ -61,6 +80,9 @@ def stops(memory, rank, size):
     memory.sum(np.ones(10, np.float32))
 
 
+ACTIONS = {each.__name__: each for each in (sums, gathers, differs, differs_in_kind, dies, stops)}
+
+
 def main(action, rank, size):
     if action == "hidden" and rank == size - 1:
         del os.memfd_create  # as where the kernel has none
@@ -72,7 +94,7 @@ def main(action, rank, size):
         print("done", flush=True)
         return
     try:
-        {"sums": sums, "differs": differs, "dies": dies, "stops": stops}[action](memory, rank, size)
+        ACTIONS[action](memory, rank, size)
     except EngineError as error:
         print(f"failed: {error}", flush=True)
 

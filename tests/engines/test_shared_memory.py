@@ -46,6 +46,19 @@ def test_sums_are_those_of_numpy_in_rank_order(run, size):
     assert run("sums", size) == ["done"] * size
 
 
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_gathered_has_the_rows_of_all_ranks_in_turns_with_sums(run, size):
+    assert run("gathers", size) == ["done"] * size
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_call_other_collectives_are_told_of_both(run):
+    first, second = run("differs_in_kind", 2)
+    assert "40 bytes to sum on this rank, and a gathering on rank 1" in first
+    assert "a gathering on this rank, and 40 bytes to sum on rank 0" in second
+
+
 @pytest.mark.timeout(60)
 def test_where_one_rank_has_no_such_memory_none_uses_it_and_nothing_is_left_open(run):
     assert run("hidden", 3) == ["done"] * 3

@@ -50,6 +50,7 @@ MISTAKES = {
     "misspelled_command": Mistake("rnu -np 2 scope_only.py", 2),
     "unknown_option": Mistake("run -np 2 --ouput logs scope_only.py", 2),
     "no_number_of_ranks": Mistake("run scope_only.py", 2),
+    "number_in_words": Mistake("run -np two scope_only.py", 2),
     "no_script": Mistake("run -np 2", 2),
     "missing_script": Mistake("run -np 2 trian.py", 2),
     "option_of_python": Mistake("run -np 2 python -O scope_only.py", 2),

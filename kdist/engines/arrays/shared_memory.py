@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kdist.engines.arrays import fusion
+from kdist.engines.arrays import fusion, gathering
 from kdist.engines.arrays.fusion import Array
 from kdist.errors import EngineError
 
@@ -137,6 +137,19 @@ class SharedMemory:
         with self._one_at_a_time:
             for buffer in buffers:
                 self._sum_buffer(buffer)
+
+    def allgather(self, arrays: Sequence[Array]) -> list[Array]:
+        """Concatenates arrays over all ranks along their first axis; see `Engine.allgather`.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            arrays: sequence of arrays of any dtypes, whose dimensions but the first are equal on all ranks.
+
+        Raises:
+            EngineError: if the rows of the ranks have other widths, or as `gather_bytes`.
+        """
+        return gathering.allgather(arrays, self._rank, self._size, self.gather_bytes)
 
     def gather_bytes(self, mine: Array, counts: list[int]) -> list[Array]:
         """Returns every rank's bytes, in rank order.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from kdist.engines.arrays import fusion, gathering
+from kdist.engines.arrays import fusion
 from kdist.engines.arrays.fusion import Array
 from kdist.engines.arrays.shared_memory import SharedMemory
 from kdist.engines.tensors import flat, slices
@@ -21,45 +20,15 @@ SHARED_BYTES = 1 << 16
 class SharedTensors:
     """Sums and gathers tensors in a `SharedMemory`: several times faster than any network.
 
-    Made by `open`. Its collectives run in program order.
+    Its collectives run in program order.
 
     Args:
         memory: `SharedMemory`.
-        rank: int, this process's number.
-        size: int, the number of ranks.
         in_turn: `OrderedCalls`, which orders the calls of graphs.
     """
 
-    def __init__(self, memory: SharedMemory, rank: int, size: int, in_turn: OrderedCalls) -> None:
-        self._memory, self._rank, self._size, self._in_turn = memory, rank, size, in_turn
-
-    @classmethod
-    def open(
-        cls,
-        rank: int,
-        size: int,
-        in_turn: OrderedCalls,
-        gather: Callable[[Any], list[Any]],
-        timeout: float | None = None,
-        names: Sequence[int] | None = None,
-    ) -> SharedTensors | None:
-        """Maps the memory of all ranks; see `SharedMemory.open`.
-
-        Collective: every rank must call this, in the same order.
-
-        Args:
-            rank: int, this process's number.
-            size: int, the number of ranks.
-            in_turn: `OrderedCalls`.
-            gather: function that returns every rank's value, in rank order; as `Engine.gather_objects`.
-            timeout: float or `None`, seconds that a rank may wait for another one, later.
-            names: sequence of ints, the ranks' numbers in error messages; by default from 0.
-
-        Returns:
-            A `SharedTensors`, or `None` on all ranks if one cannot map the memory of another.
-        """
-        memory = SharedMemory.open(rank, size, gather, timeout, names)
-        return None if memory is None else cls(memory, rank, size, in_turn)
+    def __init__(self, memory: SharedMemory, in_turn: OrderedCalls) -> None:
+        self._memory, self._in_turn = memory, in_turn
 
     def pays(self, buffers: Sequence[tf.Tensor]) -> bool:
         """Returns whether buffers of known sizes are large enough to be summed here."""
@@ -72,6 +41,12 @@ class SharedTensors:
 
         Args:
             buffers: sequence of 1-D tensors whose shapes are known, and equal on all ranks.
+
+        Returns:
+            A list of tensors of the same shapes and dtypes.
+
+        Raises:
+            EngineError: if the ranks' sizes differ, or a rank has ended; in a graph, TensorFlow's error with its text.
         """
 
         def exchange(*arrays: Array) -> list[Array]:
@@ -91,11 +66,16 @@ class SharedTensors:
 
         Args:
             tensors: sequence of tensors, whose dimensions but the first are equal on all ranks.
+
+        Returns:
+            A list of tensors of the same dtypes, with the rows of all ranks.
+
+        Raises:
+            EngineError: as `sum`, and if the rows of the ranks have other widths.
         """
 
         def exchange(*arrays: Array) -> list[Array]:
-            mine = [np.asarray(array) for array in arrays]
-            return gathering.allgather(mine, self._rank, self._size, self._memory.gather_bytes)
+            return self._memory.allgather([np.asarray(array) for array in arrays])
 
         if tf.executing_eagerly():
             return [tf.convert_to_tensor(each) for each in exchange(*map(flat.to_array, tensors))]
