@@ -6,21 +6,15 @@ import argparse
 import functools
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist.cli import nodes, script, supervised
 from kdist.cli.job import add_launch_arguments, build
-from kdist.cli.message import tell
 from kdist.cli.parser import count
+from kdist.cli.started_job import JobToStart, make_directory, started
 from kdist.errors import LaunchError
-from kdist.launchers import process, worker
-from kdist.launchers.nodes import Node
-from kdist.reports import scope_marks
-from kdist.reports.first_failure import FailureMonitor
-from kdist.reports.launcher_boxes import BoxFilter
-from kdist.restarts.report import Failure, Kind, append_failure
+from kdist.launchers import worker
+from kdist.launchers.process import received_signals
 from kdist.strategies.selection import PARAMETER_SERVER
 
 if TYPE_CHECKING:
@@ -51,6 +45,11 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         type=count,
         metavar="N",
         help="start the job again after a lost rank, at most N times without a new checkpoint",
+    )
+    parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="with --restarts: the next start waits beside the job, with Keras imported, and so begins sooner",
     )
     nodes.add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
@@ -86,85 +85,22 @@ def run(options: argparse.Namespace) -> int:
     output = None if options.output is None else os.path.abspath(options.output)
     if options.restarts is not None:
         _check_restarts(options)
+    elif options.standby:
+        raise LaunchError(
+            "--standby has no effect without --restarts. Received: --standby alone. Expected both. Fix: --restarts 3."
+        )
     node = nodes.node_of(options, words, os.environ)
     program = functools.partial(worker.program, sys.executable, words, module=is_module, tee=options.tee)
     if options.dry_run:
         print(build(options, program(output=output), node=node))
         return 0
-    run_job = functools.partial(_run_job, options, node, program, "" if is_module else words[0])
-    if options.restarts is None:
-        return run_job(output)
+    job = JobToStart(options, node, program, "" if is_module else words[0])
     if output is not None:
-        _make_directory(output)
-    return supervised.run(run_job, options.restarts, output)
-
-
-def _run_job(
-    options: argparse.Namespace,
-    node: Node | None,
-    program: Callable[..., Sequence[str]],
-    script_path: str,
-    output: str | None,
-    watched: supervised.Watched | None = None,
-) -> int:
-    """Runs the job once, and returns its exit code.
-
-    Args:
-        options: the parsed arguments.
-        node: `Node` or `None`, this machine's place among several.
-        program: function of the other arguments of `worker.program`.
-        script_path: str, the script; empty for a module.
-        output: str or `None`, the directory of the ranks' output.
-        watched: `Watched` or `None`, what a supervisor learns of the job.
-    """
-    with tempfile.TemporaryDirectory(prefix="kdist-") as running:
-        reports = None if watched is None else running
-        command = build(options, program(output=output, running=running, reports=watched is not None), reports, node)
-        if output is not None:
-            _make_directory(output)
-        monitor = FailureMonitor(running)
-
-        slow_start = scope_marks.SlowStart()
-        boxes = BoxFilter(script_path)
-
-        def must_end() -> bool:
-            marks = scope_marks.read(running)
-            if remark := slow_start.remark(marks):
-                tell(remark)
-            if problem := marks.problem():
-                monitor.mute()
-                boxes.know()
-                tell(problem)
-                append_failure(running, Failure(Kind.DISAGREEMENT, problem))
-            return bool(problem)
-
-        shown = boxes if command.prints_boxes else None
-        code = process.run(
-            command,
-            on_signal=monitor.mute,
-            must_end=must_end,
-            stderr=shown if watched is None else watched.filtered(shown),
-            signals=None if watched is None else watched.signals,
-        )
-        monitor.close()
-        code = code if monitor.code is None else monitor.code
-        if watched is not None:
-            watched.read(running)
-        if not command.prints_boxes:
-            boxes.feed(scope_marks.read_report(running).encode())
-        summary = boxes.summary(code, output) if code else ""
-        if output is not None and not summary:
-            tell(f"the output of each rank is in {output} (rank0.out, rank0.err, ...)")
-        for line in summary.splitlines():
-            tell(line)
-        if code == 0 and (remark := scope_marks.read(running).remark()):
-            tell(remark)
-        lost = sorted((name for name in os.listdir(running) if name.isdigit()), key=int)
-    if code == 0 and lost and (options.hosts or options.hostfile):
-        # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
-        tell(f"rank {', '.join(lost)} failed, but {command.argv[0]} reported success")
-        return 1
-    return code
+        make_directory(output)
+    if options.restarts is not None:
+        return supervised.run(job, options.restarts, output, standby=options.standby)
+    with received_signals() as signals, started(job, output) as running:
+        return running.follow(signals)
 
 
 def _check_restarts(options: argparse.Namespace) -> None:
@@ -179,13 +115,3 @@ def _check_restarts(options: argparse.Namespace) -> None:
             f"{PARAMETER_SERVER!r}, whose lost workers are started again by themselves. Expected one of collectives. "
             "Fix: omit --restarts, and start the command again after a loss of the chief or of a parameter server."
         )
-
-
-def _make_directory(path: str) -> None:
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as err:
-        raise LaunchError(
-            f"The output directory cannot be created. Received: --output {path}: {err}. Expected a writable directory. "
-            "Fix: choose another one."
-        ) from err

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from kdist.cluster.connections import keep_alive
 from kdist.errors import LaunchError
 from kdist.launchers.ports import free_ports
 
@@ -45,9 +46,7 @@ class _Channel:
     """A connection on which each line is a JSON object."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
-            connection.setsockopt(socket.IPPROTO_TCP, option, seconds)  # a host that is lost says nothing
+        keep_alive(connection)
         self._connection = connection
         self._reader = connection.makefile("r", encoding="utf-8")
 

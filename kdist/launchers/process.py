@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from kdist.errors import LaunchError
@@ -29,33 +29,43 @@ def run(
     on_signal: Callable[[], object] | None = None,
     must_end: Callable[[], bool] | None = None,
     stderr: Filter | None = None,
-    signals: list[int] | None = None,
 ) -> int:
-    """Runs a job until it exits.
-
-    It inherits the standard streams. Ctrl-C, SIGTERM and SIGHUP end all ranks, unless this process was started to
-    ignore them, as by `nohup`.
+    """Runs a job until it exits: `started` and `Job.follow`.
 
     Args:
         command: `Command`, which starts the job.
-        on_signal: function that is called first when a signal ends the job, or `None`.
-        must_end: function that is called every half second and returns whether the job cannot go on, or `None`.
-        stderr: `Filter` or `None`, through which the launcher's standard error passes.
-        signals: what `received_signals` yields, if the caller has entered it, or `None`.
+        on_signal: as for `Job.follow`.
+        must_end: as for `Job.follow`.
+        stderr: as for `started`.
 
     Returns:
-        The exit code: the launcher's own, or 128 plus a signal's number, as a shell reports it; 1 after `must_end`.
+        The exit code.
+    """
+    with received_signals() as received, started(command, stderr) as job:
+        return job.follow(received, on_signal, must_end)
+
+
+@contextlib.contextmanager
+def started(command: Command, stderr: Filter | None = None, *, reads_input: bool = True) -> Iterator[Job]:
+    """Starts a job, yields it, and leaves no process of it behind.
+
+    It inherits the standard streams.
+
+    Args:
+        command: `Command`, which starts the job.
+        stderr: `Filter` or `None`, through which the launcher's standard error passes.
+        reads_input: bool, whether it inherits standard input, too.
 
     Raises:
         LaunchError: if the launcher cannot be started.
     """
-    collected = received_signals() if signals is None else contextlib.nullcontext(signals)
-    with collected as received, guard() as guard_session:
+    with guard() as guard_session:
         try:
             # In a session of its own: Ctrl-C in a terminal reaches only this process, and all ranks can be found.
             process = subprocess.Popen(
                 command.argv,
                 env={**os.environ, **command.env},
+                stdin=None if reads_input else subprocess.DEVNULL,
                 stderr=None if stderr is None else subprocess.PIPE,
                 start_new_session=True,
             )
@@ -64,28 +74,76 @@ def run(
                 f"The launcher cannot be started. Received: {err} from `{command}`. Expected a program that runs. "
                 "Fix: check that it is installed and executable; `kdist env` shows which one is used."
             ) from err
-        ends = False
-        reader = threading.Thread(target=_copy, args=(process.stderr, stderr), name="kdist-stderr", daemon=True)
-        if stderr is not None:
-            reader.start()
+        job = Job(process, stderr)
         try:
             guard_session(process.pid)
-            while process.poll() is None and not received and not ends:
-                _wait(process, 0.5)
-                ends = must_end is not None and process.poll() is None and must_end()
-            if received and on_signal is not None:
-                on_signal()
+            yield job
         finally:
-            end_session(process.pid)
-            code = process.wait()
-            if stderr is not None:
-                reader.join(_GRACE_OF_RANKS)  # a process that outlives the job may hold the pipe
-    if received:
-        _LOG.warning("%s: the job has ended", signal.Signals(received[0]).name)
-        return 128 + received[0]
-    if ends:
-        return 1
-    return 128 - code if code < 0 else code
+            job.end()
+
+
+class Job:
+    """A job whose launcher was started.
+
+    Args:
+        process: `subprocess.Popen`, the launcher.
+        stderr: `Filter` or `None`, through which its standard error passes.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], stderr: Filter | None) -> None:
+        self._process = process
+        self._reader = threading.Thread(target=_copy, args=(process.stderr, stderr), name="kdist-stderr", daemon=True)
+        self._has_reader = stderr is not None
+        self._has_ended = False
+        if self._has_reader:
+            self._reader.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the launcher is."""
+        return self._process.poll() is None
+
+    def follow(
+        self,
+        received: Sequence[int],
+        on_signal: Callable[[], object] | None = None,
+        must_end: Callable[[], bool] | None = None,
+    ) -> int:
+        """Waits until the job exits, and ends it when it must.
+
+        Ctrl-C, SIGTERM and SIGHUP end all ranks, unless this process was started to ignore them, as by `nohup`.
+
+        Args:
+            received: what `received_signals` yields.
+            on_signal: function that is called first when a signal ends the job, or `None`.
+            must_end: function that is called every half second and returns whether the job cannot go on, or `None`.
+
+        Returns:
+            The exit code: the launcher's own, or 128 plus a signal's number, as a shell reports it; 1 after `must_end`.
+        """
+        ends = False
+        while self.is_running and not received and not ends:
+            _wait(self._process, 0.5)
+            ends = must_end is not None and self.is_running and must_end()
+        if received and on_signal is not None:
+            on_signal()
+        code = self.end()
+        if received:
+            _LOG.warning("%s: the job has ended", signal.Signals(received[0]).name)
+            return 128 + received[0]
+        if ends:
+            return 1
+        return 128 - code if code < 0 else code
+
+    def end(self) -> int:
+        """Ends all its processes that still run, and returns the launcher's exit code."""
+        if not self._has_ended:
+            self._has_ended = True
+            end_session(self._process.pid)
+            self._process.wait()
+            if self._has_reader:
+                self._reader.join(_GRACE_OF_RANKS)  # a process that outlives the job may hold the pipe
+        return self._process.returncode
 
 
 def _copy(reading: IO[bytes], stderr: Filter) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from kdist._user_code import user_line
 from kdist.cluster import detect
+from kdist.launchers.standby import wait
 from kdist.reports import failure, first_failure
 from kdist.reports.output import redirect
 from kdist.reports.scope_marks import own_scopes
@@ -38,6 +39,7 @@ def program(
     running: str | None = None,
     tee: bool = False,
     reports: bool = False,
+    standby: str = "",
 ) -> tuple[str, ...]:
     """Returns the arguments that start a worker.
 
@@ -50,6 +52,7 @@ def program(
             finished without an error.
         tee: bool, whether the output of all ranks is shown, with rank and time.
         reports: bool, whether each rank reports to a supervisor how it fares.
+        standby: str, where each rank waits to be told to begin; by default it begins at once.
 
     Returns:
         A tuple of str.
@@ -58,6 +61,7 @@ def program(
     options += ("--tee",) if tee else ()
     options += () if running is None else ("--running", running)
     options += ("--reports",) if reports else ()
+    options += ("--standby", standby) if standby else ()
     return (python, "-m", "kdist.launchers.worker", *options, *(("-m",) if module else ()), *command)
 
 
@@ -74,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_module, command = options.module is not None, options.module or options.command
     if not command:
         _parser().error("a script or -m MODULE is required")
+    if options.standby:
+        wait(options.standby)
     info = detect(os.environ)
     report_failure = None
     if options.running and info.local_size == info.size > 1 and first_failure.is_needed(os.environ):
@@ -155,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--running", metavar="DIR")
     parser.add_argument("--tee", action="store_true")
     parser.add_argument("--reports", action="store_true")
+    parser.add_argument("--standby", metavar="HOST,...:PORT")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser

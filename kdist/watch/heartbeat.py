@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hmac
 import json
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from kdist.cluster.connections import connect, own_hosts
 from kdist.restarts.report import own_reports
 from kdist.watch.activity import Activity
 from kdist.watch.failure_detector import Failure, RankReport, detect_failure
@@ -23,7 +22,6 @@ from kdist.watch.failure_detector import Failure, RankReport, detect_failure
 MAX_MESSAGE_BYTES = 1 << 16
 _PERIOD = 1.0  # seconds between two heartbeats
 _ROOT_FIRST = 3.0  # seconds that rank 0 has to end the job before another rank does
-_SIOCGIFADDR = 0x8915  # the request of Linux for the address of an interface
 
 
 class Heartbeat:
@@ -70,7 +68,7 @@ class Heartbeat:
         self._listener = socket.create_server(("" if everywhere else "127.0.0.1", 0), backlog=self._size)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._token = secrets.token_hex(16)
-        hosts = _own_hosts() if everywhere else ["127.0.0.1"]
+        hosts = own_hosts() if everywhere else ["127.0.0.1"]
         return {"hosts": hosts, "port": self._listener.getsockname()[1], "token": self._token}
 
     def connect(self, address: dict[str, Any], timeout: float = 20.0) -> None:
@@ -83,14 +81,7 @@ class Heartbeat:
         Raises:
             OSError: if rank 0 cannot be reached.
         """
-        *others, last = address["hosts"]
-        share = timeout / len(address["hosts"])
-        for host in others:
-            with contextlib.suppress(OSError):
-                connection = socket.create_connection((host, address["port"]), share)
-                break
-        else:
-            connection = socket.create_connection((last, address["port"]), share)
+        connection = connect(address["hosts"], address["port"], timeout)
         peer = self._add(connection, rank=0)
         peer.send({"token": address["token"], "rank": self._rank})
 
@@ -171,24 +162,6 @@ class Heartbeat:
             peer.send({"failed": True})
         own_reports.failed(failure.kind, failure.text, failure.ranks[0])
         self._fail(failure.text)
-
-
-def _own_hosts() -> list[str]:
-    """Returns the addresses at which other hosts may reach this one, likeliest first."""
-    found = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel chooses the outgoing interface
-        found.append(probe.getsockname()[0])
-    # A network of compute nodes often has no route to other networks.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # no address
-                request = struct.pack("256s", name.encode()[:15])
-                found.append(socket.inet_ntoa(fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)[20:24]))
-    # In Debian's /etc/hosts the host's name has a loopback address.
-    with contextlib.suppress(OSError):
-        found += [each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    return [*dict.fromkeys(host for host in found if not host.startswith("127.")), socket.gethostname()]
 
 
 class _Peer:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers import needs
 from tests.restarts.trained import causes, run, train
+from tests.restarts.training import is_on_standby
 
 QUICK = str(Path(__file__).with_name("quick.py"))
 
@@ -44,6 +45,18 @@ def test_over_collectives(tmp_path, uninterrupted):
     trained = train(tmp_path, "kill", strategy="collective")
     assert trained.differences(uninterrupted) == []  # of two ranks no order of sums matters
     assert causes(trained.attempts) == [("signal", 1), ("success", None)]
+
+
+def test_the_ranks_of_the_next_attempt_are_on_standby(tmp_path, uninterrupted):
+    """The last attempt's ranks are those that waited: they are older than the end of the first one."""
+    trained = train(tmp_path, "late-kill", options=["--standby"])
+    assert trained.differences(uninterrupted) == []
+    assert causes(trained.attempts) == [("signal", 1), ("success", None)]
+    assert trained.said.count("train together over mpi") == 2
+    first, last = trained.attempts
+    started = float((tmp_path / "started1").read_text())
+    assert first["began"] < started < last["began"] - 1
+    assert not [place for place in Path("/proc").glob("[0-9]*") if is_on_standby(place, tmp_path)]
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "collective", pytest.param("mpich", marks=needs.mpich)])
@@ -96,6 +109,12 @@ def test_parameter_servers_and_no_restarts_are_refused(tmp_path):
     done = run("--restarts", "0", QUICK, "wait", str(tmp_path), timeout=60)
     assert done.returncode == 2
     assert "--restarts is not positive" in done.output
+
+
+def test_standby_needs_restarts(tmp_path):
+    done = run("--standby", QUICK, "wait", str(tmp_path), timeout=60)
+    assert done.returncode == 2
+    assert "--standby has no effect without --restarts" in done.output
 
 
 def wait_until(condition):

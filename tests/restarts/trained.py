@@ -57,7 +57,12 @@ def run(
 
 
 def train(
-    folder: Path, *ways: str, strategy: str = "mpi", python: str = sys.executable, env: Mapping[str, str] | None = None
+    folder: Path,
+    *ways: str,
+    strategy: str = "mpi",
+    python: str = sys.executable,
+    env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
 ) -> Trained:
     """Trains two ranks to the end, with one restart until a new checkpoint.
 
@@ -67,8 +72,9 @@ def train(
         strategy: str, a word.
         python: str, the interpreter.
         env: mapping, environment variables on top.
+        options: sequence of str, more options of `kdist run`.
     """
-    options = ("--restarts", "1", "--output", os.fspath(folder / "out"), "--strategy", strategy)
+    options = ("--restarts", "1", "--output", os.fspath(folder / "out"), "--strategy", strategy, *options)
     program = ("-m", "tests.restarts.training", os.fspath(folder), *ways)
     done = run(*options, *program, timeout=LIMIT * (len(ways) + 1), python=python, env=env)
     assert done.returncode == 0, done.output[-6000:]

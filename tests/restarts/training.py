@@ -6,9 +6,11 @@ one training ends, and the chief writes its history and its weights.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ class Broken(keras.callbacks.Callback):
     """Breaks a rank in one of this start's steps.
 
     Args:
-        way: str, `"kill"`, `"crash"`, `"stop"`, `"raise"` or `"preempt"`, and the rank, if not 1.
+        way: str, `"kill"`, `"crash"`, `"stop"`, `"raise"` or `"preempt"`, and the rank, if not 1. `"late-kill"` is a
+            kill once the next start waits on standby.
     """
 
     def __init__(self, way: str) -> None:
@@ -39,7 +42,9 @@ class Broken(keras.callbacks.Callback):
         self._steps += 1
         if self._steps != STEP:
             return
-        if self._way == "kill":
+        if self._way == "late-kill":
+            wait_for_standby()
+        if self._way in ("kill", "late-kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._way == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -49,6 +54,47 @@ class Broken(keras.callbacks.Callback):
             raise OSError("the disk is gone")
         if self._way == "preempt":
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def wait_for_standby() -> None:
+    """Waits until two processes are on standby, which have stopped to use the processor."""
+    deadline = time.monotonic() + 120
+    before: dict[str, str] = {}
+    while len(before) < 2 or before != (now := times_on_standby()):
+        assert time.monotonic() < deadline, "nothing is on standby"
+        before = now if len(before) >= 2 else times_on_standby()
+        time.sleep(2)
+
+
+def times_on_standby() -> dict[str, str]:
+    """Returns the processor times of those that are on standby for this folder, by process."""
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        if is_on_standby(place, sys.argv[1]):
+            with contextlib.suppress(OSError):  # it has ended
+                found[place.name] = " ".join((place / "stat").read_text().rpartition(")")[2].split()[11:13])
+    return found
+
+
+def is_on_standby(process: Path, folder: str | Path) -> bool:
+    """Returns whether a process waits to train in a folder.
+
+    Args:
+        process: path, its directory in `/proc`.
+        folder: str or path.
+    """
+    try:
+        words = (process / "cmdline").read_text().split("\0")
+    except OSError:  # it has ended
+        return False
+    return "kdist.launchers.worker" in words[:3] and "--standby" in words and os.fspath(folder) in words
+
+
+def process_start() -> float:
+    """Returns when this process was started, in seconds since 1970."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -64,6 +110,7 @@ def main() -> None:
         starts = Path(folder, f"starts{kdist.rank()}")
         number = len(starts.read_text()) if starts.exists() else 0
         starts.write_text("." * (number + 1))
+        Path(folder, f"started{kdist.rank()}").write_text(str(process_start()))
         backup = kdist.callbacks.BackupAndRestore(Path(folder, "backup"), save_freq=2)
         callbacks = [Broken(ways[number])] if number < len(ways) else []
         history = model.fit(

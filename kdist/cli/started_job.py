@@ -1,0 +1,194 @@
+"""One start of a job by `kdist run`: its directory, its launcher, and what is said of its end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+
+from kdist.cli.job import build
+from kdist.cli.message import tell
+from kdist.cli.watched import Watched
+from kdist.errors import LaunchError
+from kdist.launchers import process
+from kdist.launchers.command import Command
+from kdist.launchers.hosts import is_scheduled
+from kdist.launchers.nodes import Node
+from kdist.launchers.process import Job
+from kdist.launchers.standby import Standby
+from kdist.reports import scope_marks
+from kdist.reports.first_failure import FailureMonitor
+from kdist.reports.launcher_boxes import BoxFilter
+from kdist.restarts.report import Failure, Kind, append_failure
+
+
+@dataclasses.dataclass(frozen=True)
+class JobToStart:
+    """What `kdist run` starts, once or again.
+
+    Attributes:
+        options: the parsed arguments.
+        node: `Node` or `None`, this machine's place among several.
+        program: function of the other arguments of `worker.program`.
+        script: str, the script's path; empty for a module.
+    """
+
+    options: argparse.Namespace
+    node: Node | None
+    program: Callable[..., Sequence[str]]
+    script: str
+
+    @property
+    def has_hosts(self) -> bool:
+        """Whether the user has named hosts."""
+        return bool(self.options.hosts or self.options.hostfile)
+
+
+@contextlib.contextmanager
+def started(
+    what: JobToStart, output: str | None, watched: Watched | None = None, *, standby: bool = False
+) -> Iterator[StartedJob]:
+    """Starts a job, yields it, and leaves no process and no directory of it behind.
+
+    Args:
+        what: `JobToStart`.
+        output: str or `None`, the directory of the ranks' output.
+        watched: `Watched` or `None`, what a supervisor learns of the job.
+        standby: bool, whether its ranks import Keras and wait until `follow` is called.
+    """
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(tempfile.TemporaryDirectory(prefix="kdist-"))
+        waiting = None
+        if standby:
+            is_remote = what.has_hosts or is_scheduled(os.environ)
+            waiting = stack.enter_context(contextlib.closing(Standby(everywhere=is_remote)))
+        is_watched = watched is not None
+        address = "" if waiting is None else waiting.address
+        program = what.program(output=output, running=running, reports=is_watched, standby=address)
+        command = build(what.options, program, running if is_watched else None, what.node)
+        if output is not None and not standby:
+            make_directory(output)
+        monitor = stack.enter_context(contextlib.closing(FailureMonitor(running)))
+        boxes = BoxFilter(what.script)
+        shown = boxes if command.prints_boxes else None
+        stderr = shown if watched is None else watched.filtered(shown)
+        job = stack.enter_context(process.started(command, stderr, reads_input=not standby))
+        yield StartedJob(command, job, running, monitor, boxes, output, watched, waiting, has_hosts=what.has_hosts)
+
+
+class StartedJob:
+    """A job whose launcher has been started; `started` makes one.
+
+    Args:
+        command: `Command`, what was started.
+        job: `Job`, its processes.
+        running: str, the job's directory.
+        monitor: `FailureMonitor`, of its ranks on this host.
+        boxes: `BoxFilter`, which knows what the launcher says.
+        output: str or `None`, the directory of the ranks' output.
+        watched: `Watched` or `None`, what a supervisor learns of the job.
+        standby: `Standby` or `None`, where its ranks wait.
+        has_hosts: bool, whether it may lose a host.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        job: Job,
+        running: str,
+        monitor: FailureMonitor,
+        boxes: BoxFilter,
+        output: str | None,
+        watched: Watched | None,
+        standby: Standby | None,
+        *,
+        has_hosts: bool,
+    ) -> None:
+        self._command = command
+        self._job = job
+        self._running = running
+        self._monitor = monitor
+        self._boxes = boxes
+        self._standby = standby
+        self._has_hosts = has_hosts
+        self._output = output
+        self._watched = watched
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its launcher is."""
+        return self._job.is_running
+
+    def follow(self, received: Sequence[int], meanwhile: Callable[[str], object] | None = None) -> int:
+        """Lets the ranks begin if they wait, and returns the job's exit code when no process of it is left.
+
+        Args:
+            received: what `received_signals` yields.
+            meanwhile: function of the job's directory that is called every half second, or `None`.
+        """
+        slow_start = scope_marks.SlowStart()
+        if self._standby is not None:
+            self._standby.begin()
+
+        def must_end() -> bool:
+            if meanwhile is not None:
+                meanwhile(self._running)
+            marks = scope_marks.read(self._running)
+            if remark := slow_start.remark(marks):
+                tell(remark)
+            return self._has_problem(marks)
+
+        code = self._job.follow(received, self._monitor.mute, must_end)
+        self._monitor.close()
+        if self._watched is not None:
+            self._watched.read(self._running)
+        return self._reported(code if self._monitor.code is None else self._monitor.code)
+
+    def _has_problem(self, marks: scope_marks.Marks) -> bool:
+        """Returns whether the job cannot go on, and says why."""
+        problem = marks.problem()
+        if problem:
+            self._monitor.mute()
+            self._boxes.know()
+            tell(problem)
+            append_failure(self._running, Failure(Kind.DISAGREEMENT, problem))
+        return bool(problem)
+
+    def _reported(self, code: int) -> int:
+        """Says how the job has ended, and returns its exit code, which is not 0 if a rank was lost."""
+        if not self._command.prints_boxes:
+            self._boxes.feed(scope_marks.read_report(self._running).encode())
+        summary = self._boxes.summary(code, self._output) if code else ""
+        if self._output is not None and not summary:
+            tell(f"the output of each rank is in {self._output} (rank0.out, rank0.err, ...)")
+        for line in summary.splitlines():
+            tell(line)
+        if code == 0 and (remark := scope_marks.read(self._running).remark()):
+            tell(remark)
+        lost = sorted((name for name in os.listdir(self._running) if name.isdigit()), key=int)
+        if code == 0 and lost and self._has_hosts:
+            # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
+            tell(f"rank {', '.join(lost)} failed, but {self._command.argv[0]} reported success")
+            return 1
+        return code
+
+
+def make_directory(path: str) -> None:
+    """Makes the directory of a job's output.
+
+    Args:
+        path: str.
+
+    Raises:
+        LaunchError: if it cannot be made.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as err:
+        raise LaunchError(
+            f"The output directory cannot be created. Received: --output {path}: {err}. Expected a writable directory. "
+            "Fix: choose another one."
+        ) from err

@@ -1,0 +1,62 @@
+"""What `kdist run --restarts` learns of one attempt."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+
+from kdist.restarts import progress, report
+from kdist.restarts.attempt import Attempt, End, cause
+from kdist.restarts.event_lines import EventLines, Filter
+
+
+class Watched:
+    """What the supervisor learns of one attempt.
+
+    Args:
+        signals: sequence of int, the signals that this process has received so far.
+
+    Attributes:
+        events: `Events`, after the attempt.
+        progress: `Progress` or `None`, after the attempt.
+    """
+
+    def __init__(self, signals: Sequence[int]) -> None:
+        self._signals = signals
+        self.events = report.Events({}, False, (), None)
+        self.progress: progress.Progress | None = None
+        self._lines = EventLines()
+
+    def filtered(self, rest: Filter | None) -> Filter:
+        """Returns a filter of the launcher's standard error that passes all but events on.
+
+        Args:
+            rest: `Filter` or `None`, the next one.
+        """
+        self._lines = EventLines(rest)
+        return self._lines
+
+    def read(self, running: str) -> None:
+        """Reads what the ranks have reported.
+
+        Args:
+            running: str, the job's directory.
+        """
+        self.events = report.read(running, self._lines.lines)
+        self.progress = progress.read(running, self.events)
+
+    def attempt(self, code: int, began: float, output: str | None) -> Attempt:
+        """Returns the attempt, which has ended.
+
+        Args:
+            code: int, its exit code.
+            began: float, in seconds since 1970.
+            output: str or `None`, the directory of its ranks' output.
+        """
+        end = End.STOPPED if self._signals else End.WELL if code == 0 else End.FAILED
+        hosts = {platform.node(), *self.events.hosts.values()}
+        failure = None
+        if end is End.FAILED:
+            failure = cause(self.events, code, self._lines.end(), platform.node() if len(hosts) == 1 else "")
+        return Attempt(end, code, began, time.time(), self.events, failure, self.progress, output)

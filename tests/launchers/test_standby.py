@@ -1,0 +1,39 @@
+"""Ranks on standby, as processes."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kdist.launchers.standby import Standby
+
+_RANK = "import sys; from kdist.launchers.standby import wait; wait(sys.argv[1]); print('keras' in sys.modules)"
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_ranks_begin_when_they_are_let_those_that_come_later_too(everywhere):
+    standby = Standby(everywhere=everywhere)
+    ranks = [_rank(standby)]
+    while standby.num_waiting < 1:
+        assert ranks[0].poll() is None
+        time.sleep(0.1)
+    standby.begin()
+    ranks.append(_rank(standby))
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["True\n", "True\n"]
+    standby.close()
+
+
+def test_ranks_end_if_the_job_never_begins():
+    standby = Standby(everywhere=False)
+    rank = _rank(standby)
+    while standby.num_waiting < 1:
+        assert rank.poll() is None
+        time.sleep(0.1)
+    standby.close()
+    assert rank.communicate(timeout=20)[0] == ""
+    assert rank.returncode == 0
+
+
+def _rank(standby):
+    return subprocess.Popen([sys.executable, "-c", _RANK, standby.address], stdout=subprocess.PIPE, text=True)
