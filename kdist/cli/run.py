@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kdist.cli import nodes, script, supervised
+from kdist.cli import elastic, nodes, script, supervised
 from kdist.cli.job import add_launch_arguments, build
 from kdist.cli.parser import count
 from kdist.cli.started_job import JobToStart, make_directory, started
@@ -51,6 +51,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         action="store_true",
         help="with --restarts: the next start waits beside the job, with Keras imported, and so begins sooner",
     )
+    elastic.add_arguments(parser)
     nodes.add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does")
@@ -90,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
             "--standby has no effect without --restarts. Received: --standby alone. Expected both. Fix: --restarts 3."
         )
     node = nodes.node_of(options, words, os.environ)
+    sizes = elastic.elastic_of(options, os.environ)
     program = functools.partial(worker.program, sys.executable, words, module=is_module, tee=options.tee)
     if options.dry_run:
         print(build(options, program(output=output), node=node))
@@ -98,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     if output is not None:
         make_directory(output)
     if options.restarts is not None:
-        return supervised.run(job, options.restarts, output, standby=options.standby)
+        return supervised.run(job, options.restarts, output, sizes, standby=options.standby)
     with received_signals() as signals, started(job, output) as running:
         return running.follow(signals)
 

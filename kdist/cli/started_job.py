@@ -65,10 +65,13 @@ def started(
         if standby:
             is_remote = what.has_hosts or is_scheduled(os.environ)
             waiting = stack.enter_context(contextlib.closing(Standby(everywhere=is_remote)))
-        is_watched = watched is not None
         address = "" if waiting is None else waiting.address
-        program = what.program(output=output, running=running, reports=is_watched, standby=address)
-        command = build(what.options, program, running if is_watched else None, what.node)
+        reports, placement = (None, None) if watched is None else (running, watched.placement)
+        is_resized = placement is not None
+        program = what.program(
+            output=output, running=running, reports=watched is not None, resizes=is_resized, standby=address
+        )
+        command = build(what.options, program, reports, what.node, placement)
         if output is not None and not standby:
             make_directory(output)
         monitor = stack.enter_context(contextlib.closing(FailureMonitor(running)))
@@ -92,6 +95,9 @@ class StartedJob:
         watched: `Watched` or `None`, what a supervisor learns of the job.
         standby: `Standby` or `None`, where its ranks wait.
         has_hosts: bool, whether it may lose a host.
+
+    Attributes:
+        running: the same.
     """
 
     def __init__(
@@ -109,7 +115,7 @@ class StartedJob:
     ) -> None:
         self._command = command
         self._job = job
-        self._running = running
+        self.running = running
         self._monitor = monitor
         self._boxes = boxes
         self._standby = standby
@@ -135,8 +141,8 @@ class StartedJob:
 
         def must_end() -> bool:
             if meanwhile is not None:
-                meanwhile(self._running)
-            marks = scope_marks.read(self._running)
+                meanwhile(self.running)
+            marks = scope_marks.read(self.running)
             if remark := slow_start.remark(marks):
                 tell(remark)
             return self._has_problem(marks)
@@ -144,7 +150,7 @@ class StartedJob:
         code = self._job.follow(received, self._monitor.mute, must_end)
         self._monitor.close()
         if self._watched is not None:
-            self._watched.read(self._running)
+            self._watched.read(self.running)
         return self._reported(code if self._monitor.code is None else self._monitor.code)
 
     def _has_problem(self, marks: scope_marks.Marks) -> bool:
@@ -154,21 +160,21 @@ class StartedJob:
             self._monitor.mute()
             self._boxes.know()
             tell(problem)
-            append_failure(self._running, Failure(Kind.DISAGREEMENT, problem))
+            append_failure(self.running, Failure(Kind.DISAGREEMENT, problem))
         return bool(problem)
 
     def _reported(self, code: int) -> int:
         """Says how the job has ended, and returns its exit code, which is not 0 if a rank was lost."""
         if not self._command.prints_boxes:
-            self._boxes.feed(scope_marks.read_report(self._running).encode())
+            self._boxes.feed(scope_marks.read_report(self.running).encode())
         summary = self._boxes.summary(code, self._output) if code else ""
         if self._output is not None and not summary:
             tell(f"the output of each rank is in {self._output} (rank0.out, rank0.err, ...)")
         for line in summary.splitlines():
             tell(line)
-        if code == 0 and (remark := scope_marks.read(self._running).remark()):
+        if code == 0 and (remark := scope_marks.read(self.running).remark()):
             tell(remark)
-        lost = sorted((name for name in os.listdir(self._running) if name.isdigit()), key=int)
+        lost = sorted((name for name in os.listdir(self.running) if name.isdigit()), key=int)
         if code == 0 and lost and self._has_hosts:
             # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
             tell(f"rank {', '.join(lost)} failed, but {self._command.argv[0]} reported success")

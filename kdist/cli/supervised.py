@@ -10,11 +10,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kdist.cli.elastic import Elastic, Sizes
 from kdist.cli.message import tell
 from kdist.cli.started_job import JobToStart, StartedJob, started
 from kdist.cli.watched import Watched
+from kdist.errors import LaunchError
+from kdist.launchers.capacity import Placement
 from kdist.launchers.process import received_signals
-from kdist.restarts import report, summary
+from kdist.restarts import summary
 from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.supervisor import supervise
 
@@ -23,20 +26,26 @@ SUMMARY = "restarts.json"  # in the directory of the output
 _Attempted = tuple[StartedJob, Watched]
 
 
-def run(job: JobToStart, restarts: int, output: str | None, *, standby: bool = False) -> int:
+def run(
+    job: JobToStart, restarts: int, output: str | None, elastic: Elastic | None = None, *, standby: bool = False
+) -> int:
     """Runs a job, again where that helps.
 
     Args:
         job: `JobToStart`.
         restarts: int, how many restarts are allowed without a new checkpoint between them.
         output: str or `None`, the directory in which each attempt gets one of its own.
+        elastic: `Elastic` or `None`, the sizes that the job may have, if there are several.
         standby: bool, whether the next attempt waits, with Keras imported, while one runs.
 
     Returns:
         The exit code of the last attempt.
+
+    Raises:
+        LaunchError: if there is no first attempt.
     """
     with received_signals() as signals, contextlib.ExitStack() as stack:
-        starts = _Starts(job, output, signals, standby=standby)
+        starts = _Starts(job, output, elastic, signals, standby=standby)
         stack.callback(starts.close)
         attempts, why = supervise(
             starts.make_attempt,
@@ -45,6 +54,13 @@ def run(job: JobToStart, restarts: int, output: str | None, *, standby: bool = F
             keep=functools.partial(_keep, restarts, output),
             is_stopped=lambda: bool(signals),
         )
+    if not attempts and not signals:
+        raise LaunchError(
+            f"The job cannot be started. Received: {why}. Expected enough hosts to answer without a password. Fix: "
+            "start them, lower --min-np, or raise --wait."
+        )
+    if not attempts:
+        return 128 + signals[0]
     if said := summary.in_words(attempts, why):
         tell(said)
     if output is not None:
@@ -60,29 +76,49 @@ class _Starts:
     Args:
         job: `JobToStart`.
         output: str or `None`, the directory in which each attempt gets one of its own.
+        elastic: `Elastic` or `None`, the sizes that the job may have, if there are several.
         signals: sequence of int, the signals that this process has received so far.
         standby: bool.
     """
 
-    def __init__(self, job: JobToStart, output: str | None, signals: Sequence[int], *, standby: bool) -> None:
+    def __init__(
+        self, job: JobToStart, output: str | None, elastic: Elastic | None, signals: Sequence[int], *, standby: bool
+    ) -> None:
         self._job = job
         self._output = output
+        self._sizes = None if elastic is None else Sizes(elastic, lambda: bool(signals))
         self._signals = signals
         self._standby = standby
         self._waiting: _Attempted | None = None
         self._waiting_stack = contextlib.ExitStack()
 
-    def make_attempt(self, number: int) -> Attempt:
-        """Makes an attempt, and returns when no process of it is left.
+    def make_attempt(self, attempts: Sequence[Attempt]) -> Attempt | str:
+        """Makes the next attempt, and returns it when no process of it is left, or returns why it cannot be made.
 
         Args:
-            number: int, from 1.
+            attempts: sequence of `Attempt`, all so far.
         """
-        began = time.time()
+        placement = None if self._sizes is None else self._sizes.next(attempts)
+        if isinstance(placement, str):
+            return placement
+        began, number = time.time(), len(attempts) + 1
         with contextlib.ExitStack() as stack:
-            job, watched = self._taken(stack) or stack.enter_context(self._started(number))
-            meanwhile = functools.partial(self._prepare, number + 1) if self._standby else None
-            code = job.follow(self._signals, meanwhile)
+            job, watched = self._taken(stack, placement) or stack.enter_context(self._started(number, placement))
+            growth = None if self._sizes is None else self._sizes.growth
+
+            def meanwhile(running: str) -> None:
+                if growth is not None:
+                    growth.look(running, lambda: watched.events_so_far(running))
+                # Not before the ranks of this one train: their own start would be slower beside another.
+                if self._standby and self._waiting is None and watched.events_so_far(running).made_step:
+                    waiting = self._started(number + 1, placement, standby=True)
+                    self._waiting = self._waiting_stack.enter_context(waiting)
+
+            try:
+                code = job.follow(self._signals, meanwhile)
+            finally:
+                if growth is not None:
+                    growth.close(job.running)
             return watched.attempt(code, began, self._output_of(number))
 
     def close(self) -> None:
@@ -90,20 +126,17 @@ class _Starts:
         self._waiting = None
         self._waiting_stack.close()
 
-    def _taken(self, stack: contextlib.ExitStack) -> _Attempted | None:
-        """Returns the job that waits, if its launcher lives; the stack ends it."""
+    def _taken(self, stack: contextlib.ExitStack, placement: Placement | None) -> _Attempted | None:
+        """Returns the job that waits, if its launcher lives and it is where it should be; the stack ends it."""
         waiting, self._waiting = self._waiting, None
         stack.enter_context(self._waiting_stack.pop_all())
-        return waiting if waiting is not None and waiting[0].is_running else None
-
-    def _prepare(self, number: int, running: str) -> None:
-        """Starts the next job once the ranks of this one train: their own start would be slower beside it."""
-        if self._waiting is None and report.read(running).made_step:
-            self._waiting = self._waiting_stack.enter_context(self._started(number, standby=True))
+        if waiting is None or waiting[1].placement != placement or not waiting[0].is_running:
+            return None
+        return waiting
 
     @contextlib.contextmanager
-    def _started(self, number: int, *, standby: bool = False) -> Iterator[_Attempted]:
-        watched = Watched(self._signals)
+    def _started(self, number: int, placement: Placement | None, *, standby: bool = False) -> Iterator[_Attempted]:
+        watched = Watched(self._signals, placement)
         with started(self._job, self._output_of(number), watched, standby=standby) as job:
             yield job, watched
 
@@ -112,7 +145,7 @@ class _Starts:
 
 
 def _keep(restarts: int, output: str | None, attempts: Sequence[Attempt], why: str) -> None:
-    if output is not None:
+    if output is not None and attempts:
         text = json.dumps(summary.as_values(attempts, why, restarts), indent=2)
         try:
             Path(output, SUMMARY).write_text(f"{text}\n", encoding="utf-8")

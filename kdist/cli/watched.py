@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Sequence
 
+from kdist.launchers.capacity import Placement
 from kdist.restarts import progress, report
 from kdist.restarts.attempt import Attempt, End, cause
 from kdist.restarts.event_lines import EventLines, Filter
@@ -16,14 +17,17 @@ class Watched:
 
     Args:
         signals: sequence of int, the signals that this process has received so far.
+        placement: `Placement` or `None`, where the attempt runs, if its size may change.
 
     Attributes:
+        placement: the same.
         events: `Events`, after the attempt.
         progress: `Progress` or `None`, after the attempt.
     """
 
-    def __init__(self, signals: Sequence[int]) -> None:
+    def __init__(self, signals: Sequence[int], placement: Placement | None = None) -> None:
         self._signals = signals
+        self.placement = placement
         self.events = report.Events({}, False, (), None)
         self.progress: progress.Progress | None = None
         self._lines = EventLines()
@@ -37,13 +41,21 @@ class Watched:
         self._lines = EventLines(rest)
         return self._lines
 
+    def events_so_far(self, running: str) -> report.Events:
+        """Returns what the ranks have reported until now.
+
+        Args:
+            running: str, the job's directory.
+        """
+        return report.read(running, self._lines.lines)
+
     def read(self, running: str) -> None:
         """Reads what the ranks have reported.
 
         Args:
             running: str, the job's directory.
         """
-        self.events = report.read(running, self._lines.lines)
+        self.events = self.events_so_far(running)
         self.progress = progress.read(running, self.events)
 
     def attempt(self, code: int, began: float, output: str | None) -> Attempt:
@@ -59,4 +71,5 @@ class Watched:
         failure = None
         if end is End.FAILED:
             failure = cause(self.events, code, self._lines.end(), platform.node() if len(hosts) == 1 else "")
-        return Attempt(end, code, began, time.time(), self.events, failure, self.progress, output)
+        where = () if self.placement is None else self.placement.host_of_rank
+        return Attempt(end, code, began, time.time(), self.events, failure, self.progress, output, where)

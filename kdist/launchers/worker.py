@@ -40,6 +40,7 @@ def program(
     tee: bool = False,
     reports: bool = False,
     standby: str = "",
+    resizes: bool = False,
 ) -> tuple[str, ...]:
     """Returns the arguments that start a worker.
 
@@ -53,6 +54,7 @@ def program(
         tee: bool, whether the output of all ranks is shown, with rank and time.
         reports: bool, whether each rank reports to a supervisor how it fares.
         standby: str, where each rank waits to be told to begin; by default it begins at once.
+        resizes: bool, whether the supervisor may change the number of ranks.
 
     Returns:
         A tuple of str.
@@ -62,6 +64,7 @@ def program(
     options += () if running is None else ("--running", running)
     options += ("--reports",) if reports else ()
     options += ("--standby", standby) if standby else ()
+    options += ("--resizes",) if resizes else ()
     return (python, "-m", "kdist.launchers.worker", *options, *(("-m",) if module else ()), *command)
 
 
@@ -92,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     running_file = None if options.running is None else Path(options.running, str(info.rank))
     if running_file is not None and options.reports:
         own_reports.directory, own_reports.rank = running_file.parent, info.rank
+        own_reports.is_resized = options.resizes
     if running_file is not None:
         with contextlib.suppress(OSError):
             running_file.touch()
@@ -162,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tee", action="store_true")
     parser.add_argument("--reports", action="store_true")
     parser.add_argument("--standby", metavar="HOST,...:PORT")
+    parser.add_argument("--resizes", action="store_true")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser
