@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from kdist.checkpoint.backup import Backup
 from kdist.errors import CheckpointError
@@ -24,12 +25,20 @@ class BackupAndRestore(Backup):
 
     Keras' own `BackupAndRestore`, given to `fit` in a scope of several ranks, does the same.
 
+    With `asynchronous=True` a step waits until the state has been copied, not until it is written; state of which each
+    rank has a part is written before training goes on. With `memory_freq`, each host also keeps the newest two
+    checkpoints in its memory (`/dev/shm`), and `kdist run --restarts` resumes from the newest of all, on the hosts that
+    are left. So few steps are lost, the chief's host may be lost with its disk, and the disk is written seldom.
+
     Args:
         backup_dir: str or path, a directory for this training only. While another process uses it, this one waits up
             to 30 seconds.
         save_freq: `"epoch"`, or an int: the steps between two saves.
         double_checkpoint: bool, as in Keras; the previous checkpoint is always kept.
         delete_checkpoint: bool, whether the checkpoints are deleted at the end of `fit`.
+        asynchronous: bool, whether training goes on while the chief writes; it takes memory for one more copy.
+        memory_freq: int, the steps between two copies in the memory of each host; `"auto"`, so that they take 1 % of
+            the time at most; or `None` for none.
 
     Raises:
         ScopeError: when training begins, if workers of parameter servers would save between two steps.
@@ -48,11 +57,18 @@ class BackupAndRestore(Backup):
         save_freq: str | int = "epoch",
         double_checkpoint: bool = True,
         delete_checkpoint: bool = True,
+        asynchronous: bool = False,
+        memory_freq: int | Literal["auto"] | None = None,
     ) -> None:
-        if not os.fspath(backup_dir) or not (save_freq == "epoch" or (isinstance(save_freq, int) and save_freq > 0)):
+        is_number = [isinstance(each, int) and each > 0 for each in (save_freq, memory_freq)]
+        if (
+            not os.fspath(backup_dir)
+            or not (save_freq == "epoch" or is_number[0])
+            or not (memory_freq in ("auto", None) or is_number[1])
+        ):
             raise CheckpointError(
                 f"An argument of BackupAndRestore is invalid. Received: backup_dir={backup_dir!r}, "
-                f"save_freq={save_freq!r}. Expected a directory, and 'epoch' or a number of steps above 0. Fix: change "
-                "it."
+                f"save_freq={save_freq!r}, memory_freq={memory_freq!r}. Expected a directory; 'epoch' or a number of "
+                "steps above 0; and 'auto', None or a number of steps above 0. Fix: change it."
             )
-        super().__init__(os.fspath(backup_dir), save_freq, delete_checkpoint)
+        super().__init__(os.fspath(backup_dir), save_freq, delete_checkpoint, asynchronous, memory_freq)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
 
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
+from kdist.checkpoint.background_writer import BackgroundWriter
+from kdist.checkpoint.broadcast import broadcast_checkpoint
 from kdist.checkpoint.callback_state import CallbackState
 from kdist.checkpoint.files import Checkpoint, CheckpointDirectory
-from kdist.engines.engine import Engine
+from kdist.checkpoint.host_copies import HostCopies
 from kdist.errors import CheckpointError
 from kdist.keras_hooks.trainer import set_initial_epoch
 from kdist.restarts.progress import own_progress
-from kdist.state.broadcast import broadcast_arrays
-from kdist.state.part import DeferredArray, State, StatePart
+from kdist.restarts.report import own_reports
+from kdist.state.part import DeferredArray, StatePart
 from kdist.state.random_state import random_state, set_random_state
 from kdist.state.single_process import KerasData, is_replaying
 from kdist.state.variables import ModelState
@@ -33,9 +35,18 @@ class Backup(AllRanksCallback):
         backup_dir: str or path, the directory of this training's checkpoints.
         save_freq: `"epoch"`, or the steps between two saves.
         delete_checkpoint: bool, whether the checkpoints are deleted at the end of `fit`.
+        asynchronous: bool, whether training goes on while a checkpoint is written.
+        memory_freq: the steps between two copies in the memory of each host, `"auto"`, or `None` for none.
     """
 
-    def __init__(self, backup_dir: str, save_freq: str | int = "epoch", delete_checkpoint: bool = True) -> None:
+    def __init__(
+        self,
+        backup_dir: str,
+        save_freq: str | int = "epoch",
+        delete_checkpoint: bool = True,
+        asynchronous: bool = False,
+        memory_freq: int | Literal["auto"] | None = None,
+    ) -> None:
         super().__init__()
         self.backup_dir = str(backup_dir)
         if "://" in self.backup_dir:
@@ -46,6 +57,8 @@ class Backup(AllRanksCallback):
             )
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
+        self.asynchronous = asynchronous
+        self.memory_freq = memory_freq
         self._epoch = 0
         self._steps_since = 0
         self._last_batch = -1
@@ -56,6 +69,9 @@ class Backup(AllRanksCallback):
         self._resumed_step = 0
         self._replay: KerasData | None = None
         self._directory = CheckpointDirectory(self.backup_dir)
+        self._writer = BackgroundWriter()
+        self._copies: HostCopies | None = None
+        self._number = 0  # of the newest checkpoint
 
     @classmethod
     def from_keras(cls, callback: keras.callbacks.BackupAndRestore) -> Backup:
@@ -64,13 +80,13 @@ class Backup(AllRanksCallback):
 
     def settings(self) -> dict[str, Any]:
         """Returns the arguments, by name."""
-        names = ("backup_dir", "save_freq", "delete_checkpoint")
+        names = ("backup_dir", "save_freq", "delete_checkpoint", "asynchronous", "memory_freq")
         return {name: getattr(self, name) for name in names}
 
     @property
     def reads_state_between_steps(self) -> bool:
         """Whether it saves within epochs."""
-        return self.save_freq != "epoch"
+        return self.save_freq != "epoch" or self.memory_freq is not None
 
     # Saving.
 
@@ -100,12 +116,17 @@ class Backup(AllRanksCallback):
         """Saves every `save_freq` steps."""
         if self._resumed is not None:
             return  # a replayed step
-        self._steps_since += batch - self._last_batch
+        steps = batch - self._last_batch
+        self._steps_since += steps
+        if self._copies is not None:
+            self._copies.made_steps(steps)
         if self.is_chief:
-            own_progress.made_steps(batch - self._last_batch)
+            own_progress.made_steps(steps)
         self._last_batch = batch
         if self.save_freq != "epoch" and self._steps_since >= int(self.save_freq):
             self.save(batch + 1)
+        elif self._copies is not None and self._copies.is_due:
+            self._save_in_memory(batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves after each epoch, or if a save was due in its last step."""
@@ -116,31 +137,89 @@ class Backup(AllRanksCallback):
         self._epoch, self._last_batch = epoch + 1, -1
         if is_due:
             self.save(0)
+        elif self._copies is not None and self._copies.is_due:
+            self._save_in_memory(0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Deletes the checkpoints."""
         set_initial_epoch(self.model, None)  # else Keras uses it in the next `fit` too
+        self.wait_until_written()
         if self.is_chief and self.delete_checkpoint:
             self._directory.delete()
         self._directory.lock.release()
+        if self._copies is not None:
+            self._copies.delete()
         self.session.engine.barrier()  # all ranks see the deletion afterwards
+
+    def clean_up(self) -> None:
+        """Waits for a checkpoint that is being written, after an error too."""
+        try:
+            self.wait_until_written()
+        except CheckpointError as error:
+            logger.warning("%s", error)
 
     def save(self, epoch_step: int) -> bool:
         """Saves, and returns whether this step is saved: the last step of an epoch is saved after the epoch.
 
         Collective: every rank must call this, in the same order.
         """
-        session = self.session
-        if epoch_step and session.is_last_step(epoch_step, self.params):
+        if self._is_saved_later(epoch_step):
             return False
         if self._saved_at == (self._epoch, epoch_step):
             return True
+        checkpoint = self._checkpoint(epoch_step)
+        # Parts of which each rank has some are made now, by all ranks.
+        is_deferred = any(isinstance(each, DeferredArray) for state in checkpoint.values() for each in state.values())
+        if self.is_chief and self.asynchronous and not is_deferred:
+            self._writer.write(functools.partial(self._write, self._place(epoch_step)), checkpoint)
+        elif self.is_chief:
+            self._write(self._place(epoch_step), checkpoint)
+        else:
+            for each in [value for state in checkpoint.values() for value in state.values()]:
+                if isinstance(each, DeferredArray):
+                    np.asarray(each)  # while the chief writes it
+        if self._copies is not None:
+            self._copies.write(checkpoint, self._number)
+        self._steps_since = 0
+        self._saved_at = self._epoch, epoch_step
+        return True
+
+    def wait_until_written(self) -> None:
+        """Waits until what was saved is on disk; raises `CheckpointError` if it could not be written."""
+        self._writer.wait()
+
+    def _save_in_memory(self, epoch_step: int) -> None:
+        if self._copies is None or self._is_saved_later(epoch_step):
+            return
+        self._copies.write(self._checkpoint(epoch_step), self._number)
+        if self.is_chief:
+            own_progress.saved(*self._place(epoch_step))
+
+    def _is_saved_later(self, epoch_step: int) -> bool:
+        """Returns whether this step is saved after the epoch, as its last one."""
+        return bool(epoch_step) and self.session.is_last_step(epoch_step, self.params)
+
+    def _place(self, epoch_step: int) -> tuple[int, int, int]:
+        return self._epoch, epoch_step, own_progress.steps
+
+    def _write(self, place: tuple[int, int, int], checkpoint: Checkpoint) -> None:
+        logger.debug("saved %s", self._directory.write(checkpoint))
+        own_progress.saved(*place)
+
+    def _checkpoint(self, epoch_step: int) -> Checkpoint:
+        """Returns the next checkpoint.
+
+        Collective: every rank must call this, in the same order.
+        """
+        session = self.session
         session.synchronize()
+        self._number += 1
         parts: list[StatePart] = [*session.parts(), session.data(epoch_step), CallbackState(self.others)]
         if epoch_step:
             parts.append(session.metrics)
         checkpoint = {part.name: part.state_dict() for part in parts}
         checkpoint["training"] = {
+            "number": self._number,
             "epoch": self._epoch,
             "stopped": self._num_epochs if self.model.stop_training and not epoch_step else 0,
             "ranks": session.engine.size,
@@ -149,22 +228,13 @@ class Backup(AllRanksCallback):
             "random of epoch": self._random_at_epoch,
             "random": random_state(),
         }
-        if self.is_chief:
-            logger.debug("saved %s", self._directory.write(checkpoint))
-            own_progress.saved(self._epoch, epoch_step)
-        else:
-            for each in [value for state in checkpoint.values() for value in state.values()]:
-                if isinstance(each, DeferredArray):
-                    np.asarray(each)  # while the chief writes it
-        self._steps_since = 0
-        self._saved_at = self._epoch, epoch_step
-        return True
+        return checkpoint
 
     # Resuming.
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Resumes an interrupted training; on several ranks `RankSynchronization` calls `begin`."""
-        self.session.check_save_frequency(self.save_freq)
+        self.session.check_save_frequency(self.save_freq if self.memory_freq is None else 1)
         if self.session.engine.size == 1:
             self.begin()
 
@@ -173,23 +243,56 @@ class Backup(AllRanksCallback):
 
         Collective: every rank must call this, in the same order.
         """
+        self.clean_up()
         self._directory.lock.release()  # of a `fit` that raised
         self._directory = CheckpointDirectory(self.backup_dir)
-        self._epoch, self._last_batch, self._steps_since, self._saved_at = 0, -1, 0, None
+        self._epoch, self._last_batch, self._steps_since, self._saved_at, self._number = 0, -1, 0, None, 0
         self._resumed = self._replay = None
         self._random_at_fit = random_state() if self.session.draws_in_background else {}
         if self.is_chief:
             self._directory.lock.acquire()
             own_progress.fit_begins()
-        found = self._directory.read() if self.is_chief else None
         in_parts = [part.name for part in self.session.parts() if isinstance(part, ModelState) and part.is_in_parts]
-        saved = _broadcast_checkpoint(self.session.engine, None if found is None else found[1], one_by_one=in_parts)
+        found, root, name = self._newest()
+        saved = broadcast_checkpoint(self.session.engine, found, root=root, one_by_one=in_parts)
         if saved is None:
             if self.is_chief:
                 _warn_of_keras_backup(self.backup_dir)
             return
+        self._number = saved["training"].get("number", 0)
         self._load(saved, with_rates=True)
-        self._begin_at(saved, found[0].name if found is not None else "")
+        self._begin_at(saved, name)
+
+    def _newest(self) -> tuple[Checkpoint | None, int, str]:
+        """Returns the newest checkpoint on the rank that has it, and `None` on the others; that rank, and its name.
+
+        Collective: every rank must call this, in the same order.
+        """
+        engine = self.session.engine
+        found = self._directory.read() if self.is_chief else None
+        path, checkpoint = (None, None) if found is None else found
+        name = "" if path is None else path.name
+        self._copies = self._make_copies()
+        if self._copies is None:
+            return checkpoint, 0, name
+        on_disk = engine.broadcast_object(0 if checkpoint is None else checkpoint["training"].get("number", 0))
+        in_memory, rank = self._copies.newest()
+        if in_memory <= on_disk:
+            return checkpoint, 0, name
+        return self._copies.read() if engine.rank == rank else None, rank, f"the memory of rank {rank}'s host"
+
+    def _make_copies(self) -> HostCopies | None:
+        """Returns the copies in the memory of hosts, if they are asked for and another attempt will look for them."""
+        if self.memory_freq is None:
+            return None
+        if not own_reports.job:
+            if self.is_chief:
+                logger.warning(
+                    "memory_freq has no effect: nothing starts this training again. Received: memory_freq=%r without "
+                    "`kdist run --restarts`. Fix: kdist run -np N --restarts 3 SCRIPT.", self.memory_freq,
+                )  # fmt: skip
+            return None
+        return HostCopies(self.session.engine, own_reports.job, self.backup_dir, self.memory_freq)
 
     def _load(self, saved: Checkpoint, *, with_rates: bool) -> None:
         parts: list[StatePart] = [*self.session.parts(), CallbackState(self.others)]
@@ -239,42 +342,6 @@ class Backup(AllRanksCallback):
                 set_random_state(saved["training"]["random of fit"])
             return
         set_random_state(saved["training"]["random"])
-
-
-def _broadcast_checkpoint(
-    engine: Engine, checkpoint: Checkpoint | None, *, one_by_one: Collection[str]
-) -> Checkpoint | None:
-    """Returns the chief's checkpoint on every rank; arrays of some parts are sent when they are read, one by one.
-
-    Collective: every rank must call this, in the same order.
-    """
-    parts = {} if checkpoint is None else checkpoint
-    flat = {f"{part}/{name}": value for part, state in parts.items() for name, value in state.items()}
-    late = {key: value for key, value in flat.items() if key.partition("/")[0] in one_by_one and _is_array(value)}
-    at_once = {key: np.asarray(each) if _is_array(each) else each for key, each in flat.items() if key not in late}
-    received = broadcast_arrays(engine, None if checkpoint is None else at_once)
-    if received is None:
-        return None
-    for key in engine.broadcast_object(list(late)):
-        received[key] = _sent_when_read(engine, late.get(key))
-    result: dict[str, State] = {}
-    for key, value in received.items():
-        part, _, name = key.partition("/")
-        result.setdefault(part, {})[name] = value
-    return result
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, (np.ndarray, DeferredArray))
-
-
-def _sent_when_read(engine: Engine, of_the_chief: Any) -> DeferredArray:
-    def send() -> Any:
-        local = None if of_the_chief is None else {"array": np.asarray(of_the_chief)}
-        received = broadcast_arrays(engine, local)
-        return (received or {})["array"]
-
-    return DeferredArray(send)
 
 
 def _warn_of_keras_backup(backup_dir: str) -> None:

@@ -50,7 +50,7 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: if it cannot be written; earlier checkpoints are not changed then.
         """
-        values, arrays = _split(checkpoint)
+        values, arrays = split(checkpoint)
         if objects := [name for name, array in arrays.items() if _has_objects(array)]:
             raise CheckpointError(
                 f"Python objects are not saved, as reading them would run code. Received: arrays of objects "
@@ -148,7 +148,7 @@ def _has_objects(array: Any) -> bool:
     return isinstance(array, np.ndarray) and array.dtype.hasobject
 
 
-def _split(checkpoint: Checkpoint) -> tuple[dict[str, State], dict[str, Any]]:
+def split(checkpoint: Checkpoint) -> tuple[dict[str, State], dict[str, Any]]:
     """Returns the values that JSON can write, and the arrays by part and name."""
     arrays = {
         f"{part}/{name}": value

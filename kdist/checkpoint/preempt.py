@@ -120,6 +120,8 @@ class Preempt(AllRanksCallback):
         is_saved = [each.save(0 if batch is None else batch + 1) for each in backups]  # no short circuit
         if not all(is_saved):
             return
+        for each in backups:
+            each.wait_until_written()
         if not backups:
             for each in self._all():
                 if isinstance(each, keras.callbacks.ModelCheckpoint):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import secrets
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(build(options, program(output=output), node=node))
         return 0
-    job = JobToStart(options, node, program, "" if is_module else words[0])
+    job = JobToStart(options, node, program, "" if is_module else words[0], secrets.token_hex(8))
     if output is not None:
         make_directory(output)
     if options.restarts is not None:

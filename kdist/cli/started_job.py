@@ -22,6 +22,7 @@ from kdist.launchers.standby import Standby
 from kdist.reports import scope_marks
 from kdist.reports.first_failure import FailureMonitor
 from kdist.reports.launcher_boxes import BoxFilter
+from kdist.restarts.event_lines import Muted
 from kdist.restarts.report import Failure, Kind, append_failure
 
 
@@ -34,12 +35,14 @@ class JobToStart:
         node: `Node` or `None`, this machine's place among several.
         program: function of the other arguments of `worker.program`.
         script: str, the script's path; empty for a module.
+        name: str, what distinguishes it, started once or again, from other jobs.
     """
 
     options: argparse.Namespace
     node: Node | None
     program: Callable[..., Sequence[str]]
     script: str
+    name: str
 
     @property
     def has_hosts(self) -> bool:
@@ -61,15 +64,20 @@ def started(
     """
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(tempfile.TemporaryDirectory(prefix="kdist-"))
-        waiting = None
+        begin, address = contextlib.ExitStack(), ""
         if standby:
             is_remote = what.has_hosts or is_scheduled(os.environ)
             waiting = stack.enter_context(contextlib.closing(Standby(everywhere=is_remote)))
-        address = "" if waiting is None else waiting.address
+            begin.callback(waiting.begin)
+            address = waiting.address
         reports, placement = (None, None) if watched is None else (running, watched.placement)
         is_resized = placement is not None
         program = what.program(
-            output=output, running=running, reports=watched is not None, resizes=is_resized, standby=address
+            output=output,
+            running=running,
+            supervised=what.name if watched is not None else "",
+            resizes=is_resized,
+            standby=address,
         )
         command = build(what.options, program, reports, what.node, placement)
         if output is not None and not standby:
@@ -78,8 +86,11 @@ def started(
         boxes = BoxFilter(what.script)
         shown = boxes if command.prints_boxes else None
         stderr = shown if watched is None else watched.filtered(shown)
+        if standby and stderr is not None:  # the job that runs owns the terminal
+            stderr = muted = Muted(stderr)
+            begin.callback(muted.unmute)
         job = stack.enter_context(process.started(command, stderr, reads_input=not standby))
-        yield StartedJob(command, job, running, monitor, boxes, output, watched, waiting, has_hosts=what.has_hosts)
+        yield StartedJob(command, job, running, monitor, boxes, output, watched, begin.close, has_hosts=what.has_hosts)
 
 
 class StartedJob:
@@ -93,7 +104,7 @@ class StartedJob:
         boxes: `BoxFilter`, which knows what the launcher says.
         output: str or `None`, the directory of the ranks' output.
         watched: `Watched` or `None`, what a supervisor learns of the job.
-        standby: `Standby` or `None`, where its ranks wait.
+        begin: function that lets its ranks begin, if they wait.
         has_hosts: bool, whether it may lose a host.
 
     Attributes:
@@ -109,7 +120,7 @@ class StartedJob:
         boxes: BoxFilter,
         output: str | None,
         watched: Watched | None,
-        standby: Standby | None,
+        begin: Callable[[], object],
         *,
         has_hosts: bool,
     ) -> None:
@@ -118,7 +129,7 @@ class StartedJob:
         self.running = running
         self._monitor = monitor
         self._boxes = boxes
-        self._standby = standby
+        self._begin = begin
         self._has_hosts = has_hosts
         self._output = output
         self._watched = watched
@@ -136,8 +147,7 @@ class StartedJob:
             meanwhile: function of the job's directory that is called every half second, or `None`.
         """
         slow_start = scope_marks.SlowStart()
-        if self._standby is not None:
-            self._standby.begin()
+        self._begin()
 
         def must_end() -> bool:
             if meanwhile is not None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from kdist.launchers.capacity import Placement
 from kdist.launchers.process import received_signals
 from kdist.restarts import summary
 from kdist.restarts.attempt import Attempt, End
+from kdist.restarts.memory import directory_of
 from kdist.restarts.supervisor import supervise
 
 SUMMARY = "restarts.json"  # in the directory of the output
@@ -45,6 +47,7 @@ def run(
         LaunchError: if there is no first attempt.
     """
     with received_signals() as signals, contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory_of(job.name), ignore_errors=True)
         starts = _Starts(job, output, elastic, signals, standby=standby)
         stack.callback(starts.close)
         attempts, why = supervise(
@@ -129,9 +132,11 @@ class _Starts:
     def _taken(self, stack: contextlib.ExitStack, placement: Placement | None) -> _Attempted | None:
         """Returns the job that waits, if its launcher lives and it is where it should be; the stack ends it."""
         waiting, self._waiting = self._waiting, None
-        stack.enter_context(self._waiting_stack.pop_all())
+        waiting_stack = self._waiting_stack.pop_all()
         if waiting is None or waiting[1].placement != placement or not waiting[0].is_running:
+            waiting_stack.close()
             return None
+        stack.enter_context(waiting_stack)
         return waiting
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ def program(
     output: str | None = None,
     running: str | None = None,
     tee: bool = False,
-    reports: bool = False,
+    supervised: str = "",
     standby: str = "",
     resizes: bool = False,
 ) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def program(
         running: str or `None`, a directory of this host in which each rank has a file until its script has
             finished without an error.
         tee: bool, whether the output of all ranks is shown, with rank and time.
-        reports: bool, whether each rank reports to a supervisor how it fares.
+        supervised: str, what distinguishes a job that is started again from others; its ranks report how they fare.
         standby: str, where each rank waits to be told to begin; by default it begins at once.
         resizes: bool, whether the supervisor may change the number of ranks.
 
@@ -62,7 +62,7 @@ def program(
     options: tuple[str, ...] = () if output is None else ("--output", output)
     options += ("--tee",) if tee else ()
     options += () if running is None else ("--running", running)
-    options += ("--reports",) if reports else ()
+    options += ("--supervised", supervised) if supervised else ()
     options += ("--standby", standby) if standby else ()
     options += ("--resizes",) if resizes else ()
     return (python, "-m", "kdist.launchers.worker", *options, *(("-m",) if module else ()), *command)
@@ -93,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if info.size > 1 and sys.breakpointhook is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = functools.partial(_no_breakpoint, info.rank, info.size)
     running_file = None if options.running is None else Path(options.running, str(info.rank))
-    if running_file is not None and options.reports:
-        own_reports.directory, own_reports.rank = running_file.parent, info.rank
+    if running_file is not None and options.supervised:
+        own_reports.directory, own_reports.rank, own_reports.job = running_file.parent, info.rank, options.supervised
         own_reports.is_resized = options.resizes
     if running_file is not None:
         with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="DIR")
     parser.add_argument("--running", metavar="DIR")
     parser.add_argument("--tee", action="store_true")
-    parser.add_argument("--reports", action="store_true")
+    parser.add_argument("--supervised", metavar="JOB")
     parser.add_argument("--standby", metavar="HOST,...:PORT")
     parser.add_argument("--resizes", action="store_true")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)

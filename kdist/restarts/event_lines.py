@@ -24,6 +24,30 @@ class Filter(Protocol):
         """Returns what was held back and is shown in the end."""
 
 
+class Muted:
+    """A filter that drops all until it is unmuted.
+
+    Args:
+        rest: `Filter`, through which all passes from then on.
+    """
+
+    def __init__(self, rest: Filter) -> None:
+        self._rest = rest
+        self._is_muted = True
+
+    def unmute(self) -> None:
+        """Drops nothing from now on."""
+        self._is_muted = False
+
+    def feed(self, piece: bytes) -> bytes:
+        """Returns what is shown of the next output."""
+        return b"" if self._is_muted else self._rest.feed(piece)
+
+    def finish(self) -> bytes:
+        """Returns what was held back and is shown in the end."""
+        return b"" if self._is_muted else self._rest.finish()
+
+
 def _may_be_event(beginning: bytes) -> bool:
     prefix = LINE_PREFIX.encode()
     # A progress bar may begin with a bracket too.

@@ -77,17 +77,23 @@ class OwnProgress:
         self._now.first_step = self._now.first_step or time.time()
         self._write()
 
-    def saved(self, epoch: int, epoch_step: int) -> None:
+    @property
+    def steps(self) -> int:
+        """How many steps have been recorded."""
+        return self._now.steps
+
+    def saved(self, epoch: int, epoch_step: int, steps: int) -> None:
         """Records a checkpoint.
 
         Args:
             epoch: int, the epoch in which training would go on.
             epoch_step: int, the step of that epoch.
+            steps: int, the `steps` of the moment in which it was taken.
         """
         if own_reports.directory is None:
             return
         now = self._now
-        now.saves, now.saved_steps, now.last_save = now.saves + 1, now.steps, time.time()
+        now.saves, now.saved_steps, now.last_save = now.saves + 1, steps, time.time()
         now.saved_fit, now.epoch, now.epoch_step = now.fits, epoch, epoch_step
         self._write()
         self._send()

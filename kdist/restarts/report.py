@@ -66,11 +66,13 @@ class OwnReports:
     Attributes:
         directory: `Path` or `None`, the job's, which exists on the host of `kdist run`.
         rank: int, this process's number.
+        job: str, which is the same in all attempts of the job, and in no other job; empty without a supervisor.
         is_resized: bool, whether the next attempt may have another number of ranks.
     """
 
     directory: Path | None = None
     rank: int = 0
+    job: str = ""
     is_resized: bool = False
 
     def reached_scope(self) -> None:

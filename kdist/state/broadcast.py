@@ -43,25 +43,27 @@ def broadcast_in_groups(engine: Engine, values: Sequence[Any], root: int = 0) ->
         yield from zip(group, received, strict=True)
 
 
-def broadcast_arrays(engine: Engine, local: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns rank 0's values and arrays on every rank: the others may have no access to its disk.
+def broadcast_arrays(engine: Engine, local: Mapping[str, Any] | None, root: int = 0) -> dict[str, Any] | None:
+    """Returns the root's values and arrays on every rank.
 
     Collective: every rank must call this, in the same order.
 
     Args:
         engine: `Engine`, how the ranks communicate.
-        local: mapping of names to NumPy arrays and to what JSON can write, or `None`; read on rank 0 only.
+        local: mapping of names to NumPy arrays and to what JSON can write, or `None`; read on the root only.
+        root: int, the rank that has them.
     """
     if engine.size == 1:
         return None if local is None else dict(local)
     arrays = {name: value for name, value in (local or {}).items() if isinstance(value, np.ndarray)}
     values = None if local is None else {name: value for name, value in local.items() if name not in arrays}
     kinds = [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]
-    values, kinds = engine.broadcast_object([values, kinds])
+    values, kinds = engine.broadcast_object([values, kinds], root)
     if values is None:
         return None
     sent = [
-        arrays[name] if engine.rank == 0 and name in arrays else np.zeros(shape, dtype) for name, dtype, shape in kinds
+        arrays[name] if engine.rank == root and name in arrays else np.zeros(shape, dtype)
+        for name, dtype, shape in kinds
     ]
-    received = {kinds[place][0]: flat.to_array(value) for place, value in broadcast_in_groups(engine, sent)}
+    received = {kinds[place][0]: flat.to_array(value) for place, value in broadcast_in_groups(engine, sent, root)}
     return values | received

@@ -17,7 +17,7 @@ _AGENT = """#!/bin/sh
 while case "$1" in -*) true;; *) false;; esac; do shift; done
 host=$1; shift
 [ -e {folder}/down-$host ] && exit 255
-export {mark}=$host
+export {mark}={folder}:$host
 exec unshare --uts sh -c "hostname $host; $*"
 """
 
@@ -46,7 +46,7 @@ class SimulatedHosts:
         (self._folder / f"down-{name}").touch()
         for directory in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
-                if f"{_MARK}={name}".encode() in (directory / "environ").read_bytes().split(b"\0"):
+                if f"{_MARK}={self._folder}:{name}".encode() in (directory / "environ").read_bytes().split(b"\0"):
                     os.kill(int(directory.name), signal.SIGKILL)
 
     def start(self, name: str) -> None:

@@ -47,6 +47,25 @@ def test_over_collectives(tmp_path, uninterrupted):
     assert causes(trained.attempts) == [("signal", 1), ("success", None)]
 
 
+def test_copies_in_memory_outlive_the_chief_and_its_disk(tmp_path, uninterrupted):
+    settings = json.dumps({"save_freq": "epoch", "memory_freq": 1})
+    trained = train(tmp_path, "kill@0", "raise", env={"BACKUP_SETTINGS": settings, "LOSE_DISK": "1"})
+    assert trained.differences(uninterrupted) == []
+    assert causes(trained.attempts) == [("signal", 0), ("exception", 1), ("success", None)]
+    assert [each["steps_lost"] for each in trained.attempts] == [0, 0, 0]
+    assert trained.said.count("training resumes from the memory of rank 0's host: epoch 1, after 2 step(s)") == 1
+    assert not list(Path("/dev/shm").glob("kdist-copies-*"))
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, uninterrupted):
+    settings = json.dumps({"save_freq": 1, "asynchronous": True, "memory_freq": "auto"})
+    trained = train(tmp_path, "kill", "preempt", env={"BACKUP_SETTINGS": settings})
+    assert trained.differences(uninterrupted) == []
+    assert causes(trained.attempts) == [("signal", 1), ("preemption", 1), ("success", None)]
+    assert trained.attempts[0]["steps_lost"] <= 2  # that of the step before may not have been written
+    assert trained.attempts[1]["steps_lost"] == 0
+
+
 def test_the_ranks_of_the_next_attempt_are_on_standby(tmp_path, uninterrupted):
     """The last attempt's ranks are those that waited: they are older than the end of the first one."""
     trained = train(tmp_path, "late-kill", options=["--standby"])

@@ -1,13 +1,16 @@
 """A training that breaks, each time it is started in another way: `python -m tests.restarts.training FOLDER WAY...`.
 
 It goes on from its backup. Each way breaks one start, on rank 1, or on the rank that it names: `kill@0`. After the last
-one training ends, and the chief writes its history and its weights.
+one training ends, and the chief writes its history and its weights. `BACKUP_SETTINGS` has arguments of the backup, as
+JSON; with `LOSE_DISK`, a start finds no backup on disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -111,7 +114,10 @@ def main() -> None:
         number = len(starts.read_text()) if starts.exists() else 0
         starts.write_text("." * (number + 1))
         Path(folder, f"started{kdist.rank()}").write_text(str(process_start()))
-        backup = kdist.callbacks.BackupAndRestore(Path(folder, "backup"), save_freq=2)
+        if number and "LOSE_DISK" in os.environ and kdist.is_chief():
+            shutil.rmtree(Path(folder, "backup"))
+        settings = json.loads(os.environ.get("BACKUP_SETTINGS", '{"save_freq": 2}'))
+        backup = kdist.callbacks.BackupAndRestore(Path(folder, "backup"), **settings)
         callbacks = [Broken(ways[number])] if number < len(ways) else []
         history = model.fit(
             *(x, y),

@@ -1,0 +1,107 @@
+"""Copies of a training's checkpoints in the memory of all hosts: when they are made, and which one is the newest."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Literal
+
+import numpy as np
+
+from kdist.checkpoint.broadcast import broadcast_checkpoint
+from kdist.checkpoint.files import Checkpoint
+from kdist.checkpoint.memory_copies import MemoryCopies
+from kdist.engines.engine import Engine
+from kdist.restarts.memory import MEMORY, delete_old
+from kdist.state.part import DeferredArray
+from kdist.state.variables import ModelState
+
+logger = logging.getLogger("kdist")
+
+_COST = 0.01  # of the training's time, at most, with `"auto"`
+_FIRST = 10  # steps before the first copy with `"auto"`, which measures
+
+
+class HostCopies:
+    """The copies that one rank of each host makes.
+
+    Args:
+        engine: `Engine`, how the ranks communicate.
+        job: str, what distinguishes this job, with all its attempts, from others.
+        backup_dir: str, what distinguishes the training from others of the job.
+        freq: int or `"auto"`, the steps between two copies.
+    """
+
+    def __init__(self, engine: Engine, job: str, backup_dir: str, freq: int | Literal["auto"]) -> None:
+        self._engine = engine
+        self._files = MemoryCopies(job, backup_dir) if engine.local_rank == 0 and MEMORY.is_dir() else None
+        self._is_measured = freq == "auto"
+        self._every = _FIRST if freq == "auto" else freq
+        self._steps = 0  # since the last copy
+        self._ended = time.monotonic()  # when that was made
+        if self._files is not None:
+            delete_old()
+
+    def made_steps(self, number: int) -> None:
+        """Counts steps.
+
+        Args:
+            number: int, how many.
+        """
+        self._steps += number
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a copy is to be made after this step."""
+        return self._steps >= self._every
+
+    def write(self, checkpoint: Checkpoint, number: int) -> None:
+        """Copies a checkpoint into the memory of each host.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            checkpoint: `Checkpoint`.
+            number: int, above 0, which is greater for later ones.
+        """
+        began = time.monotonic()
+        if self._engine.local_size < self._engine.size:  # what callbacks hold may differ, and the chief's is right
+            rest = {part: state for part, state in checkpoint.items() if part != ModelState.name}
+            checkpoint = {**checkpoint, **(broadcast_checkpoint(self._engine, rest) or {})}
+        if self._files is not None:
+            try:
+                self._files.write(checkpoint, number)
+            except OSError as error:
+                logger.warning(
+                    "the checkpoint is not copied into the memory of this host, and no other will be. Received: %s. "
+                    "Expected room for two of them in %s. Fix: make room there, or omit memory_freq.", error, MEMORY,
+                )  # fmt: skip
+                self._files.delete()
+                self._files = None
+        if self._files is None:
+            for each in checkpoint[ModelState.name].values():
+                if isinstance(each, DeferredArray):
+                    np.asarray(each)  # while other ranks copy it
+        now = time.monotonic()
+        if self._is_measured:
+            step = max((began - self._ended) / max(self._steps, 1), 1e-6)
+            self._every = self._engine.broadcast_object(max(1, math.ceil((now - began) / (_COST * step))))
+        self._ended, self._steps = now, 0
+
+    def newest(self) -> tuple[int, int]:
+        """Returns the number of the newest copy, 0 if there is none, and the lowest rank that has it.
+
+        Collective: every rank must call this, in the same order.
+        """
+        numbers = self._engine.gather_objects(0 if self._files is None else self._files.newest())
+        return max(numbers), numbers.index(max(numbers))
+
+    def read(self) -> Checkpoint | None:
+        """Returns the newest copy of this host, if this rank makes its copies."""
+        return None if self._files is None else self._files.read()
+
+    def delete(self) -> None:
+        """Deletes the copies of this host."""
+        if self._files is not None:
+            self._files.delete()

@@ -1,0 +1,115 @@
+"""Checkpoints in the memory of a host: files of its memory file system, which outlive the processes of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from kdist.checkpoint.files import Checkpoint, split
+from kdist.restarts.memory import directory_of
+from kdist.state.part import DeferredArray, State
+from kdist.state.variables import ModelState
+
+_HEADER = struct.Struct("<QQ")  # the checkpoint's number, 0 while it is written, and the bytes of the description
+_NUM_FILES = 2
+
+
+class MemoryCopies:
+    """The copies of one training's checkpoints on this host.
+
+    Two files are written in turns: a process that is killed while it writes leaves the other one.
+
+    Args:
+        job: str, what distinguishes this job, with all its attempts, from others.
+        backup_dir: str, what distinguishes the training from others of the job.
+    """
+
+    def __init__(self, job: str, backup_dir: str) -> None:
+        # By the host's name, too: containers of one machine may share its memory file system.
+        what = f"{platform.node()}:{os.path.abspath(backup_dir)}"
+        digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
+        self._directory = directory_of(job)
+        self._files = [self._directory / f"{digest}-{place}" for place in range(_NUM_FILES)]
+
+    def write(self, checkpoint: Checkpoint, number: int) -> None:
+        """Writes a checkpoint over the older one.
+
+        Args:
+            checkpoint: `Checkpoint`.
+            number: int, above 0, which is greater for later ones.
+
+        Raises:
+            OSError: if there is no room.
+        """
+        values, arrays = split(checkpoint)
+        made = {key: np.asarray(array, order="C") for key, array in arrays.items()}
+        described = [[key, array.dtype.str, array.shape] for key, array in made.items()]
+        description = json.dumps({"values": values, "arrays": described}).encode()
+        path = min(self._files, key=_number)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        # Not truncated: pages that are there already are written twice as fast.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        with open(descriptor, "r+b") as file:
+            _write_header(file, 0, 0)
+            file.write(description)
+            for array in made.values():
+                file.write(array.reshape(-1).view(np.uint8).data)
+            file.truncate()
+            _write_header(file, number, len(description))
+
+    def newest(self) -> int:
+        """Returns the number of the newest complete checkpoint, 0 if there is none."""
+        return max(map(_number, self._files))
+
+    def read(self) -> Checkpoint:
+        """Returns the newest complete checkpoint."""
+        path = max(self._files, key=_number)
+        with open(path, "rb") as file:
+            _, length = _HEADER.unpack(file.read(_HEADER.size))
+            described = json.loads(file.read(length))
+            place = file.tell()
+        checkpoint: dict[str, State] = described["values"]
+        for key, dtype, shape in described["arrays"]:
+            part, _, name = key.partition("/")
+            array = _deferred(path, place, np.dtype(dtype), shape)
+            checkpoint[part][name] = array if part == ModelState.name else np.asarray(array)
+            place += np.dtype(dtype).itemsize * int(np.prod(shape))
+        return checkpoint
+
+    def delete(self) -> None:
+        """Deletes the copies."""
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another training's are there
+            self._directory.rmdir()
+
+
+def _write_header(file: BinaryIO, number: int, length: int) -> None:
+    file.flush()
+    file.seek(0)
+    file.write(_HEADER.pack(number, length))
+    file.flush()
+
+
+def _number(path: Path) -> int:
+    try:
+        with open(path, "rb") as file:
+            number: int = _HEADER.unpack(file.read(_HEADER.size))[0]
+            return number
+    except (OSError, struct.error):
+        return 0
+
+
+def _deferred(path: Path, place: int, dtype: np.dtype[Any], shape: list[int]) -> DeferredArray:
+    def read() -> Any:
+        return np.fromfile(path, dtype, int(np.prod(shape)), offset=place).reshape(shape)
+
+    return DeferredArray(read)
