@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
 from kdist.cli.job import build
@@ -16,6 +15,7 @@ from kdist.errors import LaunchError
 from kdist.launchers import process
 from kdist.launchers.command import Command
 from kdist.launchers.hosts import is_scheduled
+from kdist.launchers.job_directory import job_directory
 from kdist.launchers.nodes import Node
 from kdist.launchers.process import Job
 from kdist.launchers.standby import Standby
@@ -63,7 +63,7 @@ def started(
         standby: bool, whether its ranks import Keras and wait until `follow` is called.
     """
     with contextlib.ExitStack() as stack:
-        running = stack.enter_context(tempfile.TemporaryDirectory(prefix="kdist-"))
+        running = stack.enter_context(job_directory())
         begin, address = contextlib.ExitStack(), ""
         if standby:
             is_remote = what.has_hosts or is_scheduled(os.environ)

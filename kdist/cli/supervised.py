@@ -122,7 +122,8 @@ class _Starts:
             finally:
                 if growth is not None:
                     growth.close(job.running)
-            return watched.attempt(code, began, self._output_of(number))
+            made = watched.attempt(code, began, self._output_of(number))
+            return made if self._sizes is None else self._sizes.explained(attempts, made)
 
     def close(self) -> None:
         """Ends the job that waits."""
