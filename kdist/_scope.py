@@ -18,6 +18,7 @@ from kdist import _arguments
 from kdist._arguments import AUTO_STALL_TIMEOUT
 from kdist._process import cluster_info, open_engine, select_strategy, set_stall_timeout
 from kdist._scope_context import ScopeContext
+from kdist._suggestions import with_suggestions
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import ScopeError, StrategyError
 from kdist.reports.log import once, show_log, warnings_at_users_lines
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kdist")
 
 
+@with_suggestions
 def scope(
     strategy: (
         Literal["auto", "single", "mpi", "horovod", "collective", "parameter_server", "mirrored", "tpu"]

@@ -14,6 +14,7 @@ ROOMS = (
     "kdist.errors",
     "kdist.scaling",
     "kdist._user_code",
+    "kdist._suggestions",
     "kdist.cluster",
     "kdist.data.sharding",
     "kdist.restarts",

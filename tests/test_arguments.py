@@ -171,3 +171,21 @@ def test_an_invalid_variable_is_quoted(name, text):
 def test_a_misspelled_variable_is_named():
     env = {"KDIST_SCALE_LEARNING": "1", "KDIST_STRATGY": "mpi", "KDIST_STRATEGY": "mpi", "KDIST_TEST_CACHE": "x"}
     assert _arguments.misspelled(env) == {"KDIST_SCALE_LEARNING": "KDIST_SCALE_LR", "KDIST_STRATGY": "KDIST_STRATEGY"}
+
+
+@pytest.mark.parametrize(
+    "call, meant",
+    [
+        (lambda: kdist.scope(warm_up=3), "warmup_epochs"),  # type: ignore[call-arg]
+        (lambda: kdist.AllReduce(compresion="fp16"), "compression"),  # type: ignore[call-arg]
+        (lambda: kdist.ParameterServer(number_ps=3), "num_ps"),  # type: ignore[call-arg]
+    ],
+)
+def test_an_unknown_argument_is_told_of_with_the_one_that_was_meant(call, meant):
+    with pytest.raises(TypeError, match=f"did you mean {meant}"):
+        call()
+
+
+def test_an_unknown_argument_that_is_like_none_is_told_of_with_all():
+    with pytest.raises(TypeError, match=r"scope\(\) has no argument 'x'.*Expected one of strategy, scale_batch"):
+        kdist.scope(x=1)  # type: ignore[call-arg]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, TextIO, TypeVar
 
+from kdist._suggestions import with_suggestions
 from kdist.errors import LaunchError
 from kdist.launchers import function_rank
 from kdist.launchers.process import guard
@@ -27,6 +28,7 @@ class RankError(Exception):
     """The traceback of a rank, as the cause of the exception that `kdist.launch` raises."""
 
 
+@with_suggestions
 def launch(
     function: Callable[..., T],
     np: int = 2,

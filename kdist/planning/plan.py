@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from kdist._suggestions import with_suggestions
 from kdist.errors import KDistError
 from kdist.planning.advice import advice
 from kdist.planning.memory import PARTS, Share, Sizes, parse_bytes, readable, shares
@@ -115,6 +116,7 @@ def make_plan(sizes: Sizes, ranks: int, memory: str | int | None) -> Plan:
     return Plan(sizes, ranks, limit, tuple(shares(sizes, ranks)))
 
 
+@with_suggestions
 def plan(model: keras.Model, *, batch_size: int, ranks: int, memory: str | int | None = None) -> Plan:
     """Returns what each rank will hold in memory when it trains a model, per strategy.
 

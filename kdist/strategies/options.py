@@ -6,6 +6,7 @@ import dataclasses
 import numbers
 from typing import TYPE_CHECKING, Literal
 
+from kdist._suggestions import constructor_with_suggestions
 from kdist.errors import StrategyError
 from kdist.strategies.selection import ENGINES
 
@@ -20,6 +21,7 @@ START_TIMEOUT = 600.0
 """The default of `start_timeout`, in seconds."""
 
 
+@constructor_with_suggestions
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
     """Synchronous data parallelism with options, for `kdist.scope(strategy=...)`.
@@ -159,6 +161,7 @@ class AllReduce:
         return _timeout_problem("start_timeout", self.start_timeout)
 
 
+@constructor_with_suggestions
 @dataclasses.dataclass(frozen=True)
 class TPU:
     """Training on a TPU by TensorFlow's own `TPUStrategy`, for `kdist.scope(strategy=...)`.
@@ -198,6 +201,7 @@ class TPU:
         return _timeout_problem("timeout", self.timeout)
 
 
+@constructor_with_suggestions
 @dataclasses.dataclass(frozen=True)
 class ParameterServer:
     """Asynchronous training with parameter servers, for `kdist.scope(strategy=...)`.

