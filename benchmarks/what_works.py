@@ -156,7 +156,7 @@ def parameter_server() -> tuple[Any, int]:
 
     import tensorflow as tf
 
-    from kdist.launchers.ports import free_ports
+    from kdist.launchers.hosts.ports import free_ports
 
     ps, worker, chief = (f"localhost:{port}" for port in free_ports(3))
     cluster = {"ps": [ps], "worker": [worker], "chief": [chief]}

@@ -22,14 +22,14 @@ def with_suggestions(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return _checked(function, function.__name__)
 
 
-def constructor_with_suggestions(cls: type[_T]) -> type[_T]:
+def constructor_with_suggestions(of: type[_T]) -> type[_T]:
     """Makes the `TypeError` of a class's unknown argument name those that it has.
 
     Args:
-        cls: class whose constructor has no `**kwargs`.
+        of: class whose constructor has no `**kwargs`.
     """
-    setattr(cls, "__init__", _checked(cls.__init__, cls.__name__))  # noqa: B010
-    return cls
+    setattr(of, "__init__", _checked(of.__init__, of.__name__))  # noqa: B010
+    return of
 
 
 def _checked(function: Callable[_P, _R], name: str) -> Callable[_P, _R]:

@@ -26,6 +26,7 @@ ROOMS = (
     "kdist.keras_hooks",
     "kdist.keras_hooks.layers",
     "kdist.reports",
+    "kdist.launchers.hosts",
     "kdist.launchers",
     "kdist.install",
     "kdist.state",
@@ -48,6 +49,7 @@ ROOMS = (
     "kdist._first_fit",
     "kdist._scope",
     "kdist",  # `__init__`: it names what the user sees
+    "kdist.cli.jobs",
     "kdist.cli",
 )
 

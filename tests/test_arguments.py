@@ -174,7 +174,7 @@ def test_a_misspelled_variable_is_named():
 
 
 @pytest.mark.parametrize(
-    "call, meant",
+    ("call", "meant"),
     [
         (lambda: kdist.scope(warm_up=3), "warmup_epochs"),  # type: ignore[call-arg]
         (lambda: kdist.AllReduce(compresion="fp16"), "compression"),  # type: ignore[call-arg]

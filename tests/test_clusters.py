@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from kdist.cli.jobs.nodes import node_of
 from kdist.cli.main import make_parser
-from kdist.cli.nodes import node_of
 
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kdist.launchers.ports import free_ports
+from kdist.launchers.hosts.ports import free_ports
 
 KERAS3 = {"KERAS_BACKEND": "tensorflow"}
 LEGACY = {"TF_USE_LEGACY_KERAS": "1"}  # also for Horovod's binding, which imports tf.keras

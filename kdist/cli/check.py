@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kdist.cli import script
-from kdist.cli.job import add_launch_arguments, build
+from kdist.cli.jobs.command import add_launch_arguments, build
 from kdist.launchers import process, worker
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kdist import __version__
 from kdist.cli import check, env, install_horovod, plan, run
-from kdist.cli.parser import Parser
+from kdist.cli.jobs.parser import Parser
 from kdist.errors import KDistError
 
 _VERBS = (run, plan, env, check, install_horovod)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kdist.cli import script
-from kdist.cli.message import tell
-from kdist.cli.parser import count
+from kdist.cli.jobs.message import tell
+from kdist.cli.jobs.parser import count
 from kdist.errors import KDistError, LaunchError
 from kdist.planning.memory import Sizes
 from kdist.planning.plan import make_plan

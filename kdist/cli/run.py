@@ -9,10 +9,11 @@ import secrets
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kdist.cli import elastic, nodes, script, supervised
-from kdist.cli.job import add_launch_arguments, build
-from kdist.cli.parser import count
-from kdist.cli.started_job import JobToStart, make_directory, started
+from kdist.cli import script
+from kdist.cli.jobs import elastic, nodes, supervised
+from kdist.cli.jobs.command import add_launch_arguments, build
+from kdist.cli.jobs.parser import count
+from kdist.cli.jobs.started_job import JobToStart, make_directory, started
 from kdist.errors import LaunchError
 from kdist.launchers import worker
 from kdist.launchers.process import received_signals

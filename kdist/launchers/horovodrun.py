@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from kdist.errors import LaunchError
 from kdist.launchers.command import Command
-from kdist.launchers.hosts import Host, check_slots
+from kdist.launchers.hosts.host import Host, check_slots
 from kdist.launchers.mpirun import MPIRun
 
 

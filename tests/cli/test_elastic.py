@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kdist.cli import elastic, nodes
+from kdist.cli.jobs import elastic, nodes
 from kdist.cli.main import make_parser
 from kdist.errors import LaunchError
-from kdist.launchers.capacity import Placement
-from kdist.launchers.hosts import Host
+from kdist.launchers.hosts.capacity import Placement
+from kdist.launchers.hosts.host import Host
 from kdist.restarts import request
 from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.report import Events, Failure, Kind

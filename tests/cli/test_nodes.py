@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kdist.cli import nodes
+from kdist.cli.jobs import nodes
 from kdist.cli.main import make_parser
 from kdist.errors import LaunchError
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import KDistError
-from kdist.launchers.hosts import parse_hostfile, parse_hosts
+from kdist.launchers.hosts.host import parse_hostfile, parse_hosts
 from kdist.strategies.selection import WORDS, choose
 
 NUMBERS = [

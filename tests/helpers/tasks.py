@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from kdist.launchers.ports import free_ports
+from kdist.launchers.hosts.ports import free_ports
 from tests.helpers import spmd
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kdist.launchers.capacity import Placement, place
-from kdist.launchers.hosts import Host
+from kdist.launchers.hosts.capacity import Placement, place
+from kdist.launchers.hosts.host import Host
 
 HOSTS = (Host("a", 2), Host("b", 2), Host("c", 1))
 

@@ -7,7 +7,7 @@ import pytest
 
 from kdist.errors import LaunchError
 from kdist.launchers import horovodrun
-from kdist.launchers.hosts import Host
+from kdist.launchers.hosts.host import Host
 from tests.helpers import needs, spmd
 from tests.launchers.test_mpirun import MPICH, OPENMPI, PROGRAM, a_program
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdist.errors import LaunchError
-from kdist.launchers.hosts import Host, all_local, is_scheduled, parse_hostfile, parse_hosts
+from kdist.launchers.hosts.host import Host, all_local, is_scheduled, parse_hostfile, parse_hosts
 
 
 def test_hosts_with_and_without_slots():

@@ -9,7 +9,7 @@ import pytest
 from kdist.errors import LaunchError
 from kdist.launchers import mpirun
 from kdist.launchers.command import Command, variables_to_forward
-from kdist.launchers.hosts import Host
+from kdist.launchers.hosts.host import Host
 from kdist.launchers.mpirun import MPIRun
 
 OPENMPI = MPIRun("/opt/bin/mpirun", "openmpi", "5.0.11")

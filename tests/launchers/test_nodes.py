@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from kdist.launchers import local_cluster
+from kdist.launchers.hosts.ports import free_ports
 from kdist.launchers.nodes import Node
-from kdist.launchers.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 RANK = (

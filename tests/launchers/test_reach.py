@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kdist.launchers import reach
+from kdist.launchers.hosts import reach
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 

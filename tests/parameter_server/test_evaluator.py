@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from kdist.errors import ClusterLostError, ScopeError
-from kdist.launchers.ports import free_ports
+from kdist.launchers.hosts.ports import free_ports
 from kdist.parameter_server.evaluator import Evaluator, checkpoint_pattern, newest
 from kdist.parameter_server.membership import Membership
 from kdist.strategies.options import ParameterServer

@@ -11,7 +11,7 @@ LIMIT = 60.0  # seconds; a generous guard
 # A task that is stopped, and one that is not; a main thread that goes on, and one that does not. No TensorFlow here.
 SCRIPT = """
 import threading, time
-from kdist.launchers.ports import free_ports
+from kdist.launchers.hosts.ports import free_ports
 from kdist.parameter_server import connection, failure_detector
 from kdist.parameter_server.connection import ChiefConnection
 from kdist.parameter_server.membership import Membership

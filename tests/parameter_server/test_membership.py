@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kdist.errors import ClusterError, ClusterLostError
-from kdist.launchers.ports import free_ports
+from kdist.launchers.hosts.ports import free_ports
 from kdist.parameter_server.connection import ChiefConnection
 from kdist.parameter_server.membership import Membership
 

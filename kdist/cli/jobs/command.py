@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._arguments import check_environment
-from kdist.cli import nodes
-from kdist.cli.parser import closest, count
+from kdist.cli.jobs import nodes
+from kdist.cli.jobs.parser import closest, count
 from kdist.cluster import detect
 from kdist.errors import LaunchError
 from kdist.launchers import horovodrun, local_cluster, mpirun
-from kdist.launchers.capacity import Placement
 from kdist.launchers.command import Command, variables_to_forward
-from kdist.launchers.hosts import Host, all_local, check_slots, is_scheduled, parse_hostfile, parse_hosts
+from kdist.launchers.hosts.capacity import Placement
+from kdist.launchers.hosts.host import Host, all_local, check_slots, is_scheduled, parse_hostfile, parse_hosts
 from kdist.launchers.nodes import Node
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, WORDS
 

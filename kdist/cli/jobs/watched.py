@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Sequence
 
-from kdist.launchers.capacity import Placement
+from kdist.launchers.hosts.capacity import Placement
 from kdist.restarts import progress, report
 from kdist.restarts.attempt import Attempt, End, cause
 from kdist.restarts.event_lines import EventLines, Filter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
-from kdist.launchers.hosts import Host
+from kdist.launchers.hosts.host import Host
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,13 +8,13 @@ import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kdist.cli.job import hosts_of, launcher_arguments, num_ranks
-from kdist.cli.message import tell
-from kdist.cli.parser import count, seconds
+from kdist.cli.jobs.command import hosts_of, launcher_arguments, num_ranks
+from kdist.cli.jobs.message import tell
+from kdist.cli.jobs.parser import count, seconds
 from kdist.errors import LaunchError
-from kdist.launchers import reach
-from kdist.launchers.capacity import Placement, place
-from kdist.launchers.hosts import Host
+from kdist.launchers.hosts import reach
+from kdist.launchers.hosts.capacity import Placement, place
+from kdist.launchers.hosts.host import Host
 from kdist.restarts import request
 from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.bad_hosts import left_out

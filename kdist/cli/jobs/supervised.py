@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kdist.cli.elastic import Elastic, Sizes
-from kdist.cli.message import tell
-from kdist.cli.started_job import JobToStart, StartedJob, started
-from kdist.cli.watched import Watched
+from kdist.cli.jobs.elastic import Elastic, Sizes
+from kdist.cli.jobs.message import tell
+from kdist.cli.jobs.started_job import JobToStart, StartedJob, started
+from kdist.cli.jobs.watched import Watched
 from kdist.errors import LaunchError
-from kdist.launchers.capacity import Placement
+from kdist.launchers.hosts.capacity import Placement
 from kdist.launchers.process import received_signals
 from kdist.restarts import summary
 from kdist.restarts.attempt import Attempt, End

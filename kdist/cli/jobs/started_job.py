@@ -8,13 +8,13 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-from kdist.cli.job import build
-from kdist.cli.message import tell
-from kdist.cli.watched import Watched
+from kdist.cli.jobs.command import build
+from kdist.cli.jobs.message import tell
+from kdist.cli.jobs.watched import Watched
 from kdist.errors import LaunchError
 from kdist.launchers import process
 from kdist.launchers.command import Command
-from kdist.launchers.hosts import is_scheduled
+from kdist.launchers.hosts.host import is_scheduled
 from kdist.launchers.job_directory import job_directory
 from kdist.launchers.nodes import Node
 from kdist.launchers.process import Job

@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 
-from kdist.cli.parser import count, seconds
+from kdist.cli.jobs.parser import count, seconds
 from kdist.cluster.slurm import in_step
 from kdist.errors import LaunchError
 from kdist.launchers.nodes import START_TIMEOUT, Node

@@ -1,0 +1,1 @@
+"""The jobs of `kdist run`: their arguments, their command, and their attempts."""
