@@ -15,7 +15,7 @@ import kdist
 from kdist.errors import KDistError
 from tests.training import fidelity
 from tests.training.fidelity import BATCH, both, compare, fed, fit_evaluate_predict, fresh, outcome, size
-from tests.training.sharded import shared_folder
+from tests.training.sharded import sharded, shared_folder
 
 ROWS, WIDTH, LENGTH = 41, 3, 5
 TABLES = kdist.AllReduce(shard_embeddings=8.0 * ROWS * WIDTH)
@@ -414,3 +414,12 @@ def mixed_precision() -> None:
             keras.config.set_dtype_policy("float32")
 
     both(script, rtol=2e-2, strategy=dataclasses.replace(TABLES, shard_embeddings=4.0 * ROWS * WIDTH))
+
+
+WITH_SLOTS_IN_PARTS = (
+    *("common_optimizers", "clipping_by_norms", "averages_of_weights", "accumulated_gradients", "frozen_tables"),
+    *("decay_that_leaves_the_table_out", "a_table_that_is_read_twice_in_an_own_step", "batches_by_hand"),
+    *("files_are_those_of_plain_keras", "resumed", "mixed_precision"),
+)
+"""With `shard="optimizer"` beside it: all other weights are updated in parts, too."""
+CASES |= {f"{name}_with_slots_in_parts": sharded(CASES[name]) for name in WITH_SLOTS_IN_PARTS}
