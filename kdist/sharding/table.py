@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import keras
@@ -13,24 +14,36 @@ from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.trainer import layers_of
 from kdist.keras_hooks.variables import raw_variable
+from kdist.strategies.all_reduce import AllReduceStrategy
 
 
 class Table:
     """The rows of one `Embedding` layer; see `TableVariable` for what a script sees.
 
     Args:
-        engine: `Engine`, of all ranks.
+        strategy: `AllReduceStrategy`.
         shape: pair of ints, the number of all rows and their length.
         rows: `keras.Variable`, this rank's rows.
+        regularizer: callable or `None`; the penalty of all rows is the sum of those of each rank's.
 
     Attributes:
+        engine: `Engine`, of all ranks.
         num_loads: int, how many values were assigned, which every rank must do.
     """
 
-    def __init__(self, engine: Engine, shape: tuple[int, int], rows: keras.Variable) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        strategy: AllReduceStrategy,
+        shape: tuple[int, int],
+        rows: keras.Variable,
+        regularizer: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self.engine = strategy.engine
         self._shape = shape
         self.rows = rows
+        self._regularizer = regularizer
+        self._has_slope = False
         self.num_loads = 0
 
     # The table itself, and slots of its shape; see `SlotsInParts`.
@@ -73,29 +86,22 @@ class Table:
         raise StrategyError(
             f"A layer's table is used as a whole, and each rank holds some of its rows (shard_embeddings). Received: "
             f"{self.rows.path!r} in an operation, as in a model whose output layer has the weights of its embedding. "
-            "Expected lookups by the layer alone. Fix: use a weight of its own there, or a larger number for "
-            "shard_embeddings."
+            "Expected lookups by calling the layer. Fix: call the layer, use a weight of its own there, or a larger "
+            "number for shard_embeddings. model.get_weights() on all ranks returns all rows."
         )
 
     # Lookups and gradients.
 
-    def look_up(self, ids: Any, engine: Engine, name: str) -> Any:
+    def look_up(self, ids: Any, name: str) -> Any:
         """Returns the rows of some ids, each sent once by the rank that holds it.
 
         Collective: every rank must call this, in the same order. The gradient of the table has the ids of this rank.
 
         Args:
             ids: integer tensor of any shape; negative ones count from the end.
-            engine: `Engine`, how ranks communicate now.
             name: str, the layer's name.
         """
-        if engine.size != self.engine.size:
-            raise StrategyError(
-                f"The model has an embedding table in parts, which a graph for one process cannot read "
-                f"(shard_embeddings). Received: an export or a local step of a model with the layer {name!r}. Expected "
-                "training, evaluation or prediction on all ranks. Fix: model.save(...), and export what "
-                "keras.saving.load_model returns in one process."
-            )
+        engine = self._engine_of_all(name)
         number, width = self._shape
         flat = tf.reshape(tf.cast(ids, tf.int64), [-1])
         flat = tf.where(flat < 0, flat + number, flat)  # as Keras: from the end
@@ -111,25 +117,85 @@ class Table:
 
             def gradient(upstream: Any) -> tf.IndexedSlices:
                 # Of all rows: the reduction sends each reading to its owner.
-                return tf.IndexedSlices(tf.reshape(upstream, [-1, width]), flat, tf.constant([number, width], tf.int64))
+                return self._slices(tf.reshape(upstream, [-1, width]), flat)
 
             return tf.reshape(found, [-1, width]), gradient
 
         found = tf.custom_gradient(read)(tf.convert_to_tensor(raw_variable(self.rows)))
         return tf.reshape(found, tf.concat([tf.shape(ids), [width]], axis=0))
 
-    def sum_of_gradients(self, gradient: Any, engine: Engine) -> Any:
-        """Returns the sum over the ranks of a gradient, this rank's rows of it: each reading by itself, in their order.
+    def penalty(self) -> Any:
+        """Returns what the regularizer makes of all rows, a scalar.
 
         Collective: every rank must call this, in the same order.
         """
+        assert self._regularizer is not None  # noqa: S101
+        regularizer, engine, width = self._regularizer, self._engine_of_all(self.rows.path), self._shape[1]
+
+        def add_up(rows: Any) -> tuple[Any, Any]:
+            (total,) = engine.allreduce([regularizer(rows)])
+
+            def gradient(upstream: Any) -> tf.IndexedSlices:
+                # Each rank's loss has a share of the penalty: the shares travel in the row behind the last one.
+                self._has_slope = True
+                share = tf.cast(tf.reshape(upstream, [1, 1]), rows.dtype)
+                return self._slices(tf.pad(share, [[0, 0], [0, width - 1]]), tf.constant([self._shape[0]], tf.int64))
+
+            return total, gradient
+
+        return tf.custom_gradient(add_up)(tf.convert_to_tensor(raw_variable(self.rows)))
+
+    def _engine_of_all(self, name: str) -> Engine:
+        """Returns how ranks communicate now."""
+        engine = self._strategy.engine
+        if engine.size != self.engine.size:
+            raise StrategyError(
+                f"The model has an embedding table in parts, which a graph for one process cannot read "
+                f"(shard_embeddings). Received: an export or a local step of a model with the layer {name!r}. Expected "
+                "training, evaluation or prediction on all ranks. Fix: model.save(...), and export what "
+                "keras.saving.load_model returns in one process."
+            )
+        return engine
+
+    def _slices(self, values: Any, ids: Any) -> tf.IndexedSlices:
+        number = self._shape[0] + (self._regularizer is not None)  # with the row of the penalty's shares
+        return tf.IndexedSlices(values, ids, tf.constant([number, self._shape[1]], tf.int64))
+
+    def sum_of_gradients(self, gradient: Any, engine: Engine) -> Any:
+        """Returns the sum over the ranks of a gradient, this rank's rows of it: each reading by itself, in their order.
+
+        With a penalty it is dense, as that of one process.
+
+        Collective: every rank must call this, in the same order.
+        """
+        number, width = self._shape
         if not isinstance(gradient, tf.IndexedSlices):  # made dense by the training step
-            return engine.allreduce([gradient])[0][engine.rank :: engine.size]
+            (total,) = engine.allreduce([gradient])
+            rows = total[engine.rank : number : engine.size]
+            return rows if self._regularizer is None else self._with_slope(rows, total[number, 0])
         indices = tf.cast(gradient.indices, tf.int64)
+        if not self._has_slope:
+            return self._sum_of_readings(gradient.values, indices, engine)
+        is_share, shares = indices == number, gradient.values[:, 0]
+        (share,) = engine.allreduce([tf.reduce_sum(tf.where(is_share, shares, tf.zeros_like(shares)))])
+        values, indices = (tf.boolean_mask(each, ~is_share) for each in (gradient.values, indices))
+        return self._with_slope(tf.convert_to_tensor(self._sum_of_readings(values, indices, engine)), share)
+
+    def _with_slope(self, gradient: Any, share: Any) -> Any:
+        """Adds the gradient of the penalty times a share of it to a dense one."""
+        assert self._regularizer is not None  # noqa: S101
+        rows = tf.convert_to_tensor(raw_variable(self.rows))
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            penalty = self._regularizer(rows)
+        return gradient + share * tape.gradient(penalty, rows)
+
+    def _sum_of_readings(self, values: Any, indices: Any, engine: Engine) -> tf.IndexedSlices:
+        number, width = self._shape
         order, counts = _by_owner(indices, engine.size)
-        sent = [tf.gather(gradient.values, order), tf.gather(indices, order)]
+        sent = [tf.gather(values, order), tf.gather(indices, order)]
         (values, ids), _ = engine.alltoallv(sent, counts)
-        shape = [num_rows(self._shape[0], engine.size, engine.rank), self._shape[1]]
+        shape = [num_rows(number, engine.size, engine.rank), width]
         return tf.IndexedSlices(values, ids // engine.size, tf.constant(shape, tf.int64))
 
 
