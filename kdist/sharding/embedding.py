@@ -12,6 +12,7 @@ import tensorflow as tf
 from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import built_by, has_plain_lookup, make_table, refusal_reasons, set_lookup
 from kdist.sharding.initial_rows import initial_rows
+from kdist.sharding.row_files import save_by_rows
 from kdist.sharding.row_rules import whole_table_rules
 from kdist.sharding.table import Table
 from kdist.strategies.all_reduce import AllReduceStrategy
@@ -62,5 +63,6 @@ def _build(layer: keras.layers.Embedding, strategy: AllReduceStrategy, num_bytes
         lambda dtype: initial_rows(layer.embeddings_initializer, shape, dtype, ranks, rank),
         lambda rows: Table(strategy, shape, rows, layer.embeddings_regularizer),
     )
+    save_by_rows(layer)
     set_lookup(layer, lambda table, ids: table.look_up(ids, layer.name))
     return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.engines.arrays.buckets import assign_buckets
+from kdist.engines.arrays.fusion import part_bounds
 from kdist.engines.engine import Engine
 from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import table_of
@@ -23,6 +25,7 @@ from kdist.keras_hooks.optimizers import (
 )
 from kdist.keras_hooks.patching import patch
 from kdist.keras_hooks.variables import key_of, path_of, raw_variable
+from kdist.sharding.blocks import BLOCK, sent_to
 from kdist.sharding.gradients import BUCKET_MB
 from kdist.sharding.part import Part, SlotPart, make_parts
 from kdist.sharding.refusals import check_optimizer, check_shared_variables, check_table_optimizer, check_weights
@@ -43,6 +46,7 @@ class ShardedOptimizer:
         engine: `Engine`.
 
     Attributes:
+        engine: `Engine`.
         parts: dict of `Part` by the keys of the weights that are whole on each rank.
         num_loads: int, how many files were loaded into the parts, which every rank must do.
 
@@ -53,7 +57,7 @@ class ShardedOptimizer:
     def __init__(self, optimizer: keras.optimizers.Optimizer, engine: Engine) -> None:
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        self._engine = engine
+        self.engine = engine
         self.parts: dict[int, Part] = {}
         self.num_loads = 0
         self._seen: dict[int, Any] = {}  # by the weights' keys: what the optimizer updates, in its order
@@ -100,7 +104,7 @@ class ShardedOptimizer:
         parts = list(self.parts.values())
         for bucket in assign_buckets([part.num_bytes for part in parts], BUCKET_MB):
             group = [parts[place] for place in bucket]
-            received = self._engine.allgather([tf.convert_to_tensor(raw_variable(part.variable)) for part in group])
+            received = self.engine.allgather([tf.convert_to_tensor(raw_variable(part.variable)) for part in group])
             for part, value in zip(group, received, strict=True):
                 raw = raw_variable(part.weight)
                 raw.assign(tf.reshape(value, raw.shape))
@@ -121,8 +125,8 @@ class ShardedOptimizer:
             return self._table_slots[id(variable)][1].shape(variable)
         if self._shapes is None:
             slots = [slot for slot, _ in self._slots.values()]
-            by_rank = self._engine.gather_objects([list(slot.shape) for slot in slots])
-            owners = self._engine.gather_objects([part.stop > part.start for _, part in self._slots.values()])
+            by_rank = self.engine.gather_objects([list(slot.shape) for slot in slots])
+            owners = self.engine.gather_objects([part.stop > part.start for _, part in self._slots.values()])
             self._shapes = {}
             for place, (slot, part) in enumerate(self._slots.values()):
                 owner = next((rank for rank, has_rows in enumerate(owners) if has_rows[place]), 0)
@@ -144,17 +148,38 @@ class ShardedOptimizer:
         value = tf.reshape(tf.convert_to_tensor(raw_variable(variable)), [-1])
         if not part.is_cut and part.stop == part.start:
             value = value[:0]
-        (gathered,) = self._engine.allgather([value])
+        (gathered,) = self.engine.allgather([value])
         return np.reshape(gathered.numpy(), shape)
 
+    def blocks(self, variable: Any, receivers: list[int]) -> Iterator[tuple[int, Any]]:
+        """Yields blocks of the whole slot; see `SlotsInParts.blocks`.
+
+        Collective: every rank must iterate over this, in the same order.
+        """
+        if id(variable) in self._table_slots:
+            yield from self._table_slots[id(variable)][1].blocks(variable, receivers)
+            return
+        part, shape, engine = self._slots[id(variable)][1], self.shape(variable), self.engine
+        if not part.is_cut or list(part.view) != shape or not shape:
+            yield 0, np.atleast_1d(self.whole(variable))
+            return
+        raw, step = raw_variable(variable), max(1, BLOCK // (math.prod(shape[1:]) * raw_variable(variable).dtype.size))
+        bounds = part_bounds(shape[0], engine.size)
+        for rank, first in enumerate(bounds[:-1]):
+            for start in range(first, bounds[rank + 1], step):
+                place = start - first if rank == engine.rank else 0
+                rows = min(step, bounds[rank + 1] - start) if rank == engine.rank else 0
+                yield start, sent_to(receivers, raw[place : place + rows], engine)
+
     def assign(self, variable: Any, array: Any) -> None:
-        """Sets a slot to this rank's part of the whole one."""
+        """Sets a slot to this rank's part of the whole one, an array or an open HDF5 dataset."""
         if id(variable) in self._table_slots:
             self._table_slots[id(variable)][1].assign(variable, array)
             return
         part, raw = self._slots[id(variable)][1], raw_variable(variable)
         if part.is_cut and tuple(raw.shape) == tuple(part.variable.shape):
-            raw.assign(np.reshape(array, part.view)[part.start : part.stop])
+            whole = array if tuple(array.shape) == part.view else np.reshape(array, part.view)
+            raw.assign(np.asarray(whole[part.start : part.stop]))
         elif part.stop > part.start:
             raw.assign(np.reshape(array, raw.shape))
 
@@ -170,7 +195,7 @@ class ShardedOptimizer:
             check_table_optimizer(optimizer)
         with tf.init_scope():
             whole = [weight for weight in weights if table_of(weight) is None]
-            parts = make_parts(whole, self._engine.size, self._engine.rank, is_elementwise=is_elementwise(optimizer))
+            parts = make_parts(whole, self.engine.size, self.engine.rank, is_elementwise=is_elementwise(optimizer))
             self.parts = {key_of(part.weight): part for part in parts}
             self._seen = {
                 key_of(weight): self.parts[key_of(weight)].variable if table is None else table.rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import keras
@@ -14,6 +14,7 @@ from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.trainer import layers_of
 from kdist.keras_hooks.variables import raw_variable
+from kdist.sharding.blocks import BLOCK, filled, sent_to
 from kdist.strategies.all_reduce import AllReduceStrategy
 
 
@@ -61,14 +62,33 @@ class Table:
 
         Collective: every rank must call this, in the same order.
         """
-        (gathered,) = self.engine.allgather([tf.convert_to_tensor(raw_variable(variable))])
-        by_rank, start = gathered.numpy(), 0
-        found = np.empty(self._shape, by_rank.dtype)
-        for rank in range(self.engine.size):
-            stop = start + num_rows(self._shape[0], self.engine.size, rank)
-            found[rank :: self.engine.size] = by_rank[start:stop]
-            start = stop
+        found = np.empty(self._shape, raw_variable(variable).dtype.as_numpy_dtype)
+        for start, block in self.blocks(variable, list(range(self.engine.size))):
+            found[start : start + len(block)] = block
         return found
+
+    def blocks(self, variable: Any, receivers: list[int]) -> Iterator[tuple[int, Any]]:
+        """Yields blocks of all rows; see `RowHolder`.
+
+        Collective: every rank must iterate over this, in the same order.
+        """
+        engine, (number, width), raw = self.engine, self._shape, raw_variable(variable)
+        step = max(1, BLOCK // (width * raw.dtype.size * engine.size))  # rows of a rank
+        for first in range(0, num_rows(number, engine.size, 0), step):
+            start, stop = first * engine.size, min(number, (first + step) * engine.size)
+            received = sent_to(receivers, self._rows(variable, first, first + step), engine)
+            block = np.empty((stop - start if engine.rank in receivers else 0, width), received.dtype)
+            for rank in range(engine.size) if len(block) else ():
+                rows = num_rows(stop - start, engine.size, rank)
+                block[rank :: engine.size], received = received[:rows], received[rows:]
+            yield start, block
+
+    def _rows(self, variable: Any, start: int, stop: int) -> Any:
+        raw = raw_variable(variable)
+        if table_of(variable) is None:
+            return raw[start:stop]
+        # A lookup has read rows of it: each read of all would be a copy.
+        return raw.sparse_read(tf.range(start, min(stop, raw.shape[0])))
 
     def assign(self, variable: Any, array: Any) -> None:
         """Sets this rank's rows to those of an array, a tensor or an open HDF5 dataset, which is not read whole."""
@@ -78,8 +98,11 @@ class Table:
                 f"{self.rows.path!r}. Expected the shape of all rows, {self._shape}."
             )
         self.num_loads += 1
-        raw = raw_variable(variable)
-        raw.assign(tf.cast(array[self.engine.rank :: self.engine.size], raw.dtype))
+        size, raw = self.engine.size, raw_variable(variable)
+        step = max(1, BLOCK // (self._shape[1] * raw.dtype.size * size)) * size
+        # HDF5 is slow in reading every other row.
+        blocks = (array[start : start + step][self.engine.rank :: size] for start in range(0, self._shape[0], step))
+        raw.assign(filled(raw.shape, raw.dtype, blocks))
 
     def refuse(self) -> NoReturn:
         """Raises `StrategyError`."""
@@ -108,20 +131,20 @@ class Table:
         with tf.control_dependencies([_check(flat, number, name)]):
             flat = tf.identity(flat)
 
-        def read(rows: Any) -> tuple[Any, Any]:
-            unique, places = tf.unique(flat)
-            order, counts = _by_owner(unique, engine.size)
-            (asked,), received = engine.alltoallv([tf.gather(unique, order)], counts)
-            (answers,), _ = engine.alltoallv([tf.gather(rows, asked // engine.size)], received)
-            found = tf.gather(answers, tf.gather(tf.math.invert_permutation(order), places))
+        unique, places = tf.unique(flat)
+        order, counts = _by_owner(unique, engine.size)
+        (asked,), received = engine.alltoallv([tf.gather(unique, order)], counts)
+        (answers,), _ = engine.alltoallv([raw_variable(self.rows).sparse_read(asked // engine.size)], received)
+        read = tf.gather(answers, tf.gather(tf.math.invert_permutation(order), places))
 
-            def gradient(upstream: Any) -> tf.IndexedSlices:
+        def of_the_table(handle: Any, read: Any) -> tuple[Any, Any]:
+            def gradient(upstream: Any) -> tuple[tf.IndexedSlices, None]:
                 # Of all rows: the reduction sends each reading to its owner.
-                return self._slices(tf.reshape(upstream, [-1, width]), flat)
+                return self._slices(tf.reshape(upstream, [-1, width]), flat), None
 
-            return tf.reshape(found, [-1, width]), gradient
+            return tf.reshape(read, [-1, width]), gradient
 
-        found = tf.custom_gradient(read)(tf.convert_to_tensor(raw_variable(self.rows)))
+        found = tf.custom_gradient(of_the_table)(raw_variable(self.rows).handle, tf.stop_gradient(read))
         return tf.reshape(found, tf.concat([tf.shape(ids), [width]], axis=0))
 
     def penalty(self) -> Any:

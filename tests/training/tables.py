@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,6 +15,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.errors import KDistError
+from kdist.planning.activations import status
 from tests.training import fidelity
 from tests.training.fidelity import BATCH, both, compare, fed, fit_evaluate_predict, fresh, outcome, size
 from tests.training.sharded import sharded, shared_folder
@@ -326,6 +329,41 @@ def files_are_those_of_plain_keras() -> None:
         alone = keras.models.load_model(folder / f"{name}.keras")  # outside of the scope: plain Keras
         assert type(alone.get_layer("words").embeddings) is keras.Variable
         compare(plain, {**outcome(alone), "history": plain["history"]})
+
+
+@case
+def files_are_written_and_read_in_blocks() -> None:
+    """No rank holds a whole table while it is saved."""
+
+    def peak(run: Callable[[], Any]) -> float:
+        """Returns the most memory that a call takes, in units of the table."""
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        run()
+        return (status("VmHWM") - before) / (500_000 * 32 * 4)
+
+    def made() -> keras.Model:
+        keras.config.set_floatx("float32")
+        table = keras.layers.Embedding(500_000, 32, name="words")
+        model = keras.Sequential([keras.Input((LENGTH,), dtype="int64"), table])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    folder = shared_folder()
+    with kdist.scope(TABLES):
+        fresh()
+        model, other = made(), made()
+        peaks = [
+            peak(lambda: model.save(folder / "model.keras")),
+            peak(lambda: model.save_weights(folder / "model.weights.h5")),
+        ]
+        assert max(peaks) < 0.7, peaks
+        other.load_weights(folder / "model.weights.h5")
+        assert np.array_equal(*(each.get_layer("words").embeddings.kdist_table.rows for each in (model, other)))
+    alone = keras.models.load_model(folder / "model.keras")
+    held = alone.get_layer("words").embeddings.numpy()[kdist.rank() :: size()]
+    assert np.array_equal(held, model.get_layer("words").embeddings.kdist_table.rows)
 
 
 @case
