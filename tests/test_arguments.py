@@ -133,7 +133,6 @@ def test_ambiguous_values_are_refused(name, value):
         (kdist.AllReduce, {"sparse_as_dense": 1}),
         (kdist.AllReduce, {"sparse_as_dense": True, "sync_every": 2}),
         (kdist.AllReduce, {"shard_embeddings": 0}),
-        (kdist.AllReduce, {"shard_embeddings": 1e6, "shard": "optimizer"}),
         (kdist.AllReduce, {"shard_embeddings": 1e6, "sync_every": 2}),
         (kdist.TPU, {"timeout": 0}),
         (kdist.ParameterServer, {"num_ps": 1.5}),

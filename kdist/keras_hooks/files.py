@@ -29,32 +29,6 @@ DOWNLOAD, EXTRACT = (file_utils, "urlretrieve"), (file_utils, "extract_archive")
 """What `keras.utils.get_file` calls: of an address and a file's name, and of an archive and a directory's name."""
 
 
-class _Nowhere(saving_lib.H5IOStore):  # type: ignore[misc]  # Keras has no types
-    """A store that keeps nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def __bool__(self) -> bool:
-        return True
-
-    def make(self, path: str, metadata: Any = None) -> dict[str, Any]:
-        return _ReadTables()
-
-
-class _ReadTables(dict[str, Any]):
-    """Reads each table in parts once, as a file does: all ranks send their rows."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if hasattr(value, "kdist_table"):
-            value.numpy()
-
-
-def save_nowhere(model: Any) -> None:
-    """Calls all that a file of a model is written by, in the same order, and writes none."""
-    saving_lib._save_state(model, _Nowhere(), None, "", set())
-
-
 @contextlib.contextmanager
 def replaced(place: tuple[ModuleType, str], wrap: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
     """Replaces a function of a module by `wrap(function)` while the context is open."""

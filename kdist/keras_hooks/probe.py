@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,7 +37,8 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "variable": ("_direct_assign", "_path", "_shape", "_value"),
     "embedding": ("_embeddings",),
-    "saving": ("_save_state",),
+    "saving": ("_save_state", "is_memory_sufficient", "safe_get_h5_dataset"),
+    "HDF5 store": ("_create_h5_group", "_h5_entry_group", "_h5_entry_initialized", "_h5_entry_path"),
     "callback list": ("_async_predict", "_async_test", "_async_train"),
     "ModelCheckpoint": (
         *("_batches_seen_since_last_saving", "_get_file_path", "_last_batch_seen", "_save_model"),
@@ -146,6 +148,7 @@ _SAMPLES: Mapping[str, Callable[[], Any]] = {
     "optimizer": _optimizer,
     "variable": lambda: keras.Variable([0.0]),
     "saving": lambda: importlib.import_module("keras.src.saving.saving_lib"),
+    "HDF5 store": lambda: importlib.import_module("keras.src.saving.saving_lib").H5IOStore(io.BytesIO(), mode="w"),
     "callback list": keras.callbacks.CallbackList,
     "ModelCheckpoint": lambda: keras.callbacks.ModelCheckpoint("probe.keras"),
     "BackupAndRestore": lambda: keras.callbacks.BackupAndRestore("probe"),

@@ -12,6 +12,8 @@ import tensorflow as tf
 from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import built_by, has_plain_lookup, make_table, refusal_reasons, set_lookup
 from kdist.sharding.initial_rows import initial_rows
+from kdist.sharding.row_files import save_by_rows
+from kdist.sharding.row_rules import whole_table_rules
 from kdist.sharding.table import Table
 from kdist.strategies.all_reduce import AllReduceStrategy
 
@@ -48,18 +50,19 @@ def _build(layer: keras.layers.Embedding, strategy: AllReduceStrategy, num_bytes
                 layer.name, f"{size:,}", type(layer).__name__,
             )  # fmt: skip
         return False
-    if reasons := refusal_reasons(layer):
+    if reasons := [*whole_table_rules(layer), *refusal_reasons(layer)]:
         raise StrategyError(
             f"shard_embeddings does not support {reasons[0]}, which needs the whole table. Received: the layer "
-            f"{layer.name!r}, of {size:,} bytes, with {', '.join(reasons)}. Expected a layer without. Fix: remove it, "
-            f"or set shard_embeddings above {size:,}."
+            f"{layer.name!r}, of {size:,} bytes, with {', '.join(reasons)}. Expected a layer without; of regularizers "
+            "L1, L2 or L1L2, of constraints NonNeg, or MaxNorm, UnitNorm or MinMaxNorm with axis=1, a row by itself. "
+            f"Fix: use one of these, remove it, or set shard_embeddings above {size:,}."
         )
     rank, ranks = engine.rank, engine.size
     make_table(
         layer,
         lambda dtype: initial_rows(layer.embeddings_initializer, shape, dtype, ranks, rank),
-        lambda rows: Table(engine, shape, rows),
+        lambda rows: Table(strategy, shape, rows, layer.embeddings_regularizer),
     )
-    table = layer.embeddings.kdist_table
-    set_lookup(layer, lambda ids: table.look_up(ids, strategy.engine, layer.name))
+    save_by_rows(layer)
+    set_lookup(layer, lambda table, ids: table.look_up(ids, layer.name))
     return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -9,8 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.engines.arrays.buckets import assign_buckets
+from kdist.engines.arrays.fusion import part_bounds
 from kdist.engines.engine import Engine
 from kdist.errors import StrategyError
+from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import (
     exclude_alike,
     innermost,
@@ -21,10 +25,12 @@ from kdist.keras_hooks.optimizers import (
 )
 from kdist.keras_hooks.patching import patch
 from kdist.keras_hooks.variables import key_of, path_of, raw_variable
+from kdist.sharding.blocks import BLOCK, sent_to
 from kdist.sharding.gradients import BUCKET_MB
 from kdist.sharding.part import Part, SlotPart, make_parts
-from kdist.sharding.refusals import check_optimizer, check_shared_variables, check_weights
+from kdist.sharding.refusals import check_optimizer, check_shared_variables, check_table_optimizer, check_weights
 from kdist.sharding.slot_files import save_whole_slots
+from kdist.sharding.table import Table
 from kdist.state.variables import SLOTS_IN_PARTS
 
 
@@ -32,14 +38,16 @@ class ShardedOptimizer:
     """The parts of one optimizer's weights and slots.
 
     Elementwise optimizers, almost all of Keras' own, update a range of each weight on every rank. With any other each
-    weight has one rank that updates all of it; on the others its part has no rows.
+    weight has one rank that updates all of it; on the others its part has no rows. Of a table in parts
+    (`shard_embeddings`) every rank updates the rows that it holds.
 
     Args:
         optimizer: `keras.optimizers.Optimizer`, an innermost one that is not built.
         engine: `Engine`.
 
     Attributes:
-        parts: dict of `Part` by the weights' keys.
+        engine: `Engine`.
+        parts: dict of `Part` by the keys of the weights that are whole on each rank.
         num_loads: int, how many files were loaded into the parts, which every rank must do.
 
     Raises:
@@ -49,10 +57,12 @@ class ShardedOptimizer:
     def __init__(self, optimizer: keras.optimizers.Optimizer, engine: Engine) -> None:
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        self._engine = engine
+        self.engine = engine
         self.parts: dict[int, Part] = {}
         self.num_loads = 0
+        self._seen: dict[int, Any] = {}  # by the weights' keys: what the optimizer updates, in its order
         self._slots: dict[int, tuple[Any, Part]] = {}  # by id, with the variable, so that the id stays unique
+        self._table_slots: dict[int, tuple[Any, Table]] = {}  # the same of tables
         self._shapes: dict[int, list[int]] | None = None
 
     def install(self) -> None:
@@ -65,16 +75,26 @@ class ShardedOptimizer:
             patch(self.optimizer, name, method)
         vars(self.optimizer)[SLOTS_IN_PARTS] = self
 
-    def parts_of(self, weights: list[Any]) -> list[Part]:
-        """Returns the parts of weights that the optimizer was built with."""
-        unknown = [path_of(weight) for weight in weights if key_of(weight) not in self.parts]
+    def seen(self, weights: Sequence[Any] | None = None) -> list[Any]:
+        """Returns the variables that the optimizer updates in place of weights, by default of all its weights."""
+        if weights is None:
+            return list(self._seen.values())
+        self._check_known(weights)
+        return [self._seen[key_of(weight)] for weight in weights]
+
+    def parts_of(self, weights: Sequence[Any]) -> list[Part]:
+        """Returns the parts of weights that are whole on each rank."""
+        self._check_known(weights)
+        return [self.parts[key_of(weight)] for weight in weights]
+
+    def _check_known(self, weights: Sequence[Any]) -> None:
+        unknown = [path_of(weight) for weight in weights if key_of(weight) not in self._seen]
         if unknown:
             raise StrategyError(
                 f"The optimizer was built with other weights. Received: {unknown[0]!r} in "
                 f"{type(self.optimizer).__name__}, as after layers were unfrozen. Expected the weights of its first "
                 "step. Fix: pass a new optimizer to model.compile()."
             )
-        return [self.parts[key_of(weight)] for weight in weights]
 
     def gather(self) -> None:
         """Sets every weight to what the ranks have made of its parts.
@@ -84,7 +104,7 @@ class ShardedOptimizer:
         parts = list(self.parts.values())
         for bucket in assign_buckets([part.num_bytes for part in parts], BUCKET_MB):
             group = [parts[place] for place in bucket]
-            received = self._engine.allgather([tf.convert_to_tensor(raw_variable(part.variable)) for part in group])
+            received = self.engine.allgather([tf.convert_to_tensor(raw_variable(part.variable)) for part in group])
             for part, value in zip(group, received, strict=True):
                 raw = raw_variable(part.weight)
                 raw.assign(tf.reshape(value, raw.shape))
@@ -94,17 +114,19 @@ class ShardedOptimizer:
 
     def has(self, variable: Any) -> bool:
         """Returns whether a variable is a slot of which this rank holds its part."""
-        return id(variable) in self._slots
+        return id(variable) in self._slots or id(variable) in self._table_slots
 
     def shape(self, variable: Any) -> list[int]:
         """Returns the shape of the whole slot.
 
         Collective: every rank must call this, in the same order.
         """
+        if id(variable) in self._table_slots:
+            return self._table_slots[id(variable)][1].shape(variable)
         if self._shapes is None:
             slots = [slot for slot, _ in self._slots.values()]
-            by_rank = self._engine.gather_objects([list(slot.shape) for slot in slots])
-            owners = self._engine.gather_objects([part.stop > part.start for _, part in self._slots.values()])
+            by_rank = self.engine.gather_objects([list(slot.shape) for slot in slots])
+            owners = self.engine.gather_objects([part.stop > part.start for _, part in self._slots.values()])
             self._shapes = {}
             for place, (slot, part) in enumerate(self._slots.values()):
                 owner = next((rank for rank, has_rows in enumerate(owners) if has_rows[place]), 0)
@@ -120,18 +142,44 @@ class ShardedOptimizer:
 
         Collective: every rank must call this, in the same order.
         """
+        if id(variable) in self._table_slots:
+            return self._table_slots[id(variable)][1].whole(variable)
         part, shape = self._slots[id(variable)][1], self.shape(variable)
         value = tf.reshape(tf.convert_to_tensor(raw_variable(variable)), [-1])
         if not part.is_cut and part.stop == part.start:
             value = value[:0]
-        (gathered,) = self._engine.allgather([value])
+        (gathered,) = self.engine.allgather([value])
         return np.reshape(gathered.numpy(), shape)
 
+    def blocks(self, variable: Any, receivers: list[int]) -> Iterator[tuple[int, Any]]:
+        """Yields blocks of the whole slot; see `SlotsInParts.blocks`.
+
+        Collective: every rank must iterate over this, in the same order.
+        """
+        if id(variable) in self._table_slots:
+            yield from self._table_slots[id(variable)][1].blocks(variable, receivers)
+            return
+        part, shape, engine = self._slots[id(variable)][1], self.shape(variable), self.engine
+        if not part.is_cut or list(part.view) != shape or not shape:
+            yield 0, np.atleast_1d(self.whole(variable))
+            return
+        raw, step = raw_variable(variable), max(1, BLOCK // (math.prod(shape[1:]) * raw_variable(variable).dtype.size))
+        bounds = part_bounds(shape[0], engine.size)
+        for rank, first in enumerate(bounds[:-1]):
+            for start in range(first, bounds[rank + 1], step):
+                place = start - first if rank == engine.rank else 0
+                rows = min(step, bounds[rank + 1] - start) if rank == engine.rank else 0
+                yield start, sent_to(receivers, raw[place : place + rows], engine)
+
     def assign(self, variable: Any, array: Any) -> None:
-        """Sets a slot to this rank's part of the whole one."""
+        """Sets a slot to this rank's part of the whole one, an array or an open HDF5 dataset."""
+        if id(variable) in self._table_slots:
+            self._table_slots[id(variable)][1].assign(variable, array)
+            return
         part, raw = self._slots[id(variable)][1], raw_variable(variable)
         if part.is_cut and tuple(raw.shape) == tuple(part.variable.shape):
-            raw.assign(np.reshape(array, part.view)[part.start : part.stop])
+            whole = array if tuple(array.shape) == part.view else np.reshape(array, part.view)
+            raw.assign(np.asarray(whole[part.start : part.stop]))
         elif part.stop > part.start:
             raw.assign(np.reshape(array, raw.shape))
 
@@ -142,16 +190,27 @@ class ShardedOptimizer:
         if optimizer.built:
             return
         check_weights(optimizer, weights)
+        tables = {id(table_of(weight).rows): table_of(weight) for weight in weights if table_of(weight) is not None}
+        if tables:
+            check_table_optimizer(optimizer)
         with tf.init_scope():
-            parts = make_parts(weights, self._engine.size, self._engine.rank, is_elementwise=is_elementwise(optimizer))
+            whole = [weight for weight in weights if table_of(weight) is None]
+            parts = make_parts(whole, self.engine.size, self.engine.rank, is_elementwise=is_elementwise(optimizer))
             self.parts = {key_of(part.weight): part for part in parts}
-            exclude_alike(optimizer, [(part.weight, part.variable) for part in parts])
+            self._seen = {
+                key_of(weight): self.parts[key_of(weight)].variable if table is None else table.rows
+                for weight, table in zip(weights, map(table_of, weights), strict=True)
+            }
+            exclude_alike(optimizer, list(zip(weights, self.seen(), strict=True)))
             for part in parts:
                 part.load()  # some optimizers copy the weights
             by_variable = {id(part.variable): part for part in parts}
-            for slot, variable in recorded_slots(optimizer, [part.variable for part in parts]):
+            for slot, variable in recorded_slots(optimizer, self.seen()):
                 slot.__class__ = SlotPart
-                self._slots[id(slot)] = slot, by_variable[id(variable)]
+                if id(variable) in tables:
+                    self._table_slots[id(slot)] = slot, tables[id(variable)]
+                else:
+                    self._slots[id(slot)] = slot, by_variable[id(variable)]
             for part in parts:
                 part.free()
         check_shared_variables(optimizer, [slot for slot, _ in self._slots.values()])
@@ -162,8 +221,10 @@ class ShardedOptimizer:
         if not self.optimizer.use_ema:
             return
         for weight, average in moving_averages(self.optimizer):
-            if average is not None:
-                raw_variable(weight).assign(self.whole(average))
+            if average is None:
+                continue
+            is_of_table = table_of(weight) is not None
+            raw_variable(weight).assign(raw_variable(average) if is_of_table else self.whole(average))
 
 
 def sharded(optimizer: keras.optimizers.Optimizer) -> ShardedOptimizer | None:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
+from kdist.keras_hooks.layers.stores import open_array
 from kdist.keras_hooks.optimizers import innermost, original
 from kdist.keras_hooks.patching import patch
+from kdist.sharding.row_files import save_rows
 from kdist.state.variables import SLOTS_IN_PARTS, SlotsInParts
 
 
@@ -29,8 +30,10 @@ def _save(optimizer: keras.optimizers.Optimizer, store: Any) -> None:
     """Saves whole slots, one after the other. Collective: every rank must call this, in the same order."""
     parts = slots_in_parts(optimizer)
     for place, variable in enumerate(optimizer.variables):
-        in_parts = parts if parts is not None and parts.has(variable) else None
-        store[str(place)] = variable.numpy() if in_parts is None else in_parts.whole(variable)
+        if parts is not None and parts.has(variable):
+            save_rows(store, str(place), variable, parts)
+        else:
+            store[str(place)] = variable.numpy()
 
 
 def _load(optimizer: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> None:
@@ -43,7 +46,7 @@ def _load(optimizer: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> No
         parts.num_loads += 1
     for place, variable in enumerate(variables):
         if parts is not None and parts.has(variable):
-            parts.assign(variable, np.asarray(store[str(place)]))
+            parts.assign(variable, open_array(store, str(place)))
         else:
             variable.assign(store[str(place)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import keras
@@ -13,24 +14,37 @@ from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.trainer import layers_of
 from kdist.keras_hooks.variables import raw_variable
+from kdist.sharding.blocks import BLOCK, filled, sent_to
+from kdist.strategies.all_reduce import AllReduceStrategy
 
 
 class Table:
     """The rows of one `Embedding` layer; see `TableVariable` for what a script sees.
 
     Args:
-        engine: `Engine`, of all ranks.
+        strategy: `AllReduceStrategy`.
         shape: pair of ints, the number of all rows and their length.
         rows: `keras.Variable`, this rank's rows.
+        regularizer: callable or `None`; the penalty of all rows is the sum of those of each rank's.
 
     Attributes:
+        engine: `Engine`, of all ranks.
         num_loads: int, how many values were assigned, which every rank must do.
     """
 
-    def __init__(self, engine: Engine, shape: tuple[int, int], rows: keras.Variable) -> None:
-        self.engine = engine
+    def __init__(
+        self,
+        strategy: AllReduceStrategy,
+        shape: tuple[int, int],
+        rows: keras.Variable,
+        regularizer: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self.engine = strategy.engine
         self._shape = shape
         self.rows = rows
+        self._regularizer = regularizer
+        self._has_slope = False
         self.num_loads = 0
 
     # The table itself, and slots of its shape; see `SlotsInParts`.
@@ -48,14 +62,33 @@ class Table:
 
         Collective: every rank must call this, in the same order.
         """
-        (gathered,) = self.engine.allgather([tf.convert_to_tensor(raw_variable(variable))])
-        by_rank, start = gathered.numpy(), 0
-        found = np.empty(self._shape, by_rank.dtype)
-        for rank in range(self.engine.size):
-            stop = start + num_rows(self._shape[0], self.engine.size, rank)
-            found[rank :: self.engine.size] = by_rank[start:stop]
-            start = stop
+        found = np.empty(self._shape, raw_variable(variable).dtype.as_numpy_dtype)
+        for start, block in self.blocks(variable, list(range(self.engine.size))):
+            found[start : start + len(block)] = block
         return found
+
+    def blocks(self, variable: Any, receivers: list[int]) -> Iterator[tuple[int, Any]]:
+        """Yields blocks of all rows; see `RowHolder`.
+
+        Collective: every rank must iterate over this, in the same order.
+        """
+        engine, (number, width), raw = self.engine, self._shape, raw_variable(variable)
+        step = max(1, BLOCK // (width * raw.dtype.size * engine.size))  # rows of a rank
+        for first in range(0, num_rows(number, engine.size, 0), step):
+            start, stop = first * engine.size, min(number, (first + step) * engine.size)
+            received = sent_to(receivers, self._rows(variable, first, first + step), engine)
+            block = np.empty((stop - start if engine.rank in receivers else 0, width), received.dtype)
+            for rank in range(engine.size) if len(block) else ():
+                rows = num_rows(stop - start, engine.size, rank)
+                block[rank :: engine.size], received = received[:rows], received[rows:]
+            yield start, block
+
+    def _rows(self, variable: Any, start: int, stop: int) -> Any:
+        raw = raw_variable(variable)
+        if table_of(variable) is None:
+            return raw[start:stop]
+        # A lookup has read rows of it: each read of all would be a copy.
+        return raw.sparse_read(tf.range(start, min(stop, raw.shape[0])))
 
     def assign(self, variable: Any, array: Any) -> None:
         """Sets this rank's rows to those of an array, a tensor or an open HDF5 dataset, which is not read whole."""
@@ -65,30 +98,79 @@ class Table:
                 f"{self.rows.path!r}. Expected the shape of all rows, {self._shape}."
             )
         self.num_loads += 1
-        raw = raw_variable(variable)
-        raw.assign(tf.cast(array[self.engine.rank :: self.engine.size], raw.dtype))
+        size, raw = self.engine.size, raw_variable(variable)
+        step = max(1, BLOCK // (self._shape[1] * raw.dtype.size * size)) * size
+        # HDF5 is slow in reading every other row.
+        blocks = (array[start : start + step][self.engine.rank :: size] for start in range(0, self._shape[0], step))
+        raw.assign(filled(raw.shape, raw.dtype, blocks))
 
     def refuse(self) -> NoReturn:
         """Raises `StrategyError`."""
         raise StrategyError(
             f"A layer's table is used as a whole, and each rank holds some of its rows (shard_embeddings). Received: "
             f"{self.rows.path!r} in an operation, as in a model whose output layer has the weights of its embedding. "
-            "Expected lookups by the layer alone. Fix: use a weight of its own there, or a larger number for "
-            "shard_embeddings."
+            "Expected lookups by calling the layer. Fix: call the layer, use a weight of its own there, or a larger "
+            "number for shard_embeddings. model.get_weights() on all ranks returns all rows."
         )
 
     # Lookups and gradients.
 
-    def look_up(self, ids: Any, engine: Engine, name: str) -> Any:
+    def look_up(self, ids: Any, name: str) -> Any:
         """Returns the rows of some ids, each sent once by the rank that holds it.
 
         Collective: every rank must call this, in the same order. The gradient of the table has the ids of this rank.
 
         Args:
             ids: integer tensor of any shape; negative ones count from the end.
-            engine: `Engine`, how ranks communicate now.
             name: str, the layer's name.
         """
+        engine = self._engine_of_all(name)
+        number, width = self._shape
+        flat = tf.reshape(tf.cast(ids, tf.int64), [-1])
+        flat = tf.where(flat < 0, flat + number, flat)  # as Keras: from the end
+        with tf.control_dependencies([_check(flat, number, name)]):
+            flat = tf.identity(flat)
+
+        unique, places = tf.unique(flat)
+        order, counts = _by_owner(unique, engine.size)
+        (asked,), received = engine.alltoallv([tf.gather(unique, order)], counts)
+        (answers,), _ = engine.alltoallv([raw_variable(self.rows).sparse_read(asked // engine.size)], received)
+        read = tf.gather(answers, tf.gather(tf.math.invert_permutation(order), places))
+
+        def of_the_table(handle: Any, read: Any) -> tuple[Any, Any]:
+            def gradient(upstream: Any) -> tuple[tf.IndexedSlices, None]:
+                # Of all rows: the reduction sends each reading to its owner.
+                return self._slices(tf.reshape(upstream, [-1, width]), flat), None
+
+            return tf.reshape(read, [-1, width]), gradient
+
+        found = tf.custom_gradient(of_the_table)(raw_variable(self.rows).handle, tf.stop_gradient(read))
+        return tf.reshape(found, tf.concat([tf.shape(ids), [width]], axis=0))
+
+    def penalty(self) -> Any:
+        """Returns what the regularizer makes of all rows, a scalar.
+
+        Collective: every rank must call this, in the same order.
+        """
+        assert self._regularizer is not None  # noqa: S101
+        regularizer, engine, width = self._regularizer, self._engine_of_all(self.rows.path), self._shape[1]
+
+        def add_up(rows: Any) -> tuple[Any, Any]:
+            (total,) = engine.allreduce([regularizer(rows)])
+
+            def gradient(upstream: Any) -> tf.IndexedSlices:
+                # Each rank's loss has a share of the penalty: the shares travel in the row behind the last one.
+                self._has_slope = True
+                share = tf.cast(tf.reshape(upstream, [1, 1]), rows.dtype)
+                return self._slices(tf.pad(share, [[0, 0], [0, width - 1]]), tf.constant([self._shape[0]], tf.int64))
+
+            return total, gradient
+
+        return tf.custom_gradient(add_up)(tf.convert_to_tensor(raw_variable(self.rows)))
+
+    def _engine_of_all(self, name: str) -> Engine:
+        """Returns how ranks communicate now."""
+        engine = self._strategy.engine
         if engine.size != self.engine.size:
             raise StrategyError(
                 f"The model has an embedding table in parts, which a graph for one process cannot read "
@@ -96,40 +178,47 @@ class Table:
                 "training, evaluation or prediction on all ranks. Fix: model.save(...), and export what "
                 "keras.saving.load_model returns in one process."
             )
-        number, width = self._shape
-        flat = tf.reshape(tf.cast(ids, tf.int64), [-1])
-        flat = tf.where(flat < 0, flat + number, flat)  # as Keras: from the end
-        with tf.control_dependencies([_check(flat, number, name)]):
-            flat = tf.identity(flat)
+        return engine
 
-        def read(rows: Any) -> tuple[Any, Any]:
-            unique, places = tf.unique(flat)
-            order, counts = _by_owner(unique, engine.size)
-            (asked,), received = engine.alltoallv([tf.gather(unique, order)], counts)
-            (answers,), _ = engine.alltoallv([tf.gather(rows, asked // engine.size)], received)
-            found = tf.gather(answers, tf.gather(tf.math.invert_permutation(order), places))
-
-            def gradient(upstream: Any) -> tf.IndexedSlices:
-                # Of all rows: the reduction sends each reading to its owner.
-                return tf.IndexedSlices(tf.reshape(upstream, [-1, width]), flat, tf.constant([number, width], tf.int64))
-
-            return tf.reshape(found, [-1, width]), gradient
-
-        found = tf.custom_gradient(read)(tf.convert_to_tensor(raw_variable(self.rows)))
-        return tf.reshape(found, tf.concat([tf.shape(ids), [width]], axis=0))
+    def _slices(self, values: Any, ids: Any) -> tf.IndexedSlices:
+        number = self._shape[0] + (self._regularizer is not None)  # with the row of the penalty's shares
+        return tf.IndexedSlices(values, ids, tf.constant([number, self._shape[1]], tf.int64))
 
     def sum_of_gradients(self, gradient: Any, engine: Engine) -> Any:
         """Returns the sum over the ranks of a gradient, this rank's rows of it: each reading by itself, in their order.
 
+        With a penalty it is dense, as that of one process.
+
         Collective: every rank must call this, in the same order.
         """
+        number, width = self._shape
         if not isinstance(gradient, tf.IndexedSlices):  # made dense by the training step
-            return engine.allreduce([gradient])[0][engine.rank :: engine.size]
+            (total,) = engine.allreduce([gradient])
+            rows = total[engine.rank : number : engine.size]
+            return rows if self._regularizer is None else self._with_slope(rows, total[number, 0])
         indices = tf.cast(gradient.indices, tf.int64)
+        if not self._has_slope:
+            return self._sum_of_readings(gradient.values, indices, engine)
+        is_share, shares = indices == number, gradient.values[:, 0]
+        (share,) = engine.allreduce([tf.reduce_sum(tf.where(is_share, shares, tf.zeros_like(shares)))])
+        values, indices = (tf.boolean_mask(each, ~is_share) for each in (gradient.values, indices))
+        return self._with_slope(tf.convert_to_tensor(self._sum_of_readings(values, indices, engine)), share)
+
+    def _with_slope(self, gradient: Any, share: Any) -> Any:
+        """Adds the gradient of the penalty times a share of it to a dense one."""
+        assert self._regularizer is not None  # noqa: S101
+        rows = tf.convert_to_tensor(raw_variable(self.rows))
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            penalty = self._regularizer(rows)
+        return gradient + share * tape.gradient(penalty, rows)
+
+    def _sum_of_readings(self, values: Any, indices: Any, engine: Engine) -> tf.IndexedSlices:
+        number, width = self._shape
         order, counts = _by_owner(indices, engine.size)
-        sent = [tf.gather(gradient.values, order), tf.gather(indices, order)]
+        sent = [tf.gather(values, order), tf.gather(indices, order)]
         (values, ids), _ = engine.alltoallv(sent, counts)
-        shape = [num_rows(self._shape[0], engine.size, engine.rank), self._shape[1]]
+        shape = [num_rows(number, engine.size, engine.rank), width]
         return tf.IndexedSlices(values, ids // engine.size, tf.constant(shape, tf.int64))
 
 

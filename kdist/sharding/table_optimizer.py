@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kdist.engines.engine import Engine
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import exclude_alike, moving_averages, original, recorded_slots, set_trained_variables
 from kdist.keras_hooks.patching import patch
@@ -23,13 +25,15 @@ class TableOptimizer:
 
     Args:
         optimizer: `keras.optimizers.Optimizer`, an innermost one.
+        engine: `Engine`, of all ranks.
 
     Attributes:
         num_loads: int, how many files were loaded into the slots, which every rank must do.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+    def __init__(self, optimizer: keras.optimizers.Optimizer, engine: Engine) -> None:
         self._optimizer = optimizer
+        self.engine = engine
         self.num_loads = 0
         self._slots: dict[int, tuple[Any, Table]] = {}  # by id, with the variable, so that the id stays unique
 
@@ -44,6 +48,10 @@ class TableOptimizer:
     def whole(self, variable: Any) -> Any:
         """Returns the whole slot, an array. Collective: every rank must call this, in the same order."""
         return self._slots[id(variable)][1].whole(variable)
+
+    def blocks(self, variable: Any, receivers: list[int]) -> Iterator[tuple[int, Any]]:
+        """See `SlotsInParts.blocks`."""
+        return self._slots[id(variable)][1].blocks(variable, receivers)
 
     def assign(self, variable: Any, array: Any) -> None:
         """Sets a slot to this rank's rows of the whole one."""
@@ -81,11 +89,11 @@ def seen_by_optimizer(weights: list[Any]) -> list[Any]:
     return [weight if table_of(weight) is None else table_of(weight).rows for weight in weights]
 
 
-def hold_rows(optimizer: keras.optimizers.Optimizer) -> None:
+def hold_rows(optimizer: keras.optimizers.Optimizer, engine: Engine) -> None:
     """Lets an optimizer update tables in parts; a second call has no effect."""
     # While it is made, an optimizer with a loss scale has no inner one yet.
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and "build" not in vars(optimizer):
-        holder = TableOptimizer(optimizer)
+        holder = TableOptimizer(optimizer, engine)
         patch(optimizer, "build", holder.build)
         patch(optimizer, "finalize_variable_values", holder.finalize)
     save_whole_slots(optimizer)

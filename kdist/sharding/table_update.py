@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdist.engines.engine import Engine
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import TRAINED, innermost, trained_variables
 from kdist.keras_hooks.patching import patched
@@ -28,15 +29,8 @@ class TableReduce(Reduce):
         return super()._reduce_and(update, lambda: self._update(update, proceed))
 
     def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
-        tables = {place: table_of(update.variables[place]) for place in places}
-        dense = [place for place in places if tables[place] is None]
-        sums, others = super()._send(update, dense, exact)
-        by_place = dict(zip(dense, sums, strict=True))
-        in_parts = [place for place in places if tables[place] is not None]
-        addends = update.addends([update.gradients[place] for place in in_parts])
-        for place, addend in zip(in_parts, addends, strict=True):
-            by_place[place] = tables[place].sum_of_gradients(addend, self._step.engine)
-        return [by_place[place] for place in places], others
+        send = super()._send
+        return sums_with_tables(update, places, self._step.engine, lambda places: send(update, places, exact))
 
     def _update(self, update: Update, proceed: Callable[[], Any]) -> Any:
         weights, inner = update.variables, innermost(update.optimizer)
@@ -53,3 +47,33 @@ class TableReduce(Reduce):
             result = proceed()
         update.variables = weights
         return result
+
+
+def sums_with_tables(
+    update: Update,
+    places: Sequence[int],
+    engine: Engine,
+    send: Callable[[Sequence[int]], tuple[list[Any], list[Any]]],
+) -> tuple[list[Any], list[Any]]:
+    """Returns sums of gradients over the ranks, of a table in parts those of this rank's rows.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        update: `Update`.
+        places: sequence of ints, the indices of the gradients.
+        engine: `Engine`.
+        send: callable that takes the indices of weights that are no tables, and returns their sums and others.
+
+    Returns:
+        The sums, and the others that `send` returned.
+    """
+    tables = {place: table_of(update.variables[place]) for place in places}
+    dense = [place for place in places if tables[place] is None]
+    sums, others = send(dense)
+    by_place = dict(zip(dense, sums, strict=True))
+    in_parts = [place for place in places if tables[place] is not None]
+    addends = update.addends([update.gradients[place] for place in in_parts])
+    for place, addend in zip(in_parts, addends, strict=True):
+        by_place[place] = tables[place].sum_of_gradients(addend, engine)
+    return [by_place[place] for place in places], others

@@ -11,11 +11,13 @@ import keras
 import tensorflow as tf
 
 from kdist.errors import StrategyError
+from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import TRAINED, innermost, is_elementwise, iterations
 from kdist.keras_hooks.patching import patched
 from kdist.sharding.gradients import PartReducer
 from kdist.sharding.norms import whole_norms
 from kdist.sharding.optimizer import ShardedOptimizer, sharded
+from kdist.sharding.table_update import sums_with_tables
 from kdist.step.reduce import Reduce
 from kdist.step.update import Update
 
@@ -48,15 +50,19 @@ class ShardedReduce(Reduce):
     def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
         found = sharded(update.optimizer)
         assert found is not None  # noqa: S101  # checked in `_reduce_and`
-        parts = found.parts_of([update.variables[place] for place in places])
-        sums = self._parts.sum([update.gradients[place] for place in places], parts, update.addends)
+
+        def send(places: Sequence[int]) -> list[Any]:
+            parts = found.parts_of([update.variables[place] for place in places])
+            return self._parts.sum([update.gradients[place] for place in places], parts, update.addends)
+
+        sums, _ = sums_with_tables(update, places, self._step.engine, lambda places: (send(places), []))
         return sums, self._step.engine.allreduce(exact)
 
     def _update(self, found: ShardedOptimizer, update: Update, proceed: Callable[[], Any]) -> Any:
         weights, optimizer = update.variables, found.optimizer
         for part in found.parts.values():
             part.load()
-        update.variables = [part.variable for part in found.parts_of(weights)]
+        update.variables = found.seen(weights)
         count = tf.identity(iterations(optimizer).value)
         are_parts = [True] * sum(each is not None for each in update.gradients)
         with (
@@ -69,7 +75,7 @@ class ShardedReduce(Reduce):
         constrained = [
             weight
             for weight, gradient in zip(weights, gradients, strict=True)
-            if gradient is not None and getattr(weight, "constraint", None) is not None
+            if gradient is not None and table_of(weight) is None and getattr(weight, "constraint", None) is not None
         ]
 
         def constrain() -> None:
@@ -86,7 +92,7 @@ def _updating_parts(outer: keras.optimizers.Optimizer, found: ShardedOptimizer) 
     """Makes an optimizer update the parts of its weights."""
     optimizer = innermost(outer)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(optimizer, TRAINED, [part.variable for part in found.parts.values()]))
+        stack.enter_context(patched(optimizer, TRAINED, found.seen()))
         if not is_elementwise(optimizer):
             stack.enter_context(patched(optimizer, "update_step", _unless_empty(optimizer.update_step)))
         yield

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist.engines.engine import Engine
 from kdist.engines.tensors import flat
 from kdist.errors import CheckpointError
 from kdist.keras_hooks.layers.embedding import table_of
@@ -25,9 +26,11 @@ class SlotsInParts(Protocol):
     """Variables of which each rank has its part: slots of an optimizer, or a table.
 
     Attributes:
+        engine: `Engine`, of all ranks.
         num_loads: int, how many files or values were loaded into the parts, which every rank must do.
     """
 
+    engine: Engine
     num_loads: int
 
     def has(self, variable: Any) -> bool:
@@ -40,6 +43,13 @@ class SlotsInParts(Protocol):
 
     def whole(self, variable: Any) -> Any:
         """Returns a whole slot, an array. Collective: every rank must call this, in the same order."""
+        ...
+
+    def blocks(self, variable: Any, receivers: list[int]) -> Iterator[tuple[int, Any]]:
+        """Yields blocks of a whole slot: the first row's index, and an array, which is empty on ranks that get none.
+
+        Collective: every rank must iterate over this, in the same order.
+        """
         ...
 
     def assign(self, variable: Any, array: Any) -> None:

@@ -58,7 +58,8 @@ class AllReduce:
             P + 2P/N bytes on a rank, not 3P.
         shard_embeddings: float or `None`, the bytes from which on the table of a `keras.layers.Embedding` is in parts:
             of N ranks, rank r holds rows r, r + N, r + 2N, ... and their slots. A step sends each row that a rank needs
-            once, and each gradient to the rank that holds its row. Results and files are those without it.
+            once, and each gradient to the rank that holds its row. Results and files are those without it. It can stand
+            beside `shard="optimizer"`, which is for all other weights.
         outer_learning_rate: float, the rate at which the mean change of the ranks' weights is applied to the last
             common weights: 1 takes the mean of the weights.
         outer_momentum: float from 0 to below 1, Nesterov's momentum of this update. DiLoCo uses a rate of 0.7 and a
@@ -105,9 +106,8 @@ class AllReduce:
     @property
     def in_parts(self) -> str:
         """The option by which each rank holds its part of some state, as a user writes it; `""` without one."""
-        if self.shard:
-            return f'shard="{self.shard}"'
-        return "" if self.shard_embeddings is None else "shard_embeddings"
+        words = [f'shard="{self.shard}"'] if self.shard else []
+        return " and ".join([*words, *(["shard_embeddings"] if self.shard_embeddings is not None else [])])
 
     def problem(self) -> str | None:
         """Returns what is wrong with the options, or `None`."""
@@ -135,8 +135,6 @@ class AllReduce:
         if self.shard_embeddings is not None:
             if not is_positive(self.shard_embeddings):
                 return f"shard_embeddings={self.shard_embeddings!r}. Expected None or bytes, above 0"
-            if self.shard:
-                return f"shard_embeddings={self.shard_embeddings!r} with shard={self.shard!r}. Expected one of the two"
             if self.sync_every > 1:
                 return (
                     f"shard_embeddings={self.shard_embeddings!r} with sync_every={self.sync_every!r}. Expected one of "

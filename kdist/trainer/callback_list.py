@@ -16,6 +16,7 @@ from kdist.checkpoint.preempt import Preempt
 from kdist.errors import MismatchError, StrategyError
 from kdist.keras_hooks.callbacks import call_in_this_thread
 from kdist.keras_hooks.fit_loop import callback_lists
+from kdist.sharding.table import tables_of
 from kdist.step.extensions import extensions_removed_at_exit
 from kdist.step.gradient_accumulation import read_state_between_steps
 from kdist.trainer.file_writers import decide_together, without_writing
@@ -62,6 +63,7 @@ def _replicated_list(
         session.accumulation.choose(state_is_read=gathered.read_state or not is_outermost or reduces_each_step)
     if has_parts:
         _refuse_swapped_averages(given, session.options.in_parts)
+        _refuse_readers_of_tables(given, session)
         for label, each in zip(labels(given), given, strict=True):
             decide_together(each, session.engine, gathered.writer(label), undo)
     run = [
@@ -107,6 +109,19 @@ def _refuse_swapped_averages(callbacks: list[Any], option: str) -> None:
             f"{option} does not support SwapEMAWeights, which reads whole averages on each rank. Received: both. "
             f"Expected one of them. Fix: use_ema=True of the optimizer alone, or kdist.AllReduce() without {option}."
         )
+
+
+def _refuse_readers_of_tables(callbacks: list[Any], session: ReplicatedSession) -> None:
+    settings = ("histogram_freq", "embeddings_freq") if tables_of(session.model) else ("embeddings_freq",)
+    for each in callbacks:
+        read = [name for name in settings if getattr(each, name, 0)]
+        if isinstance(each, keras.callbacks.TensorBoard) and read:
+            option = session.options.in_parts
+            raise StrategyError(
+                f"{option} does not support TensorBoard({read[0]}=...), which reads all weights on one rank. Received: "
+                f"{read[0]}={getattr(each, read[0])!r}. Expected 0. Fix: TensorBoard(..., {read[0]}=0), or "
+                f"kdist.AllReduce() without {option}."
+            )
 
 
 @dataclasses.dataclass

@@ -76,7 +76,7 @@ class OwnLoops:
         if settings is not None and settings.options.shard:
             shard(optimizer, self._engine)
         elif settings is not None and settings.options.shard_embeddings is not None:
-            hold_rows(optimizer)
+            hold_rows(optimizer, self._engine)
         patch(optimizer, "apply", apply)
         patch(optimizer, "apply_gradients", apply_gradients)
 

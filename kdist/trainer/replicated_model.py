@@ -172,8 +172,8 @@ class ReplicatedModel:
                 shard(innermost(optimizer), self._engine)
                 shard(optimizer, self._engine)
             elif self.session.options.shard_embeddings is not None:
-                hold_rows(innermost(optimizer))
-                hold_rows(optimizer)
+                hold_rows(innermost(optimizer), self._engine)
+                hold_rows(optimizer, self._engine)
             elif sharded(optimizer) is not None:
                 raise StrategyError(
                     f"The optimizer is of another scope than its model. Received: {type(optimizer).__name__} of a "

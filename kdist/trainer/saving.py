@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
+import platform
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
 from kdist.checkpoint.whole_files import write_whole
+from kdist.engines.engine import Engine
 from kdist.errors import CheckpointError
-from kdist.keras_hooks.files import SAVE, replaced, save_nowhere
+from kdist.keras_hooks.files import SAVE, replaced
 from kdist.keras_hooks.layers.embedding import table_of
+from kdist.keras_hooks.layers.stores import save_nowhere, weights_on_disk
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.keras_hooks.trainer import original
 from kdist.sharding.slot_files import slots_in_parts
@@ -50,7 +54,7 @@ def whole_files(strategy: AllReduceStrategy) -> Iterator[None]:
 
         return write
 
-    with contextlib.ExitStack() as stack:
+    with weights_on_disk(_has_parts), contextlib.ExitStack() as stack:
         for place in SAVE:
             stack.enter_context(replaced(place, wrap))
         yield
@@ -70,9 +74,28 @@ def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *a
         if takes_parts:
             save_nowhere(saved)  # sends this rank's parts
         return None  # in a callback: the chief saves the same
+    is_in_verb = isinstance(session, ReplicatedSession) and bool(session.verbs)
+    # Where `model.save` calls `saving_lib.save_model` the engine is that of one rank: see `no_sync` below.
+    is_sent = takes_parts and strategy.engine.size > 1 and not is_in_verb
+    if is_sent and not _writes(strategy.engine, path):
+        save_nowhere(saved)
+        strategy.engine.barrier()
+        return None
     variables = [each for each in getattr(saved, "variables", ()) if table_of(each) is None]
     with strategy.extended.no_sync():  # a graph that is saved runs in one process: `kdist.all_gather` leaves it alone
-        return write_whole(lambda path: strategy.versions.next(path, variables), save, *args, **kwargs)
+        result = write_whole(lambda path: strategy.versions.next(path, variables), save, *args, **kwargs)
+    if is_sent:
+        strategy.engine.barrier()  # the other ranks of the host may read the file
+    return result
+
+
+def _writes(engine: Engine, path: str) -> bool:
+    """Returns whether this rank is the first of its host to write a file.
+
+    Collective: every rank must call this, in the same order.
+    """
+    files = engine.gather_objects([platform.node(), os.path.abspath(path)])
+    return files.index(files[engine.rank]) == engine.rank
 
 
 def _has_parts(model: keras.Model) -> bool:

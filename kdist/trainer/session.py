@@ -175,7 +175,7 @@ class ReplicatedSession(TrainingSession):
         if joint and (option := self.options.in_parts):
             raise ScopeError(
                 f"{who} does not support {option}. Received: {who} with {option}. Expected whole gradients on each "
-                f"rank. Fix: remove {who}, or {option.partition('=')[0]}."
+                f"rank. Fix: remove {who}, or use kdist.AllReduce() without {option}."
             )
         if joint and self.local_sgd is not None:
             raise ScopeError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,9 +15,10 @@ import tensorflow as tf
 
 import kdist
 from kdist.errors import KDistError
+from kdist.planning.activations import status
 from tests.training import fidelity
 from tests.training.fidelity import BATCH, both, compare, fed, fit_evaluate_predict, fresh, outcome, size
-from tests.training.sharded import shared_folder
+from tests.training.sharded import sharded, shared_folder
 
 ROWS, WIDTH, LENGTH = 41, 3, 5
 TABLES = kdist.AllReduce(shard_embeddings=8.0 * ROWS * WIDTH)
@@ -329,6 +332,41 @@ def files_are_those_of_plain_keras() -> None:
 
 
 @case
+def files_are_written_and_read_in_blocks() -> None:
+    """No rank holds a whole table while it is saved."""
+
+    def peak(run: Callable[[], Any]) -> float:
+        """Returns the most memory that a call takes, in units of the table."""
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        run()
+        return (status("VmHWM") - before) / (500_000 * 32 * 4)
+
+    def made() -> keras.Model:
+        keras.config.set_floatx("float32")
+        table = keras.layers.Embedding(500_000, 32, name="words")
+        model = keras.Sequential([keras.Input((LENGTH,), dtype="int64"), table])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    folder = shared_folder()
+    with kdist.scope(TABLES):
+        fresh()
+        model, other = made(), made()
+        peaks = [
+            peak(lambda: model.save(folder / "model.keras")),
+            peak(lambda: model.save_weights(folder / "model.weights.h5")),
+        ]
+        assert max(peaks) < 0.7, peaks
+        other.load_weights(folder / "model.weights.h5")
+        assert np.array_equal(*(each.get_layer("words").embeddings.kdist_table.rows for each in (model, other)))
+    alone = keras.models.load_model(folder / "model.keras")
+    held = alone.get_layer("words").embeddings.numpy()[kdist.rank() :: size()]
+    assert np.array_equal(held, model.get_layer("words").embeddings.kdist_table.rows)
+
+
+@case
 def resumed() -> None:
     """Bit for bit, from a backup in the middle of an epoch."""
     folder = shared_folder()
@@ -369,9 +407,9 @@ def resumed() -> None:
 def refusals() -> None:
     with kdist.scope(dataclasses.replace(TABLES, shard_embeddings=1.0)):
         fresh()
-        for given in ({"embeddings_regularizer": "l2"}, {"embeddings_constraint": "max_norm"}):
+        for given in ({"embeddings_regularizer": "orthogonal_regularizer"}, {"embeddings_constraint": "max_norm"}):
             (name,) = given
-            with pytest.raises(KDistError, match=f"does not support {name}"):
+            with pytest.raises(KDistError, match=f"(?s)does not support {name}=.*Fix: "):
                 reader(**given)
         model = reader()
         model.compile(keras.optimizers.Lamb(0.01), "mse")
@@ -383,6 +421,120 @@ def refusals() -> None:
         variables = model.trainable_variables
         with pytest.raises(KDistError, match="training loop of the script's own"):
             optimizer.apply([tf.zeros(each.shape) for each in variables], variables)
+
+
+@case
+def uses_of_a_whole_table_are_refused() -> None:
+    """Before the first step: an output layer with the embedding's weights, `value`, histograms on one rank."""
+
+    class Tied(keras.layers.Layer):
+        def __init__(self, embedding: keras.layers.Embedding) -> None:
+            super().__init__()
+            self.embedding = embedding
+
+        def call(self, x: Any) -> Any:
+            return keras.ops.matmul(x, keras.ops.transpose(self.embedding.embeddings))
+
+    def tied() -> None:
+        words = keras.layers.Embedding(ROWS, WIDTH)
+        inputs = keras.Input((LENGTH,), dtype="int64")
+        keras.Model(inputs, Tied(words)(words(inputs)))
+
+    x, y = sentences()
+    with kdist.scope(TABLES):
+        fresh()
+        model = reader()
+        table = model.get_layer("words").embeddings
+        uses = (lambda: tf.reduce_sum(table.value), lambda: table.value.numpy(), lambda: table != 1.0)
+        for use in (tied, *uses):
+            # Keras and TensorFlow put what a layer raises into an error of their own.
+            with pytest.raises((KDistError, ValueError), match="(?s)is used as a whole.*Fix: "):
+                use()
+        assert "in parts" in repr(table)
+        model.compile("sgd", "mse")
+        writer = keras.callbacks.TensorBoard(str(shared_folder()), histogram_freq=1)
+        with pytest.raises(KDistError, match="(?s)does not support TensorBoard.histogram_freq.*Fix: "):
+            model.fit(x, y, verbose=0, callbacks=[writer])
+        assert model.optimizer.iterations == 0
+
+
+class Shared(keras.Model):
+    """Two layers with one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = keras.layers.Embedding(ROWS, WIDTH, name="words")
+        self.others = keras.layers.Embedding(ROWS, WIDTH)
+        self.dense = keras.layers.Dense(2)
+
+    def build(self, shape: Any) -> None:
+        self.words.build(shape)
+        self.others.build(shape)
+        self.others._tracker.unlock()
+        self.others._embeddings = self.words.embeddings
+        self.others._trainable_variables = [self.words.embeddings]
+        self.dense.build((None, LENGTH * WIDTH))
+
+    def call(self, x: Any) -> Any:
+        read = self.words(x) + 2 * self.others(x)
+        return self.dense(keras.ops.reshape(read, (-1, LENGTH * WIDTH)))
+
+
+@case
+def a_table_of_two_layers() -> None:
+    x, y = sentences()
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Shared()
+        model.build((None, LENGTH))
+        for place, weight in enumerate(model.trainable_variables):
+            weight.assign(np.random.default_rng(place).normal(size=weight.shape))
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        history = model.fit(x, y, batch_size=batch, shuffle=False, epochs=2, verbose=0).history
+        return {"weights": model.get_weights(), "history": history, "predict": model.predict(x, verbose=0)}
+
+    both(script, strategy=TABLES)
+
+
+@case
+def regularizers() -> None:
+    """In an own step, where the penalty is half of a loss, too; the gradient of a table is dense then."""
+    x, y = sentences()
+    both_kinds = keras.regularizers.L1L2(0.05, 0.1)
+    same(
+        lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5),
+        lambda: reader(embeddings_regularizer=both_kinds),
+    )
+
+    class OwnStep(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((self(data[0], training=True) - data[1]) ** 2) + 0.5 * sum(self.losses)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            if self.is_dense:
+                gradients = [tf.convert_to_tensor(each) for each in gradients]
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    for is_dense in (False, True):
+
+        def script(batch: int, is_dense: bool = is_dense) -> dict[str, Any]:
+            inner = reader(embeddings_regularizer=keras.regularizers.L2(0.1))
+            model = OwnStep(inner.inputs, inner.outputs)
+            model.is_dense = is_dense
+            model.compile(keras.optimizers.Adam(0.01))
+            history = model.fit(x[:-1], y[:-1], batch_size=batch, shuffle=False, epochs=2, verbose=0)
+            return outcome(model, loss=history.history["loss"][:0])
+
+        both(script, strategy=TABLES)
+
+
+@case
+def constraints() -> None:
+    """Of each number and of each row."""
+    kinds = keras.constraints
+    for made in (kinds.NonNeg(), kinds.MaxNorm(0.3, axis=1)):
+        same(lambda: keras.optimizers.Adam(0.05), lambda made=made: reader(embeddings_constraint=made))
 
 
 @case
@@ -414,3 +566,12 @@ def mixed_precision() -> None:
             keras.config.set_dtype_policy("float32")
 
     both(script, rtol=2e-2, strategy=dataclasses.replace(TABLES, shard_embeddings=4.0 * ROWS * WIDTH))
+
+
+WITH_SLOTS_IN_PARTS = (
+    *("common_optimizers", "clipping_by_norms", "averages_of_weights", "accumulated_gradients", "frozen_tables"),
+    *("decay_that_leaves_the_table_out", "a_table_that_is_read_twice_in_an_own_step", "batches_by_hand"),
+    *("files_are_those_of_plain_keras", "resumed", "mixed_precision", "regularizers", "constraints"),
+)
+"""With `shard="optimizer"` beside it: all other weights are updated in parts, too."""
+CASES |= {f"{name}_with_slots_in_parts": sharded(CASES[name]) for name in WITH_SLOTS_IN_PARTS}

@@ -6,10 +6,13 @@ All cases on each number of ranks: `python -m tests.training.full --only tables`
 import pytest
 
 from tests.helpers.jobs import job
-from tests.training.tables import CASES
+from tests.training.tables import CASES, WITH_SLOTS_IN_PARTS
 
 TARGET = "tests.training.tables:CASES"
-SLOW = ("other_elementwise_optimizers",)
+SLOW = (
+    "other_elementwise_optimizers",
+    *(f"{name}_with_slots_in_parts" for name in WITH_SLOTS_IN_PARTS if name not in ("clipping_by_norms", "resumed")),
+)
 ON_THREE = ("initial_values", "a_table_that_is_read_twice_in_an_own_step", "ranks_without_rows")
 CELLS = [*((("mpi", 2), name) for name in CASES if name not in SLOW), *((("collective", 3), name) for name in ON_THREE)]
 

@@ -17,7 +17,7 @@ _STATELESS = "stateless_scope"
 _ARITHMETIC = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "divmod", "mod", "pow", "and", "or", "xor"),
     *("radd", "rsub", "rmul", "rmatmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rand", "ror", "rxor"),
-    *("neg", "pos", "abs", "invert", "ge", "gt", "le", "lt", "getitem", "tf_tensor"),
+    *("neg", "pos", "abs", "invert", "round", "ne", "ge", "gt", "le", "lt", "getitem", "tf_tensor"),
 )
 
 
@@ -32,6 +32,10 @@ class WholeTable(Protocol):
         """Sets this rank's rows to those of an array of all rows."""
         ...
 
+    def penalty(self) -> Any:
+        """Returns what the layer's regularizer makes of all rows. Collective, as `whole`."""
+        ...
+
     def refuse(self) -> Any:
         """Raises for a use of the variable that would take this rank's rows for all."""
         ...
@@ -44,6 +48,11 @@ class TableVariable(keras.Variable):  # type: ignore[misc]  # Keras has no types
     """
 
     kdist_table: Any
+
+    @property
+    def value(self) -> Any:
+        """What names the variable and is no tensor, which would have this rank's rows alone."""
+        return _Value(self)
 
     @property
     def handle(self) -> Any:
@@ -69,13 +78,30 @@ class TableVariable(keras.Variable):  # type: ignore[misc]  # Keras has no types
 
     assign_sub = assign_add
 
+    def __repr__(self) -> str:
+        return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, in parts>"
 
-def _refused(self: TableVariable, *args: Any, **kwargs: Any) -> Any:
+
+def _refused(self: TableVariable | _Value, *args: Any, **kwargs: Any) -> Any:
     return self.kdist_table.refuse()
+
+
+class _Value:
+    """The value of a table, of which optimizers read the name."""
+
+    def __init__(self, variable: TableVariable) -> None:
+        self.handle, self._unique_id = variable.handle, variable._value._unique_id
+        self.shape, self.dtype, self.kdist_table = variable.shape, variable._value.dtype, variable.kdist_table
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # Keras asks for some that a `tf.Variable` need not have
+        return self.kdist_table.refuse()
 
 
 for _name in _ARITHMETIC:
     setattr(TableVariable, f"__{_name}__", _refused)
+    setattr(_Value, f"__{_name}__", _refused)
 
 
 def make_table(
@@ -97,6 +123,9 @@ def make_table(
     rows._path = made.path
     made.__class__, made._shape = TableVariable, (layer.input_dim, layer.output_dim)
     made.kdist_table = make(rows)
+    if layer.embeddings_regularizer is not None:
+        made.regularizer = lambda _: made.kdist_table.penalty()
+    rows.constraint = layer.embeddings_constraint  # the optimizer applies it to what it updates
     layer._embeddings = made
     layer.built = True
 
@@ -111,14 +140,20 @@ def _without_stateless_scope() -> Iterator[None]:
         global_state.set_global_attribute(_STATELESS, outer)
 
 
-def set_lookup(layer: keras.layers.Embedding, lookup: Callable[[Any], Any]) -> None:
-    """Makes a layer's `call` return `lookup(ids)`, in the layer's compute dtype."""
+def set_lookup(layer: keras.layers.Embedding, look_up: Callable[[Any, Any], Any]) -> None:
+    """Makes a layer's `call` return `look_up(table, ids)`, in the layer's compute dtype.
+
+    The table is that of the layer's variable, which a script may replace by that of another layer.
+    """
 
     def call(inputs: Any) -> Any:
+        table = table_of(layer._embeddings)
+        if table is None:
+            return keras.layers.Embedding.call(layer, inputs)
         ids = inputs if inputs.dtype in (tf.int32, tf.int64) else keras.ops.cast(inputs, "int32")
         if isinstance(ids, tf.RaggedTensor):
-            return ids.with_flat_values(tf.cast(lookup(ids.flat_values), layer.compute_dtype))
-        return keras.ops.cast(lookup(keras.ops.convert_to_tensor(ids, sparse=False)), layer.compute_dtype)
+            return ids.with_flat_values(tf.cast(look_up(table, ids.flat_values), layer.compute_dtype))
+        return keras.ops.cast(look_up(table, keras.ops.convert_to_tensor(ids, sparse=False)), layer.compute_dtype)
 
     patch(layer, "call", call)
 
@@ -150,11 +185,6 @@ def table_of(variable: Any) -> Any:
 
 
 def refusal_reasons(layer: keras.layers.Embedding) -> list[str]:
-    """Returns the arguments of a layer that need all rows at once."""
-    given = {
-        "embeddings_regularizer": layer.embeddings_regularizer,
-        "embeddings_constraint": layer.embeddings_constraint,
-        "lora_rank": layer.lora_rank,
-        "quantization": layer.quantization_mode,
-    }
+    """Returns the arguments of a layer with which it has other weights than its table."""
+    given = {"lora_rank": layer.lora_rank, "quantization": layer.quantization_mode}
     return [name for name, value in given.items() if value]

@@ -1,0 +1,49 @@
+"""Rows that travel from all ranks to some, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.engines.engine import Engine
+
+BLOCK = 1 << 22
+"""Bytes of the rows that travel at a time."""
+
+
+def sent_to(receivers: Sequence[int], rows: Any, engine: Engine) -> Any:
+    """Returns the rows of all ranks, in the order of the ranks, on those that receive them; an array.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        receivers: sequence of ints, the ranks that get the rows. The others get none.
+        rows: tensor, this rank's rows.
+        engine: `Engine`.
+    """
+    number = int(rows.shape[0])
+    counts = [number * (rank in receivers) for rank in range(engine.size)]
+    sent = tf.concat([rows[:0], *[rows] * len(receivers)], axis=0)
+    (received,), _ = engine.alltoallv([sent], tf.constant(counts, tf.int64))
+    return received.numpy()
+
+
+def filled(shape: Sequence[int], dtype: Any, blocks: Iterable[Any]) -> Any:
+    """Returns a tensor of some rows that come block by block; no other copy of them is made.
+
+    TensorFlow copies a variable at each read once rows of it were read or updated: new rows are not set in place.
+
+    Args:
+        shape: sequence of ints, that of all rows.
+        dtype: `tf.DType`.
+        blocks: iterable of arrays.
+    """
+    rows, start = tf.raw_ops.Empty(shape=list(shape), dtype=dtype), 0
+    for block in blocks:
+        values = tf.cast(block, dtype)
+        stop = start + values.shape[0]
+        rows = tf.raw_ops.InplaceUpdate(x=rows, i=tf.range(start, stop), v=values)
+        start = stop
+    return rows

@@ -1,0 +1,91 @@
+"""Tables, and slots, of which ranks hold rows, in files: rows travel block by block to the ranks that write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from kdist.engines.engine import Engine
+from kdist.keras_hooks.layers.embedding import table_of
+from kdist.keras_hooks.layers.stores import keeps_nothing, make_array, open_array
+from kdist.keras_hooks.patching import patch
+
+
+class RowHolder(Protocol):
+    """What holds some rows of a variable; see `Table` and `ShardedOptimizer`."""
+
+    engine: Engine
+
+    def shape(self, variable: Any) -> list[int]:
+        """Returns the shape of all rows. Collective: every rank must call this, in the same order."""
+        ...
+
+    def blocks(self, variable: Any, receivers: list[int]) -> Iterator[tuple[int, Any]]:
+        """Yields blocks of all rows: the first row's index, and an array, which is empty on ranks that get none.
+
+        Collective: every rank must iterate over this, in the same order.
+        """
+        ...
+
+
+def save_rows(store: Any, name: str, variable: Any, holder: RowHolder) -> None:
+    """Writes all rows of a variable to a store.
+
+    Collective: every rank must call this, in the same order; those whose store keeps nothing send their rows.
+
+    Args:
+        store: what Keras gives to `save_own_variables`.
+        name: str, the name in the store.
+        variable: `keras.Variable`.
+        holder: `RowHolder`.
+    """
+    keeps = holder.engine.gather_objects(not keeps_nothing(store))
+    shape = holder.shape(variable)
+    writes = keeps[holder.engine.rank]
+    array = make_array(store, name, shape, tf.as_dtype(variable.dtype).as_numpy_dtype) if writes else None
+    for start, block in holder.blocks(variable, [rank for rank, it in enumerate(keeps) if it]):
+        if array is not None:
+            rows = slice(start, start + len(block)) if shape else ()
+            array[rows] = block if shape else block[0]
+    if array is not None and name not in store:
+        store[name] = array
+
+
+class RowStore:
+    """A store as Keras gives it to a layer, in which tables in parts are read and written by rows.
+
+    Args:
+        store: the store.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._store
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __getitem__(self, name: str) -> Any:
+        return open_array(self._store, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        table = table_of(value)
+        if table is None:
+            self._store[name] = value
+        else:
+            save_rows(self._store, name, value, table)
+
+
+def save_by_rows(layer: keras.layers.Embedding) -> None:
+    """Makes a layer save and load its table in parts by rows, for the layer's life."""
+    for name in ("save_own_variables", "load_own_variables"):
+        run = getattr(type(layer), name).__get__(layer)
+        patch(layer, name, lambda store, run=run: run(RowStore(store)))
