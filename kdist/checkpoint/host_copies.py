@@ -69,7 +69,11 @@ class HostCopies:
         if self._engine.local_size < self._engine.size:  # what callbacks hold may differ, and the chief's is right
             rest = {part: state for part, state in checkpoint.items() if part != ModelState.name}
             checkpoint = {**checkpoint, **(broadcast_checkpoint(self._engine, rest) or {})}
-        if self._files is not None:
+        if self._files is None:
+            for each in checkpoint[ModelState.name].values():
+                if isinstance(each, DeferredArray):
+                    np.asarray(each)  # other ranks copy it
+        else:
             try:
                 self._files.write(checkpoint, number)
             except OSError as error:
@@ -79,10 +83,6 @@ class HostCopies:
                 )  # fmt: skip
                 self._files.delete()
                 self._files = None
-        if self._files is None:
-            for each in checkpoint[ModelState.name].values():
-                if isinstance(each, DeferredArray):
-                    np.asarray(each)  # while other ranks copy it
         now = time.monotonic()
         if self._is_measured:
             step = max((began - self._ended) / max(self._steps, 1), 1e-6)

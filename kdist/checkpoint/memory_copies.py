@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +19,7 @@ from kdist.restarts.memory import directory_of
 from kdist.state.part import DeferredArray, State
 from kdist.state.variables import ModelState
 
-_HEADER = struct.Struct("<QQ")  # the checkpoint's number, 0 while it is written, and the bytes of the description
+_HEADER = struct.Struct("<QQ")  # the checkpoint's number, 0 while it is written, and where the arrays end
 _NUM_FILES = 2
 
 
@@ -40,30 +41,41 @@ class MemoryCopies:
         self._files = [self._directory / f"{digest}-{place}" for place in range(_NUM_FILES)]
 
     def write(self, checkpoint: Checkpoint, number: int) -> None:
-        """Writes a checkpoint over the older one.
+        """Writes a checkpoint over the older one, array by array.
+
+        Collective, if ranks have parts of some arrays: every rank must make these, in the same order.
 
         Args:
             checkpoint: `Checkpoint`.
             number: int, above 0, which is greater for later ones.
 
         Raises:
-            OSError: if there is no room.
+            OSError: if there is no room; all arrays have been made then.
         """
         values, arrays = split(checkpoint)
-        made = {key: np.asarray(array, order="C") for key, array in arrays.items()}
-        described = [[key, array.dtype.str, array.shape] for key, array in made.items()]
-        description = json.dumps({"values": values, "arrays": described}).encode()
+        left = iter(arrays.items())
+        try:
+            self._write(values, left, number)
+        finally:
+            for _, value in left:
+                np.asarray(value)  # other ranks make their parts of it
+
+    def _write(self, values: Mapping[str, State], arrays: Iterator[tuple[str, Any]], number: int) -> None:
         path = min(self._files, key=_number)
         self._directory.mkdir(mode=0o700, exist_ok=True)
         # Not truncated: pages that are there already are written twice as fast.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        described = []
         with open(descriptor, "r+b") as file:
             _write_header(file, 0, 0)
-            file.write(description)
-            for array in made.values():
+            for key, value in arrays:
+                array = np.asarray(value, order="C")
+                described.append([key, array.dtype.str, array.shape])
                 file.write(array.reshape(-1).view(np.uint8).data)
+            end = file.tell()
+            file.write(json.dumps({"values": values, "arrays": described}).encode())
             file.truncate()
-            _write_header(file, number, len(description))
+            _write_header(file, number, end)
 
     def newest(self) -> int:
         """Returns the number of the newest complete checkpoint, 0 if there is none."""
@@ -73,9 +85,10 @@ class MemoryCopies:
         """Returns the newest complete checkpoint."""
         path = max(self._files, key=_number)
         with open(path, "rb") as file:
-            _, length = _HEADER.unpack(file.read(_HEADER.size))
-            described = json.loads(file.read(length))
-            place = file.tell()
+            _, end = _HEADER.unpack(file.read(_HEADER.size))
+            file.seek(end)
+            described = json.loads(file.read())
+        place = _HEADER.size
         checkpoint: dict[str, State] = described["values"]
         for key, dtype, shape in described["arrays"]:
             part, _, name = key.partition("/")
@@ -92,10 +105,10 @@ class MemoryCopies:
             self._directory.rmdir()
 
 
-def _write_header(file: BinaryIO, number: int, length: int) -> None:
+def _write_header(file: BinaryIO, number: int, end: int) -> None:
     file.flush()
     file.seek(0)
-    file.write(_HEADER.pack(number, length))
+    file.write(_HEADER.pack(number, end))
     file.flush()
 
 

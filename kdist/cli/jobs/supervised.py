@@ -104,7 +104,16 @@ class _Starts:
         placement = None if self._sizes is None else self._sizes.next(attempts)
         if isinstance(placement, str):
             return placement
-        began, number = time.time(), len(attempts) + 1
+        try:
+            made = self._made(len(attempts) + 1, placement)
+        except LaunchError as error:
+            if not attempts:
+                raise
+            return str(error)  # the summary of those before is of use
+        return made if self._sizes is None else self._sizes.explained(attempts, made)
+
+    def _made(self, number: int, placement: Placement | None) -> Attempt:
+        began = time.time()
         with contextlib.ExitStack() as stack:
             job, watched = self._taken(stack, placement) or stack.enter_context(self._started(number, placement))
             growth = None if self._sizes is None else self._sizes.growth
@@ -122,8 +131,7 @@ class _Starts:
             finally:
                 if growth is not None:
                     growth.close(job.running)
-            made = watched.attempt(code, began, self._output_of(number))
-            return made if self._sizes is None else self._sizes.explained(attempts, made)
+            return watched.attempt(code, began, self._output_of(number))
 
     def close(self) -> None:
         """Ends the job that waits."""

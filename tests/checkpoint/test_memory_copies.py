@@ -1,0 +1,100 @@
+"""Copies of checkpoints in the memory of this host."""
+
+import contextlib
+import os
+import resource
+import secrets
+import time
+
+import numpy as np
+import pytest
+
+from kdist.checkpoint.memory_copies import MemoryCopies
+from kdist.restarts.memory import MEMORY, delete_old, directory_of
+from kdist.state.part import DeferredArray
+
+
+@pytest.fixture
+def job():
+    name = secrets.token_hex(8)
+    yield name
+    for path in directory_of(name).glob("*"):
+        path.unlink()
+    with contextlib.suppress(FileNotFoundError):
+        directory_of(name).rmdir()
+
+
+def checkpoint(number, rows=3):
+    table = DeferredArray(lambda: np.full((rows, 2), number, np.float32))
+    model = {"variables": [[3, "float32"]], "variable/0": np.arange(number, dtype=np.int64), "variable/1": table}
+    return {"model": model, "training": {"epoch": number, "nothing": np.zeros((0, 4)), "scalar": np.float64(2.5)[()]}}
+
+
+def assert_same(found, number, rows=3):
+    expected = checkpoint(number, rows)
+    assert found.keys() == expected.keys()
+    for part, state in expected.items():
+        assert found[part].keys() == state.keys()
+        for name, value in state.items():
+            np.testing.assert_array_equal(np.asarray(found[part][name]), np.asarray(value))
+            assert np.asarray(found[part][name]).dtype == np.asarray(value).dtype
+
+
+def test_the_newest_is_read_by_another_process(job):
+    copies = MemoryCopies(job, "backup")
+    assert copies.newest() == 0
+    for number in (4, 5, 6):
+        copies.write(checkpoint(number), number)
+    again = MemoryCopies(job, "backup")
+    assert again.newest() == 6
+    assert_same(again.read(), 6)
+    assert MemoryCopies(job, "another").newest() == 0
+    again.delete()
+    assert not directory_of(job).exists()
+
+
+def test_one_that_was_being_written_leaves_the_other(job):
+    copies = MemoryCopies(job, "backup")
+    copies.write(checkpoint(1), 1)
+    unfinished = checkpoint(2)
+    unfinished["model"]["variable/1"] = DeferredArray(_killed)
+    with pytest.raises(SystemExit):
+        copies.write(unfinished, 2)
+    assert copies.newest() == 1
+    assert_same(copies.read(), 1)
+    copies.write(checkpoint(3, rows=1), 3)
+    assert_same(copies.read(), 3, rows=1)
+
+
+def test_without_room_all_arrays_are_made_and_the_other_is_left(job):
+    """Other ranks wait for this one's parts."""
+    copies, made = MemoryCopies(job, "backup"), []
+    copies.write(checkpoint(1), 1)
+    large = checkpoint(2)
+    for name in ("variable/1", "variable/2", "variable/3"):
+        large["model"][name] = DeferredArray(lambda name=name: made.append(name) or np.zeros(1 << 14))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(OSError, match="large"):
+            copies.write(large, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert made == ["variable/1", "variable/2", "variable/3"]
+    assert_same(copies.read(), 1)
+
+
+def test_copies_of_jobs_that_are_long_over_are_deleted(job):
+    copies = MemoryCopies(job, "backup")
+    copies.write(checkpoint(1), 1)
+    delete_old()
+    assert copies.newest() == 1
+    for path in (*directory_of(job).iterdir(), directory_of(job)):
+        os.utime(path, (time.time() - 25 * 3600,) * 2)
+    delete_old()
+    assert not directory_of(job).exists()
+    assert MEMORY.exists()
+
+
+def _killed():
+    raise SystemExit
