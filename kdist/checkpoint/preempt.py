@@ -18,9 +18,12 @@ from kdist.checkpoint.all_ranks_callback import AllRanksCallback
 from kdist.checkpoint.backup import Backup
 from kdist.errors import ScopeError
 from kdist.keras_hooks.callbacks import RunningFit
+from kdist.restarts import request
 from kdist.restarts.report import Kind, own_reports
 
 logger = logging.getLogger("kdist")
+
+_REQUEST = "a larger job"  # where a signal's name stands, if `kdist run` asked for it
 
 
 class Preempt(AllRanksCallback):
@@ -35,6 +38,7 @@ class Preempt(AllRanksCallback):
         self._handlers: dict[int, Any] = {}
         self._fit: RunningFit | None = None
         self._received: str | None = None
+        self._is_requested = False
         self._epoch = 0
 
     def settings(self) -> dict[str, Any]:
@@ -51,8 +55,10 @@ class Preempt(AllRanksCallback):
                 "keras.callbacks.ModelCheckpoint, among them. Fix: add one of these."
             )
         self.clean_up()  # of a `fit` that raised
-        self._received, self._fit = None, RunningFit(self)
+        self._received, self._is_requested, self._fit = None, False, RunningFit(self)
         self.session.votes.withdraw("preempt")
+        if self.is_chief and any(isinstance(each, Backup) for each in self._all()):
+            own_reports.can_leave()
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "Preemption handles no signals: fit does not run in the main thread, where Python handles signals"
@@ -68,6 +74,7 @@ class Preempt(AllRanksCallback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves and exits, if all ranks know of a signal."""
+        self._read_request()
         if self._is_agreed():
             self._save_and_exit(batch, logs or {})
 
@@ -96,6 +103,11 @@ class Preempt(AllRanksCallback):
         self._received = signal.Signals(number).name
         self.session.votes.cast("preempt")
 
+    def _read_request(self) -> None:
+        if own_reports.rank == 0 and not self._is_requested and request.is_made(own_reports.directory):
+            self._is_requested = True
+            self.session.votes.cast("preempt")
+
     def _is_agreed(self) -> bool:
         return "preempt" in self.session.votes.agreed
 
@@ -112,16 +124,21 @@ class Preempt(AllRanksCallback):
             for each in self._all():
                 if isinstance(each, keras.callbacks.ModelCheckpoint):
                     self._save_with(each, batch, logs)
-        received = self.session.engine.gather_objects(self._received)  # also waits until all is saved
+        mine = self._received or (_REQUEST if self._is_requested else None)
+        received = self.session.engine.gather_objects(mine)  # also waits until all is saved
         if self.is_chief:
-            signals = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(received) if name)
+            by_rank = {rank: name for rank, name in enumerate(received) if name}
+            first = next((rank for rank, name in by_rank.items() if name != _REQUEST), None)
+            why = ", ".join(name if name == _REQUEST else f"{name} on rank {rank}" for rank, name in by_rank.items())
             when = "at the end of" if batch is None else f"after step {batch + 1} of"
             logger.warning(
                 "%s: saved %s epoch %d; exiting with code %d, to be restarted",
-                signals, when, self._epoch + 1, self.exit_code,
+                why, when, self._epoch + 1, self.exit_code,
             )  # fmt: skip
-            first = next(rank for rank, name in enumerate(received) if name)
-            own_reports.failed(Kind.PREEMPTION, f"was preempted by {received[first]}, all is saved", first)
+            if first is None:
+                own_reports.failed(Kind.RESIZE, "all ranks have saved and left, for a larger job", None)
+            else:
+                own_reports.failed(Kind.PREEMPTION, f"was preempted by {received[first]}, all is saved", first)
         self.clean_up()
         raise SystemExit(self.exit_code)
 

@@ -17,6 +17,7 @@ from kdist.cli.parser import closest, count
 from kdist.cluster import detect
 from kdist.errors import LaunchError
 from kdist.launchers import horovodrun, local_cluster, mpirun
+from kdist.launchers.capacity import Placement
 from kdist.launchers.command import Command, variables_to_forward
 from kdist.launchers.hosts import Host, all_local, check_slots, is_scheduled, parse_hostfile, parse_hosts
 from kdist.launchers.nodes import Node
@@ -48,7 +49,11 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build(
-    options: argparse.Namespace, program: Sequence[str], reports: str | None = None, node: Node | None = None
+    options: argparse.Namespace,
+    program: Sequence[str],
+    reports: str | None = None,
+    node: Node | None = None,
+    placement: Placement | None = None,
 ) -> Command:
     """Builds the command that starts a job, from the arguments of `add_launch_arguments`.
 
@@ -57,6 +62,7 @@ def build(
         program: sequence of str, what each rank runs.
         reports: str or `None`, the directory in which a launcher of kdist reports which rank failed first.
         node: `Node` or `None`, this machine's place among several.
+        placement: `Placement` or `None`, the hosts and ranks, if they are not those of the arguments.
 
     Returns:
         A `Command`.
@@ -73,8 +79,8 @@ def build(
         return local_cluster.build(
             python, program, np=node.np, env=env, reports=reports, node=node, start_timeout=timeout
         )
-    hosts = _hosts(options)
-    np = sum(host.slots for host in hosts) if options.np is None and hosts else options.np
+    hosts = hosts_of(options) if placement is None else placement.hosts
+    np = num_ranks(options, hosts) if placement is None else placement.np
     if np is None:
         raise LaunchError(
             "No number of ranks given. Received: neither -np nor hosts. Expected -np N. Fix: kdist run -np 2 train.py"
@@ -92,7 +98,7 @@ def build(
         np=np,
         hosts=hosts,
         local=all_local(hosts, socket.gethostname()) and not is_scheduled(os.environ),
-        extra=_split(options.launcher_args),
+        extra=launcher_arguments(options),
         env=env,
         ps=options.ps,
         oversubscribe=options.oversubscribe,
@@ -181,7 +187,26 @@ _BUILDERS: Mapping[str, Callable[[_Job], Command]] = {
 }
 
 
-def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
+def num_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int | None:
+    """Returns the number of ranks, or `None` if nothing tells.
+
+    Args:
+        options: the parsed arguments.
+        hosts: sequence of `Host`, those that they name.
+    """
+    np: int | None = options.np
+    return sum(host.slots for host in hosts) if np is None and hosts else np
+
+
+def hosts_of(options: argparse.Namespace) -> tuple[Host, ...]:
+    """Returns the hosts that the arguments name, if they do; a hostfile is read again each time.
+
+    Args:
+        options: the parsed arguments.
+
+    Raises:
+        LaunchError: if they cannot be read.
+    """
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     if options.hostfile is None:
@@ -215,7 +240,16 @@ def _words() -> list[str]:
     return [word for word in WORDS if word not in PASSED_THROUGH]
 
 
-def _split(text: str) -> list[str]:
+def launcher_arguments(options: argparse.Namespace) -> list[str]:
+    """Returns the additional arguments of the launcher.
+
+    Args:
+        options: the parsed arguments.
+
+    Raises:
+        LaunchError: if they cannot be parsed.
+    """
+    text = options.launcher_args
     try:
         return shlex.split(text)
     except ValueError as err:

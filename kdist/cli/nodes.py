@@ -84,6 +84,8 @@ def _check_others(options: argparse.Namespace) -> None:
         "--hostfile": options.hostfile,
         "--ps": options.ps,
         "--restarts": getattr(options, "restarts", None),
+        "--min-np": getattr(options, "min_np", None),
+        "--max-np": getattr(options, "max_np", None),
         "--launcher-args": options.launcher_args or None,
         f"--strategy {options.strategy}": options.strategy not in (None, "auto", "collective") or None,
     }

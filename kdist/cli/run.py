@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kdist.cli import nodes, script, supervised
+from kdist.cli import elastic, nodes, script, supervised
 from kdist.cli.job import add_launch_arguments, build
 from kdist.cli.message import tell
 from kdist.cli.parser import count
@@ -52,6 +52,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         metavar="N",
         help="start the job again after a lost rank, at most N times without a new checkpoint",
     )
+    elastic.add_arguments(parser)
     nodes.add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does")
@@ -87,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
     if options.restarts is not None:
         _check_restarts(options)
     node = nodes.node_of(options, words, os.environ)
+    sizes = elastic.elastic_of(options, os.environ)
     program = functools.partial(worker.program, sys.executable, words, module=is_module, tee=options.tee)
     if options.dry_run:
         print(build(options, program(output=output), node=node))
@@ -96,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         return run_job(output)
     if output is not None:
         _make_directory(output)
-    return supervised.run(run_job, options.restarts, output)
+    return supervised.run(run_job, options.restarts, output, sizes)
 
 
 def _run_job(
@@ -118,8 +120,9 @@ def _run_job(
         watched: `Watched` or `None`, what a supervisor learns of the job.
     """
     with tempfile.TemporaryDirectory(prefix="kdist-") as running:
-        reports = None if watched is None else running
-        command = build(options, program(output=output, running=running, reports=watched is not None), reports, node)
+        reports, placement = (None, None) if watched is None else (running, watched.placement)
+        words = program(output=output, running=running, reports=watched is not None, resizes=placement is not None)
+        command = build(options, words, reports, node, placement)
         if output is not None:
             _make_directory(output)
         monitor = FailureMonitor(running)
@@ -128,6 +131,8 @@ def _run_job(
         boxes = BoxFilter(script_path)
 
         def must_end() -> bool:
+            if watched is not None:
+                watched.look(running)
             marks = scope_marks.read(running)
             if remark := slow_start.remark(marks):
                 tell(remark)

@@ -38,6 +38,7 @@ def program(
     running: str | None = None,
     tee: bool = False,
     reports: bool = False,
+    resizes: bool = False,
 ) -> tuple[str, ...]:
     """Returns the arguments that start a worker.
 
@@ -50,6 +51,7 @@ def program(
             finished without an error.
         tee: bool, whether the output of all ranks is shown, with rank and time.
         reports: bool, whether each rank reports to a supervisor how it fares.
+        resizes: bool, whether the supervisor may change the number of ranks.
 
     Returns:
         A tuple of str.
@@ -58,6 +60,7 @@ def program(
     options += ("--tee",) if tee else ()
     options += () if running is None else ("--running", running)
     options += ("--reports",) if reports else ()
+    options += ("--resizes",) if resizes else ()
     return (python, "-m", "kdist.launchers.worker", *options, *(("-m",) if module else ()), *command)
 
 
@@ -86,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     running_file = None if options.running is None else Path(options.running, str(info.rank))
     if running_file is not None and options.reports:
         own_reports.directory, own_reports.rank = running_file.parent, info.rank
+        own_reports.is_resized = options.resizes
     if running_file is not None:
         with contextlib.suppress(OSError):
             running_file.touch()
@@ -155,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--running", metavar="DIR")
     parser.add_argument("--tee", action="store_true")
     parser.add_argument("--reports", action="store_true")
+    parser.add_argument("--resizes", action="store_true")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser

@@ -80,13 +80,24 @@ class OnceLog:
         Args:
             text: str.
         """
-        if text not in self._said:
-            self._said.add(text)
-            _LOG.info("%s", text)
+        self._log(logging.INFO, text)
+
+    def warning(self, text: str) -> None:
+        """Warns by a text, unless it has been logged.
+
+        Args:
+            text: str.
+        """
+        self._log(logging.WARNING, text)
 
     def clear(self) -> None:
         """Forgets what has been logged."""
         self._said.clear()
+
+    def _log(self, level: int, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            _LOG.log(level, "%s", text)
 
 
 once = OnceLog()

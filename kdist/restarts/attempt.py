@@ -31,6 +31,7 @@ class Attempt:
         failure: `Failure` or `None`, the cause of its end, if it failed and that is known.
         progress: `Progress` or `None`, by its backups; `None` without any.
         output: str or `None`, the directory of its ranks' output.
+        hosts: tuple of str, the host of each rank, as `-H` or a hostfile names it; empty without these.
     """
 
     end: End
@@ -41,6 +42,7 @@ class Attempt:
     failure: Failure | None = None
     progress: Progress | None = None
     output: str | None = None
+    hosts: tuple[str, ...] = ()
 
     @property
     def cause(self) -> str:
@@ -52,7 +54,7 @@ class Attempt:
     @property
     def is_preempted(self) -> bool:
         """Whether its ranks saved and left, as they were asked to."""
-        return self.failure is not None and self.failure.kind is Kind.PREEMPTION
+        return self.failure is not None and self.failure.kind in (Kind.PREEMPTION, Kind.RESIZE)
 
     @property
     def made_step(self) -> bool:
@@ -79,7 +81,7 @@ def cause(events: Events, code: int, launcher_says: str, host: str) -> Failure |
 
 def _first(events: Events, code: int, launcher_says: str) -> Failure | None:
     failures = events.failures
-    if preemptions := [each for each in failures if each.kind is Kind.PREEMPTION]:
+    if preemptions := [each for each in failures if each.kind in (Kind.PREEMPTION, Kind.RESIZE)]:
         return preemptions[0]  # what came after it was saved does not matter
     reported: set[int | None] = set()  # a launcher also reports the code of a rank that has reported why
     for each in failures:

@@ -32,7 +32,8 @@ class Kind(enum.Enum):
     STALL = "stall"  # a rank makes no progress, or sends no heartbeat
     LOST = "lost"  # a rank or its host is gone; nobody knows how
     SIGNAL = "signal"  # a rank was killed
-    PREEMPTION = "preemption"  # all ranks have saved and left, as they were asked to
+    PREEMPTION = "preemption"  # all ranks have saved and left, as a signal asked them to
+    RESIZE = "resize"  # the same for a larger job, as `kdist run` asked them to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +66,12 @@ class OwnReports:
     Attributes:
         directory: `Path` or `None`, the job's, which exists on the host of `kdist run`.
         rank: int, this process's number.
+        is_resized: bool, whether the next attempt may have another number of ranks.
     """
 
     directory: Path | None = None
     rank: int = 0
+    is_resized: bool = False
 
     def reached_scope(self) -> None:
         """Reports that this rank has entered a scope."""
@@ -78,6 +81,10 @@ class OwnReports:
         """Reports that this rank has trained a first step."""
         if self.rank == 0:
             self._send({"event": "step"})
+
+    def can_leave(self) -> None:
+        """Reports that all ranks save and leave if they are asked to, by `kdist.restarts.request`."""
+        self._send({"event": "can leave"})
 
     def progress(self, numbers: Iterable[float]) -> None:
         """Reports the progress of a chief whose file `kdist run` cannot read.
@@ -133,12 +140,14 @@ class Events:
         made_step: bool, whether a step was trained.
         failures: tuple of `Failure`, in their order.
         progress: tuple of float or `None`, the last progress that came by standard error.
+        can_leave: bool, whether all ranks save and leave if they are asked to.
     """
 
     hosts: dict[int, str]
     made_step: bool
     failures: tuple[Failure, ...]
     progress: tuple[float, ...] | None
+    can_leave: bool = False
 
 
 def read(directory: str, lines: Iterable[str] = ()) -> Events:
@@ -151,7 +160,7 @@ def read(directory: str, lines: Iterable[str] = ()) -> Events:
     file = Path(directory, _FILE)
     texts = [*(file.read_text().splitlines() if file.exists() else ()), *lines]
     hosts: dict[int, str] = {}
-    failures, progress, made_step = [], None, False
+    failures, progress, made_step, can_leave = [], None, False, False
     for text in texts:
         with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line of a rank that was killed
             event = json.loads(text)
@@ -160,11 +169,13 @@ def read(directory: str, lines: Iterable[str] = ()) -> Events:
                 hosts[int(event["rank"])] = event["host"]
             elif kind == "step":
                 made_step = True
+            elif kind == "can leave":
+                can_leave = True
             elif kind == "progress":
                 progress = tuple(event["numbers"])
             else:
                 failures.append(Failure(**{**event, "kind": Kind(event["kind"])}))
-    return Events(hosts, made_step, tuple(failures), progress)
+    return Events(hosts, made_step, tuple(failures), progress, can_leave)
 
 
 def _encoded(failure: Failure) -> dict[str, Any]:

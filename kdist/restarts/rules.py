@@ -63,6 +63,16 @@ def are_new(attempts: Sequence[Attempt]) -> list[bool]:
     return found
 
 
+def unproven_hosts(attempts: Sequence[Attempt]) -> set[str]:
+    """Returns the hosts of the last attempt that never trained a step, if the job has done so without them.
+
+    Args:
+        attempts: sequence of `Attempt`, all so far, at least one.
+    """
+    proven = [set(each.hosts) for each in attempts[:-1] if each.made_step]
+    return set(attempts[-1].hosts).difference(*proven) if proven else set()
+
+
 def _why_not(attempts: Sequence[Attempt]) -> str:
     last = attempts[-1]
     failure = last.failure
@@ -75,7 +85,7 @@ def _why_not(attempts: Sequence[Attempt]) -> str:
     if not any(each.events.hosts for each in attempts):
         return "the start failed: no rank entered kdist.scope()"
     if failure is None or failure.kind is Kind.EXCEPTION:
-        if not last.made_step:
+        if not last.made_step and not unproven_hosts(attempts):
             return "the start failed: no step was trained"
         if len(attempts) > 1 and _raised(attempts[-2]) and _raised(last) and not are_new(attempts)[-1]:
             return "it was raised twice, without a new checkpoint between"

@@ -82,12 +82,15 @@ def in_words(attempts: Sequence[Attempt], why: str) -> str:
         return ""
     how = "the last one ended well" if last.end is End.WELL else f"exit code {last.code}; not started again: {why}"
     lines = [f"{len(attempts)} attempt{'s' if len(attempts) > 1 else ''}, {how}"]
+    are_resized = len({len(each.hosts) for each in attempts}) > 1
     for place, each in enumerate(attempts):
         if each.end is End.WELL:
             continue
         steps = steps_lost(each)
         lost = "all steps, without a backup," if steps is None else f"{steps} steps"
-        lines.append(f"  attempt {place + 1}: {blamed(each)}; lost {lost} and {seconds_lost(attempts, place):.0f} s")
+        size = f", of {len(each.hosts)} rank{'s' if len(each.hosts) > 1 else ''}" if are_resized else ""
+        what = f"{blamed(each)}; lost {lost} and {seconds_lost(attempts, place):.0f} s"
+        lines.append(f"  attempt {place + 1}{size}: {what}")
     return "\n".join(lines)
 
 
@@ -110,6 +113,8 @@ def as_values(attempts: Sequence[Attempt], why: str, restarts: int) -> dict[str,
         "attempts": [
             {
                 "attempt": place + 1,
+                "ranks": len(each.hosts) or None,
+                "hosts": list(dict.fromkeys(each.hosts)),
                 "cause": each.cause,
                 "rank": None if each.failure is None else each.failure.rank,
                 "host": None if each.failure is None else each.failure.host or None,

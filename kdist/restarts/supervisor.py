@@ -10,7 +10,7 @@ from kdist.restarts.summary import blamed
 
 
 def supervise(
-    start: Callable[[int], Attempt],
+    start: Callable[[Sequence[Attempt]], Attempt | str],
     restarts: int,
     *,
     say: Callable[[str], object],
@@ -20,7 +20,8 @@ def supervise(
     """Makes attempts of a job until one ends well, or no other may follow.
 
     Args:
-        start: function of an attempt's number, from 1, that makes it and returns when no process of it is left.
+        start: function of the attempts so far that makes the next one, and returns it when no process of it is left,
+            or returns why it cannot be made.
         restarts: int, how many restarts are allowed without a new checkpoint between them.
         say: function of a line for the user.
         keep: function of the attempts so far and of the reason to end, which stores them after each attempt.
@@ -32,8 +33,11 @@ def supervise(
     attempts: list[Attempt] = []
     has_warned = False
     while True:
-        attempts.append(start(len(attempts) + 1))
-        last = attempts[-1]
+        last = start(attempts)
+        if isinstance(last, str):
+            keep(attempts, last)
+            return attempts, last
+        attempts.append(last)
         decision = decide(attempts, restarts)
         if decision.again and is_stopped():
             decision = Decision(False, "kdist run was asked to end")

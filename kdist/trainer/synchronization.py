@@ -140,6 +140,12 @@ class RankSynchronization(keras.callbacks.Callback):
             once.info(
                 f"batch: {each}" if sync_every == 1 else f"batch: {batch or 'one of yours'} on each of {size} ranks"
             )
+            if own_reports.is_resized:
+                once.warning(
+                    "the number of ranks may change, and the global batch with it. Received: scale_batch=True, and "
+                    "--min-np or --max-np. Expected a global batch that stays. Fix: kdist.scope(scale_batch=False), "
+                    "or batch_size=GLOBAL_BATCH // kdist.size(), with which this can be ignored."
+                )
         else:
             each = f"{batch} / {size} ranks = {batch / size:g}" if batch else f"each of yours / {size} ranks"
             once.info(f"batch: {each} (scale_batch=False)")

@@ -82,7 +82,7 @@ def test_what_is_saved_again_is_not_new():
 def supervised(attempts, restarts=1, stopped=False):
     said, kept = [], []
     made, why = supervise(
-        lambda number: attempts[number - 1],
+        lambda so_far: attempts[len(so_far)],
         restarts,
         say=said.append,
         keep=lambda all_of_them, why: kept.append((len(all_of_them), why)),

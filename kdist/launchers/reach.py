@@ -1,0 +1,111 @@
+"""Which hosts answer: each is asked by the program that the launcher starts ranks by, which is ssh by default."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+LIMIT = 10.0
+"""Seconds in which a host must answer."""
+
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={LIMIT:.0f}")
+
+# How another program is named: Open MPI 5, Open MPI 4, and Hydra of MPICH and Intel MPI.
+_PARAMETERS = frozenset(("plm_ssh_agent", "plm_rsh_agent"))
+_OPTIONS = frozenset(("-launcher-exec", "--launcher-exec", "-bootstrap-exec", "--bootstrap-exec"))
+_VARIABLES = (
+    *("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"),
+    *("HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP_EXEC", "I_MPI_HYDRA_BOOTSTRAP_EXEC"),
+)
+
+
+def agent(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the program, with its arguments, by which a launcher runs commands on other hosts.
+
+    Args:
+        arguments: sequence of str, the additional arguments of the launcher.
+        env: mapping, its environment.
+    """
+    named = [value for name, value in zip(arguments, arguments[1:], strict=False) if name in {*_PARAMETERS, *_OPTIONS}]
+    named += [env[name] for name in _VARIABLES if env.get(name)]
+    if not named:
+        return _SSH
+    first, *more = shlex.split(re.split(r"\s:\s", named[0])[0])  # Open MPI takes the first that exists: "ssh : rsh"
+    return (*_SSH, *more) if first == "ssh" else (first, *more)
+
+
+@functools.cache  # a name server may be slow, and is asked every half minute
+def is_this_host(name: str) -> bool:
+    """Returns whether a host is this one: whether one of its addresses can be listened at.
+
+    Args:
+        name: str, a name or an address.
+    """
+    if name.partition(".")[0] == socket.gethostname().partition(".")[0]:
+        return True
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(name.strip("[]"), 0, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+class Question:
+    """Runs a command on hosts, on all at once, and learns which ones have done it. This host always answers.
+
+    Args:
+        agent: sequence of str, what `agent` returned.
+        hosts: iterable of str, the names.
+        command: sequence of str, words without characters that a shell would change.
+
+    Attributes:
+        answering: set of str, the hosts that have answered so far.
+    """
+
+    def __init__(self, agent: Sequence[str], hosts: Iterable[str], command: Sequence[str] = ("true",)) -> None:
+        self.answering: set[str] = set()
+        self._asked: dict[str, subprocess.Popen[bytes]] = {}
+        self._deadline = time.monotonic() + LIMIT
+        for host in hosts:
+            program = [*command] if is_this_host(host) else [*agent, host.strip("[]"), *command]
+            with contextlib.suppress(OSError):
+                self._asked[host] = subprocess.Popen(
+                    program,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # it may have children
+                )
+
+    def is_over(self) -> bool:
+        """Returns whether all have answered, or time is up."""
+        is_late = time.monotonic() > self._deadline
+        for host, process in list(self._asked.items()):
+            if process.poll() == 0:
+                self.answering.add(host)
+            elif process.returncode is None and is_late:
+                _kill(process)
+            elif process.returncode is None:
+                continue
+            del self._asked[host]
+        return not self._asked
+
+    def close(self) -> None:
+        """Asks no more."""
+        while self._asked:
+            _kill(self._asked.popitem()[1])
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
