@@ -1,0 +1,179 @@
+"""`kdist run --min-np --max-np`: the arguments, where attempts run, and when a running one is asked to leave."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kdist.cli import elastic, nodes
+from kdist.cli.main import make_parser
+from kdist.errors import LaunchError
+from kdist.launchers.capacity import Placement
+from kdist.launchers.hosts import Host
+from kdist.restarts import request
+from kdist.restarts.attempt import Attempt, End
+from kdist.restarts.report import Events, Failure, Kind
+
+HOSTS = ["-H", "a:2,b:2", "--restarts", "3"]
+LISTENS = Events({}, True, (), None, can_leave=True)
+
+
+def elastic_of(*line: str, env: dict[str, str] | None = None) -> elastic.Elastic | None:
+    options = make_parser().parse_args(["run", *line, "train.py"])
+    nodes.node_of(options, ["train.py"], {})
+    return elastic.elastic_of(options, env or {})
+
+
+@pytest.mark.parametrize(
+    ("line", "least", "most"),
+    [
+        ([*HOSTS, "--min-np", "2"], 2, 4),
+        ([*HOSTS, "--max-np", "3", "-np", "2"], 2, 3),
+        ([*HOSTS, "--min-np", "1", "-np", "3"], 1, 3),
+        ([*HOSTS, "--min-np", "1", "--max-np", "2"], 1, 2),
+        ([*HOSTS, "--min-np", "4"], 4, 4),
+    ],
+)
+def test_the_numbers_of_ranks(line: list[str], least: int, most: int) -> None:
+    found = elastic_of(*line)
+    assert found is not None
+    assert (found.min_np, found.max_np) == (least, most)
+    assert found.agent[0] == "ssh"
+
+
+def test_a_job_of_a_fixed_size() -> None:
+    assert elastic_of(*HOSTS) is None
+    assert elastic_of("-np", "2") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["-H", "a:2,b:2", "--min-np", "2"], "--min-np 2 needs --restarts"),
+        (["-np", "4", "--restarts", "3", "--min-np", "2"], "--min-np 2 needs hosts"),
+        ([*HOSTS, "--min-np", "3", "--max-np", "2"], "do not fit.*from 3 to 2 ranks"),
+        ([*HOSTS, "--min-np", "0"], "do not fit.*from 0 to 4 ranks"),
+        ([*HOSTS, "--min-np", "2", "--max-np", "0"], "do not fit.*from 2 to 0 ranks"),
+        ([*HOSTS, "--min-np", "2", "--max-np", "5"], "do not fit.*has 4 slot"),
+        ([*HOSTS, "--max-np", "3"], "do not fit.*from 4 to 3 ranks"),
+        ([*HOSTS, "--strategy", "parameter_server", "--min-np", "2"], "not for parameter servers"),
+        ([*HOSTS, "--wait", "5"], "--wait has no effect"),
+        ([*HOSTS, "--look", "5"], "--look has no effect"),
+        (["--rendezvous", "a", "--min-np", "2"], "--min-np cannot be used with --rendezvous"),
+    ],
+)
+def test_what_does_not_fit_is_refused(line: list[str], said: str) -> None:
+    with pytest.raises(LaunchError, match=f"(?s){said}.*Expected .*Fix: "):
+        elastic_of(*line)
+
+
+class Cluster:
+    """Hosts that are up or down, by files, and what is said of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hosts = [Host(name) for name in "abc"]
+        self.agent = folder / "agent"
+        self.agent.write_text(f'#!/bin/sh\n[ -e {folder}/$1 ] || exit 255\nshift; "$@"\n')
+        self.agent.chmod(0o755)
+
+    def up(self, *names: str) -> None:
+        for name in names:
+            (self.folder / name).touch()
+
+    def elastic(self, least: int, wait: float = 0.0) -> elastic.Elastic:
+        return elastic.Elastic(least, 3, wait, 0.0, (os.fspath(self.agent),), lambda: self.hosts)
+
+    def looks(self, growth: elastic.Growth, events: Events, seconds: float = 2.0) -> bool:
+        """Looks as `kdist run` does; returns whether the ranks were asked to leave."""
+        running = self.folder / "running"
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not request.is_made(running):
+            growth.look(os.fspath(running), lambda: events)
+            time.sleep(0.02)
+        return request.is_made(running)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def placed(*names: str) -> Placement:
+    return Placement(tuple(map(Host, names)))
+
+
+def attempt(kind: Kind, *hosts: str) -> Attempt:
+    return Attempt(End.FAILED, 75, 0.0, time.time(), LISTENS, Failure(kind, "", None, "b"), None, None, hosts)
+
+
+def test_an_attempt_takes_the_hosts_that_answer(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.up("a", "c")
+    assert cluster.elastic(2).next_placement([], lambda: False) == placed("a", "c")
+    assert "2 of at most 3 ranks, on a:1,c:1: b does not answer" in capsys.readouterr().err
+    cluster.up("b")
+    assert cluster.elastic(2).next_placement([], lambda: False) == placed("a", "b", "c")
+    assert capsys.readouterr().err == ""
+    lost = attempt(Kind.LOST, "a", "b", "c")
+    assert cluster.elastic(2).next_placement([lost], lambda: False) == placed("a", "c")
+    assert "b is left out for a while" in capsys.readouterr().err
+    assert cluster.elastic(3).next_placement([lost], lambda: False) == placed("a", "b", "c")
+
+
+def test_too_few_hosts_are_waited_for(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.up("a")
+    why = cluster.elastic(2, wait=0.5).next_placement([], lambda: False)
+    assert str(why).startswith("too few hosts for --min-np 2: b, c do not answer, for 0.5 s; asked by `")
+    assert capsys.readouterr().err.count("they have 0.5 s to come") == 1
+    assert cluster.elastic(2, wait=60).next_placement([], lambda: True) == "kdist run was asked to end"
+
+
+def test_a_larger_job_is_asked_for(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = elastic.Sizes(cluster.elastic(1), lambda: False)
+    cluster.up("a", "c")
+    assert sizes.next([]) == placed("a", "c")
+    growth = sizes.growth
+    assert growth is not None
+    assert not cluster.looks(growth, LISTENS, 0.5)
+    assert growth.wanted is None
+    cluster.up("b")
+    assert cluster.looks(growth, LISTENS)
+    assert "all ranks are asked to save and leave, for 3 ranks instead of 2: b can take part" in capsys.readouterr().err
+    growth.close(os.fspath(cluster.folder / "running"))
+    assert not request.is_made(cluster.folder / "running")
+    (cluster.folder / "b").unlink()
+    # It is not asked again: if it does not start, it is left out.
+    assert sizes.next([attempt(Kind.RESIZE, "a", "c")]) == placed("a", "b", "c")
+    assert sizes.next([attempt(Kind.SIGNAL, "a", "b", "c")]) == placed("a", "c")
+
+
+def test_a_job_that_cannot_leave_is_told_of_once(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.up("a", "b", "c")
+    growth = elastic.Growth(cluster.elastic(1), placed("a", "c"), [])
+    assert not cluster.looks(growth, Events({}, False, (), None), 0.3)
+    assert capsys.readouterr().err == ""  # it has not begun
+    assert not cluster.looks(growth, Events({}, True, (), None), 0.5)
+    assert capsys.readouterr().err.count("Fix: fit(callbacks=[kdist.callbacks.BackupAndRestore") == 1
+    growth.close(os.fspath(cluster.folder / "running"))
+
+
+def test_a_host_that_is_left_out_makes_no_larger_job(cluster: Cluster) -> None:
+    cluster.up("a", "b", "c")
+    growth = elastic.Growth(cluster.elastic(1), placed("a", "c"), [attempt(Kind.LOST, "a", "b", "c")])
+    assert not cluster.looks(growth, LISTENS, 0.5)
+    growth.close(os.fspath(cluster.folder / "running"))
+
+
+def test_a_hostfile_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2\nb slots=2\n")
+    found = elastic_of("--hostfile", os.fspath(file), "--restarts", "1", "--min-np", "2")
+    assert found is not None
+    file.write_text("a slots=2\nc slots=2\n")
+    assert [host.name for host in found.read_hosts()] == ["a", "c"]
+    file.write_text("")
+    assert [host.name for host in found.read_hosts()] == ["a", "c"]
+    assert "the hosts are those of before" in capsys.readouterr().err

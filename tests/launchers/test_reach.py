@@ -1,0 +1,81 @@
+"""Which hosts answer, by a real program in the place of ssh."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from kdist.launchers import reach
+
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "expected"),
+    [
+        ([], {}, SSH),
+        (["--prtemca", "plm_ssh_agent", "/opt/agent"], {}, ("/opt/agent",)),
+        (["-x", "A", "--mca", "plm_rsh_agent", "ssh -p 2222 : rsh"], {}, (*SSH, "-p", "2222")),
+        (["-launcher-exec", "/opt/agent"], {}, ("/opt/agent",)),
+        (["plm_ssh_agent"], {}, SSH),  # without a value
+        ([], {"PRTE_MCA_plm_ssh_agent": "rsh -x"}, ("rsh", "-x")),
+        (["-bootstrap-exec", "mine"], {"HYDRA_LAUNCHER_EXEC": "other"}, ("mine",)),
+    ],
+)
+def test_the_program_that_reaches_hosts(arguments, env, expected):
+    assert reach.agent(arguments, env) == expected
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "[::1]", socket.gethostname()])
+def test_this_host(name):
+    assert reach.is_this_host(name)
+
+
+@pytest.mark.parametrize("name", ["192.0.2.1", "no-such-host.invalid"])
+def test_other_hosts(name):
+    assert not reach.is_this_host(name)
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """`up` answers, `down` does not, and `slow` never does."""
+    path = tmp_path / "agent"
+    path.write_text(
+        f'#!/bin/sh\n[ $1 = down ] && exit 255\n[ $1 = slow ] && {{ echo $$ > {tmp_path}/pid; sleep 600; }}\nshift; "$@"\n'
+    )
+    path.chmod(0o755)
+    return (os.fspath(path),)
+
+
+def answering(question):
+    while not question.is_over():
+        time.sleep(0.02)
+    return question.answering
+
+
+def test_all_are_asked_at_once(agent):
+    assert answering(reach.Question(agent, ["up", "down", "up2", "localhost"])) == {"up", "up2", "localhost"}
+    assert answering(reach.Question(agent, [])) == set()
+    assert answering(reach.Question(("/no/such/program",), ["up", "localhost"])) == {"localhost"}
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_a_host_that_hangs_is_not_waited_for(agent, tmp_path, monkeypatch, close):
+    monkeypatch.setattr(reach, "LIMIT", 60.0 if close else 1.0)
+    question = reach.Question(agent, ["up", "slow"])
+    pid = tmp_path / "pid"
+    while not pid.exists() or not pid.read_text() or (not close and not question.is_over()):
+        time.sleep(0.02)
+    if close:
+        question.is_over()
+        question.close()
+    assert not Path("/proc", pid.read_text().strip()).exists()
+    assert close or question.answering == {"up"}
+
+
+def test_a_command_on_a_host(agent, tmp_path):
+    for host in ("up", "localhost"):
+        assert answering(reach.Question(agent, [host], ("touch", f"{tmp_path}/{host}"))) == {host}
+        assert (tmp_path / host).exists()
