@@ -16,13 +16,14 @@ from kdist.launchers import reach
 from kdist.launchers.capacity import Placement, place
 from kdist.launchers.hosts import Host
 from kdist.restarts import request
-from kdist.restarts.attempt import Attempt
+from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.bad_hosts import left_out
-from kdist.restarts.report import Events, Kind
+from kdist.restarts.report import Events, Failure, Kind
 from kdist.strategies.selection import PARAMETER_SERVER
 
 _WAIT = 600.0  # seconds
 _LOOK = 30.0
+_LOOKS_OUT = 2  # the looks in which a bad host is left out for the first time
 _PAUSE = 5.0  # seconds between two questions to hosts that do not answer
 
 
@@ -62,20 +63,23 @@ class Elastic:
     agent: tuple[str, ...]
     read_hosts: Callable[[], Sequence[Host]]
 
-    def next_placement(self, attempts: Sequence[Attempt], is_stopped: Callable[[], bool]) -> Placement | str:
+    def next_placement(
+        self, attempts: Sequence[Attempt], is_stopped: Callable[[], bool], answering: Collection[str] | None = None
+    ) -> Placement | str:
         """Returns where the next attempt runs, once enough hosts answer, or why it does not.
 
         Args:
             attempts: sequence of `Attempt`, all so far.
             is_stopped: function that returns whether a signal has asked to end.
+            answering: collection of str or `None`, the hosts that answer now, if that is known.
         """
         deadline, has_told = time.monotonic() + self.wait, False
         while True:
             hosts = self.read_hosts()
-            answering = self._answering(hosts, is_stopped)
+            answering = self.answering(is_stopped) if answering is None else answering
             if is_stopped():
                 return "kdist run was asked to end"
-            bad = left_out(attempts, time.time())
+            bad = left_out(attempts, time.time(), _LOOKS_OUT * self.look_every)
             found = place(hosts, answering, bad, self.min_np, self.max_np)
             missing = _missing(hosts, answering, [] if found is None else set(bad) - set(found.host_of_rank))
             if found is not None:
@@ -89,9 +93,15 @@ class Elastic:
                 has_told = True
                 tell(f"{few}; they have {self.wait:g} s to come (--wait)")
             _sleep(min(_PAUSE, self.wait), is_stopped)
+            answering = None
 
-    def _answering(self, hosts: Sequence[Host], is_stopped: Callable[[], bool]) -> Collection[str]:
-        question = reach.Question(self.agent, [host.name for host in hosts])
+    def answering(self, is_stopped: Callable[[], bool]) -> Collection[str]:
+        """Returns the names of the hosts that answer.
+
+        Args:
+            is_stopped: function that returns whether a signal has asked to end.
+        """
+        question = reach.Question(self.agent, [host.name for host in self.read_hosts()])
         while not question.is_over() and not is_stopped():
             time.sleep(0.05)
         question.close()
@@ -137,8 +147,8 @@ class Growth:
         elif self._question.is_over():
             self._due = time.monotonic() + self._elastic.look_every
             answering, self._question = self._question.answering | {*self._placement.host_of_rank}, None
-            bad = left_out(self._attempts, time.time())
             elastic = self._elastic
+            bad = left_out(self._attempts, time.time(), _LOOKS_OUT * elastic.look_every)
             found = place(elastic.read_hosts(), answering, bad, elastic.min_np, elastic.max_np)
             if found is not None and found.np > self._placement.np:
                 self._leave_for(found, running, read_events())
@@ -186,6 +196,24 @@ class Sizes:
         self.growth: Growth | None = None
         self._elastic = elastic
         self._is_stopped = is_stopped
+        self._answering: Collection[str] | None = None
+
+    def explained(self, attempt: Attempt) -> Attempt:
+        """Returns an attempt whose cause is a host that does not answer, if nothing else tells its cause.
+
+        Args:
+            attempt: `Attempt`, which has just ended.
+        """
+        self._answering, failure = None, attempt.failure
+        is_known = failure is not None and (failure.kind is not Kind.LOST or failure.host or failure.rank is not None)
+        if attempt.end is not End.FAILED or is_known:
+            return attempt
+        self._answering = self._elastic.answering(self._is_stopped)
+        silent = [host for host in dict.fromkeys(attempt.hosts) if host not in self._answering]
+        if not silent or self._is_stopped():
+            return attempt
+        text = f"host {', '.join(silent)} does not answer any more"
+        return dataclasses.replace(attempt, failure=Failure(Kind.LOST, text, None, silent[0]))
 
     def next(self, attempts: Sequence[Attempt]) -> Placement | str:
         """Returns where the next attempt runs, or why it does not; `growth` is that attempt's afterwards.
@@ -197,7 +225,7 @@ class Sizes:
         if wanted is not None and attempts[-1].cause == Kind.RESIZE.value:
             placement: Placement | str = wanted  # not asked again: a host that answers and does not start is left out
         else:
-            placement = self._elastic.next_placement(attempts, self._is_stopped)
+            placement = self._elastic.next_placement(attempts, self._is_stopped, self._answering)
         if isinstance(placement, Placement):
             self.growth = Growth(self._elastic, placement, attempts)
         return placement

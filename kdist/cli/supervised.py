@@ -121,7 +121,8 @@ def run(
                 watched = Watched(signals, placement, sizes.growth)
             began = time.time()
             directory = None if output is None else os.path.join(output, f"attempt{len(attempts) + 1}")
-            return watched.attempt(run_job(directory, watched), began, directory)
+            made = watched.attempt(run_job(directory, watched), began, directory)
+            return made if sizes is None else sizes.explained(made)
 
         attempts, why = supervise(
             start,

@@ -21,6 +21,7 @@ _SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={LIMIT:.0f}")
 # How another program is named: Open MPI 5, Open MPI 4, and Hydra of MPICH and Intel MPI.
 _PARAMETERS = frozenset(("plm_ssh_agent", "plm_rsh_agent"))
 _OPTIONS = frozenset(("-launcher-exec", "--launcher-exec", "-bootstrap-exec", "--bootstrap-exec"))
+_OF_SSH = {"--ssh-port": "-p", "--ssh-identity-file": "-i"}  # of horovodrun, which has no other program
 _VARIABLES = (
     *("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"),
     *("HYDRA_LAUNCHER_EXEC", "HYDRA_BOOTSTRAP_EXEC", "I_MPI_HYDRA_BOOTSTRAP_EXEC"),
@@ -37,7 +38,8 @@ def agent(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
     named = [value for name, value in zip(arguments, arguments[1:], strict=False) if name in {*_PARAMETERS, *_OPTIONS}]
     named += [env[name] for name in _VARIABLES if env.get(name)]
     if not named:
-        return _SSH
+        of_horovodrun = zip(arguments, arguments[1:], strict=False)
+        return (*_SSH, *(word for name, value in of_horovodrun if name in _OF_SSH for word in (_OF_SSH[name], value)))
     first, *more = shlex.split(re.split(r"\s:\s", named[0])[0])  # Open MPI takes the first that exists: "ssh : rsh"
     return (*_SSH, *more) if first == "ssh" else (first, *more)
 

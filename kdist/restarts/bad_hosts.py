@@ -8,11 +8,10 @@ from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.report import Kind
 from kdist.restarts.rules import are_new, unproven_hosts
 
-_FIRST = 60.0  # seconds that a host is left out, doubled each time
-_LONGEST = 1800.0
+_LONGEST = 1800.0  # seconds that a host is left out
 
 
-def left_out(attempts: Sequence[Attempt], now: float) -> dict[str, float]:
+def left_out(attempts: Sequence[Attempt], now: float, first: float) -> dict[str, float]:
     """Returns the hosts that the next attempt should do without, each with the time from which it may be taken again.
 
     A host that takes part in a new checkpoint begins anew.
@@ -20,6 +19,7 @@ def left_out(attempts: Sequence[Attempt], now: float) -> dict[str, float]:
     Args:
         attempts: sequence of `Attempt`, all so far.
         now: float, in seconds since 1970, as the result.
+        first: float, seconds that a host is left out; twice as long each time.
     """
     times: dict[str, int] = {}
     until: dict[str, float] = {}
@@ -29,7 +29,7 @@ def left_out(attempts: Sequence[Attempt], now: float) -> dict[str, float]:
             times.pop(host, None)
             until.pop(host, None)
         for host in blamed:
-            until[host] = attempts[place].ended + min(_FIRST * 2 ** times.get(host, 0), _LONGEST)
+            until[host] = attempts[place].ended + min(first * 2 ** times.get(host, 0), _LONGEST)
             times[host] = times.get(host, 0) + 1
     return {host: end for host, end in until.items() if end > now}
 

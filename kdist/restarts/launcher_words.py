@@ -10,7 +10,6 @@ from kdist.restarts.report import Failure, Kind
 # Open MPI 4 and 5 break this sentence over two lines.
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+)\s+exited on\s+signal (\d+)")
 _LOST_HOST = re.compile(r"has lost communication with a remote daemon.*?Remote daemon:[^\n]*? on node (\S+)", re.DOTALL)
-_NO_DAEMON = re.compile(r"A daemon failed to report back.*?Remote host:\s+(\S+)", re.DOTALL)
 _EXITED = re.compile(r"Process name: (?:\[\S+,)?(\d+)\]?\s+Exit (?:code|status): +(-?\d+)")
 _HOROVOD_PREFIX = re.compile(r"^\[\d+,?\d*\]<std(?:err|out)>:", re.MULTILINE)
 
@@ -26,8 +25,6 @@ def failure_in(text: str) -> Failure | None:
         return _killed(int(found[3]), int(found[1]), found[2])
     if found := _LOST_HOST.search(text):
         return Failure(Kind.LOST, f"host {found[1]} was lost", None, found[1], from_launcher=True)
-    if found := _NO_DAEMON.search(text):
-        return Failure(Kind.LOST, f"host {found[1]} does not take part", None, found[1], from_launcher=True)
     if found := _EXITED.search(text):
         code = int(found[2])
         if code < 0 or is_signal(code):

@@ -84,8 +84,8 @@ class Cluster:
         for name in names:
             (self.folder / name).touch()
 
-    def elastic(self, least: int, wait: float = 0.0) -> elastic.Elastic:
-        return elastic.Elastic(least, 3, wait, 0.0, (os.fspath(self.agent),), lambda: self.hosts)
+    def elastic(self, least: int, wait: float = 0.0, look: float = 0.0) -> elastic.Elastic:
+        return elastic.Elastic(least, 3, wait, look, (os.fspath(self.agent),), lambda: self.hosts)
 
     def looks(self, growth: elastic.Growth, events: Events, seconds: float = 2.0) -> bool:
         """Looks as `kdist run` does; returns whether the ranks were asked to leave."""
@@ -118,9 +118,9 @@ def test_an_attempt_takes_the_hosts_that_answer(cluster: Cluster, capsys: pytest
     assert cluster.elastic(2).next_placement([], lambda: False) == placed("a", "b", "c")
     assert capsys.readouterr().err == ""
     lost = attempt(Kind.LOST, "a", "b", "c")
-    assert cluster.elastic(2).next_placement([lost], lambda: False) == placed("a", "c")
+    assert cluster.elastic(2, look=30).next_placement([lost], lambda: False) == placed("a", "c")
     assert "b is left out for a while" in capsys.readouterr().err
-    assert cluster.elastic(3).next_placement([lost], lambda: False) == placed("a", "b", "c")
+    assert cluster.elastic(3, look=30).next_placement([lost], lambda: False) == placed("a", "b", "c")
 
 
 def test_too_few_hosts_are_waited_for(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,8 +162,10 @@ def test_a_job_that_cannot_leave_is_told_of_once(cluster: Cluster, capsys: pytes
 
 def test_a_host_that_is_left_out_makes_no_larger_job(cluster: Cluster) -> None:
     cluster.up("a", "b", "c")
-    growth = elastic.Growth(cluster.elastic(1), placed("a", "c"), [attempt(Kind.LOST, "a", "b", "c")])
-    assert not cluster.looks(growth, LISTENS, 0.5)
+    lost = [attempt(Kind.LOST, "a", "b", "c")]
+    growth = elastic.Growth(cluster.elastic(1, look=0.5), placed("a", "c"), lost)
+    assert not cluster.looks(growth, LISTENS, 0.8)
+    assert cluster.looks(growth, LISTENS, 10.0)
     growth.close(os.fspath(cluster.folder / "running"))
 
 

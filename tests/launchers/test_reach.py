@@ -20,6 +20,7 @@ SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
         (["-x", "A", "--mca", "plm_rsh_agent", "ssh -p 2222 : rsh"], {}, (*SSH, "-p", "2222")),
         (["-launcher-exec", "/opt/agent"], {}, ("/opt/agent",)),
         (["plm_ssh_agent"], {}, SSH),  # without a value
+        (["--ssh-port", "2222", "--verbose", "--ssh-identity-file", "key"], {}, (*SSH, "-p", "2222", "-i", "key")),
         ([], {"PRTE_MCA_plm_ssh_agent": "rsh -x"}, ("rsh", "-x")),
         (["-bootstrap-exec", "mine"], {"HYDRA_LAUNCHER_EXEC": "other"}, ("mine",)),
     ],
@@ -43,7 +44,8 @@ def agent(tmp_path):
     """`up` answers, `down` does not, and `slow` never does."""
     path = tmp_path / "agent"
     path.write_text(
-        f'#!/bin/sh\n[ $1 = down ] && exit 255\n[ $1 = slow ] && {{ echo $$ > {tmp_path}/pid; sleep 600; }}\nshift; "$@"\n'
+        "#!/bin/sh\n[ $1 = down ] && exit 255\n"
+        f'[ $1 = slow ] && {{ echo $$ > {tmp_path}/pid; sleep 600; }}\nshift; "$@"\n'
     )
     path.chmod(0o755)
     return (os.fspath(path),)

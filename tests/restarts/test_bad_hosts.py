@@ -47,18 +47,18 @@ def test_who_is_to_blame(attempts, expected):
 
 
 def test_a_host_is_left_out_twice_as_long_each_time():
-    assert left_out([LOST], ENDED + 59) == {"b": ENDED + 60}
-    assert left_out([LOST], ENDED + 61) == {}
-    assert left_out([LOST] * 2, ENDED) == {"b": ENDED + 120}
-    assert left_out([LOST] * 20, ENDED) == {"b": ENDED + 1800}
+    assert left_out([LOST], ENDED + 59, 60) == {"b": ENDED + 60}
+    assert left_out([LOST], ENDED + 61, 60) == {}
+    assert left_out([LOST] * 2, ENDED, 60) == {"b": ENDED + 120}
+    assert left_out([LOST] * 20, ENDED, 60) == {"b": ENDED + 1800}
 
 
 def test_a_host_that_takes_part_in_a_checkpoint_begins_anew():
     good = attempt("abc", Kind.LOST, host="c", saved=3)
-    assert left_out([LOST, LOST, good], ENDED) == {"c": ENDED + 60}
-    assert left_out([LOST, LOST, good, LOST], ENDED)["b"] == ENDED + 60
+    assert left_out([LOST, LOST, good], ENDED, 60) == {"c": ENDED + 60}
+    assert left_out([LOST, LOST, good, LOST], ENDED, 60)["b"] == ENDED + 60
     without = attempt("ac", Kind.SIGNAL, 0, saved=3)
-    assert left_out([LOST, LOST, without, LOST], ENDED)["b"] == ENDED + 240
+    assert left_out([LOST, LOST, without, LOST], ENDED, 60)["b"] == ENDED + 240
 
 
 def test_a_larger_job_that_does_not_start_is_no_failed_start():

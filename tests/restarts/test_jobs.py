@@ -8,10 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.helpers import needs
-from tests.restarts.trained import causes, run, train
+from tests.restarts.simulated_hosts import SimulatedHosts
+from tests.restarts.trained import LIMIT, causes, run, train
 
 QUICK = str(Path(__file__).with_name("quick.py"))
 
@@ -44,6 +46,27 @@ def test_over_collectives(tmp_path, uninterrupted):
     trained = train(tmp_path, "kill", strategy="collective")
     assert trained.differences(uninterrupted) == []  # of two ranks no order of sums matters
     assert causes(trained.attempts) == [("signal", 1), ("success", None)]
+
+
+def test_a_host_is_lost_and_comes_back(tmp_path):
+    """On another number of ranks, with `scale_batch=False`, only the order of sums is another."""
+    size = ("-H", "localhost:1,beta:1,gamma:1", "--min-np", "2", "--restarts", "1", "--look", "1")
+    agent = ("--launcher-args", f"--prtemca plm_ssh_agent {SimulatedHosts(tmp_path).agent()}")
+    program = ("--output", str(tmp_path / "out"), "-m", "tests.restarts.elastic", str(tmp_path))
+    done = run(*size, *agent, *program, ranks=3, timeout=3 * LIMIT)
+    assert done.returncode == 0, done.output[-6000:]
+    attempts = json.loads((tmp_path / "out" / "restarts.json").read_text())["attempts"]
+    assert causes(attempts) == [("lost", None), ("resize", None), ("success", None)], done.output[-6000:]
+    assert [each["ranks"] for each in attempts] == [3, 2, 3]
+    assert attempts[0]["host"] == "beta"
+    assert attempts[1]["hosts"] == ["localhost", "gamma"]
+    assert attempts[1]["steps_lost"] == 0
+    assert "2 of at most 3 ranks, on localhost:1,gamma:1: beta does not answer" in done.output
+    assert "attempt 2, of 2 ranks: all ranks have saved and left, for a larger job" in done.output
+    with np.load(tmp_path / "resized.npz") as resized, np.load(tmp_path / "whole.npz") as whole:
+        assert set(resized.files) == set(whole.files)
+        for name in whole.files:
+            np.testing.assert_allclose(resized[name], whole[name], rtol=0, atol=1e-9, err_msg=name)
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "collective", pytest.param("mpich", marks=needs.mpich)])
