@@ -14,6 +14,8 @@ class Preemption(Preempt):
     `kdist.callbacks.BackupAndRestore`, or else by `keras.callbacks.ModelCheckpoint`, and raise `SystemExit`. After the
     last step of an epoch, the epoch and its validation end first. A second signal has its usual effect.
 
+    `kdist run --restarts 3 --max-np M` asks for the same when it can start a larger job.
+
     The exit code makes the scheduler restart the job: 75 is `EX_TEMPFAIL` of BSD's `sysexits.h` (Slurm:
     `RequeueExit=75` in slurm.conf, or `scontrol requeue $SLURM_JOB_ID` in the batch script; LSF:
     `REQUEUE_EXIT_VALUES`). Open MPI's mpirun forwards SIGUSR1 to the ranks; after a SIGTERM to itself it ends them

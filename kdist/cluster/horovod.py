@@ -28,7 +28,7 @@ def horovod(env: Mapping[str, str]) -> ClusterInfo | str:
         raise ClusterError(
             f"Horovod's elastic jobs are not supported. Received: HOROVOD_ELASTIC={env['HOROVOD_ELASTIC']!r}. Expected "
             f"a fixed number of ranks. Fix: run `horovodrun -np N` without --min-np, --max-np and "
-            f"--host-discovery-script, and resume from a checkpoint after a failure."
+            f"--host-discovery-script, or kdist run --restarts 3 --min-np N -H HOST:SLOTS,..."
         )
     if "HOROVOD_RANK" not in env and "HOROVOD_SIZE" not in env:
         if "OMPI_COMM_WORLD_SIZE" not in env or not _started_by_horovodrun(env):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -148,6 +149,21 @@ def test_a_larger_job_is_asked_for(cluster: Cluster, capsys: pytest.CaptureFixtu
     # It is not asked again: if it does not start, it is left out.
     assert sizes.next([attempt(Kind.RESIZE, "a", "c")]) == placed("a", "b", "c")
     assert sizes.next([attempt(Kind.SIGNAL, "a", "b", "c")]) == placed("a", "c")
+
+
+def test_a_host_that_does_not_answer_explains_an_end_of_unknown_cause(cluster: Cluster) -> None:
+    """Open MPI says to its standard output that a daemon is gone."""
+    sizes = elastic.Sizes(cluster.elastic(1), lambda: False)
+    cluster.up("a", "c")
+    unknown = dataclasses.replace(attempt(Kind.LOST, "a", "b", "c"), failure=None)
+    lost = sizes.explained(unknown).failure
+    assert lost == Failure(Kind.LOST, "host b does not answer any more", None, "b")
+    cluster.up("b")
+    assert sizes.next([unknown]) == placed("a", "c")  # it is not asked again at once
+    assert sizes.explained(unknown) == unknown
+    (cluster.folder / "b").unlink()
+    killed = attempt(Kind.SIGNAL, "a", "b", "c")
+    assert sizes.explained(killed) == killed
 
 
 def test_a_job_that_cannot_leave_is_told_of_once(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,8 +71,8 @@ def main() -> None:
     if kdist.is_chief():
         starts.write_text("." * (number + 1))
     events = [[Loss(hosts)], [Return(hosts)], []][number]
-    keep(folder / "resized.npz", train("arrays", folder / "backup", [*events, kdist.callbacks.Preemption()]))
-    keep(folder / "whole.npz", train("arrays", folder / "unused", []))
+    keep(folder / "arrays-resized.npz", train("arrays", folder / "backup", [*events, kdist.callbacks.Preemption()]))
+    keep(folder / "arrays-whole.npz", train("arrays", folder / "unused", []))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import kdist
 RANKS = (3, 2, 3)  # of each start
 KINDS = ("arrays", "tf_data", "py_dataset", "generator")
 BATCH, ROWS, EPOCHS = 7, 60, 3  # no rank's share of a batch is as large as another's, and the last batch is smaller
+TOLERANCE = 1e-9  # of float64
 ENDS = ((0, 4), (1, 2))  # of the first starts: epoch and step; every second step is saved
 
 
@@ -129,6 +130,13 @@ def keep(path: Path, result: dict[str, Any]) -> None:
     """Writes a result, on the chief."""
     if kdist.is_chief():
         np.savez(path, **result)
+
+
+def difference(folder: Path, kind: str) -> float:
+    """Returns the largest difference of any number from that of the training without an interruption."""
+    with np.load(folder / f"{kind}-resized.npz") as mine, np.load(folder / f"{kind}-whole.npz") as whole:
+        assert set(mine.files) == set(whole.files)
+        return max(float(np.max(np.abs(mine[name] - whole[name]), initial=0.0)) for name in whole.files)
 
 
 if __name__ == "__main__":
