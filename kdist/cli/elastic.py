@@ -283,12 +283,15 @@ class _Hosts:
     def __init__(self, options: argparse.Namespace, hosts: Sequence[Host]) -> None:
         self._options = options
         self._hosts = hosts
+        self._said = ""
 
     def read(self) -> Sequence[Host]:
         try:
             self._hosts = hosts_of(self._options)
         except LaunchError as error:  # somebody edits it
-            tell(f"the hosts are those of before: {error}")
+            if str(error) != self._said:
+                self._said = str(error)
+                tell(f"the hosts are those of before: {error}")
         return self._hosts
 
 

@@ -6,7 +6,6 @@ import argparse
 import functools
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from kdist.cli.message import tell
 from kdist.cli.parser import count
 from kdist.errors import LaunchError
 from kdist.launchers import process, worker
+from kdist.launchers.job_directory import job_directory
 from kdist.launchers.nodes import Node
 from kdist.reports import scope_marks
 from kdist.reports.first_failure import FailureMonitor
@@ -119,7 +119,7 @@ def _run_job(
         output: str or `None`, the directory of the ranks' output.
         watched: `Watched` or `None`, what a supervisor learns of the job.
     """
-    with tempfile.TemporaryDirectory(prefix="kdist-") as running:
+    with job_directory() as running:
         reports, placement = (None, None) if watched is None else (running, watched.placement)
         words = program(output=output, running=running, reports=watched is not None, resizes=placement is not None)
         command = build(options, words, reports, node, placement)

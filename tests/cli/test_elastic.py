@@ -193,5 +193,6 @@ def test_a_hostfile_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     file.write_text("a slots=2\nc slots=2\n")
     assert [host.name for host in found.read_hosts()] == ["a", "c"]
     file.write_text("")
-    assert [host.name for host in found.read_hosts()] == ["a", "c"]
-    assert "the hosts are those of before" in capsys.readouterr().err
+    for _ in range(2):
+        assert [host.name for host in found.read_hosts()] == ["a", "c"]
+    assert capsys.readouterr().err.count("the hosts are those of before") == 1
