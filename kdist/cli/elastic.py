@@ -19,6 +19,7 @@ from kdist.restarts import request
 from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.bad_hosts import left_out
 from kdist.restarts.report import Events, Failure, Kind
+from kdist.restarts.rules import unproven_hosts
 from kdist.strategies.selection import PARAMETER_SERVER
 
 _WAIT = 600.0  # seconds
@@ -198,10 +199,11 @@ class Sizes:
         self._is_stopped = is_stopped
         self._answering: Collection[str] | None = None
 
-    def explained(self, attempt: Attempt) -> Attempt:
-        """Returns an attempt whose cause is a host that does not answer, if nothing else tells its cause.
+    def explained(self, attempts: Sequence[Attempt], attempt: Attempt) -> Attempt:
+        """Returns an attempt whose cause is a host that does not answer or start, if nothing else tells its cause.
 
         Args:
+            attempts: sequence of `Attempt`, those before.
             attempt: `Attempt`, which has just ended.
         """
         self._answering, failure = None, attempt.failure
@@ -210,10 +212,12 @@ class Sizes:
             return attempt
         self._answering = self._elastic.answering(self._is_stopped)
         silent = [host for host in dict.fromkeys(attempt.hosts) if host not in self._answering]
-        if not silent or self._is_stopped():
+        new = [] if attempt.made_step else sorted(unproven_hosts([*attempts, attempt]))
+        if self._is_stopped() or not (silent or new):
             return attempt
-        text = f"host {', '.join(silent)} does not answer any more"
-        return dataclasses.replace(attempt, failure=Failure(Kind.LOST, text, None, silent[0]))
+        what = "does not answer any more" if silent else "came in addition, and the job does not start with it"
+        text = f"host {', '.join(silent or new)} {what}"
+        return dataclasses.replace(attempt, failure=Failure(Kind.LOST, text, None, (silent or new)[0]))
 
     def next(self, attempts: Sequence[Attempt]) -> Placement | str:
         """Returns where the next attempt runs, or why it does not; `growth` is that attempt's afterwards.

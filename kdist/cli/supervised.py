@@ -122,7 +122,7 @@ def run(
             began = time.time()
             directory = None if output is None else os.path.join(output, f"attempt{len(attempts) + 1}")
             made = watched.attempt(run_job(directory, watched), began, directory)
-            return made if sizes is None else sizes.explained(made)
+            return made if sizes is None else sizes.explained(attempts, made)
 
         attempts, why = supervise(
             start,

@@ -64,13 +64,13 @@ def are_new(attempts: Sequence[Attempt]) -> list[bool]:
 
 
 def unproven_hosts(attempts: Sequence[Attempt]) -> set[str]:
-    """Returns the hosts of the last attempt that never trained a step, if the job has done so without them.
+    """Returns the hosts of the last attempt without which the job has trained a step most recently.
 
     Args:
         attempts: sequence of `Attempt`, all so far, at least one.
     """
-    proven = [set(each.hosts) for each in attempts[:-1] if each.made_step]
-    return set(attempts[-1].hosts).difference(*proven) if proven else set()
+    proven = next((each for each in reversed(attempts[:-1]) if each.made_step), None)
+    return set() if proven is None else set(attempts[-1].hosts) - set(proven.hosts)
 
 
 def _why_not(attempts: Sequence[Attempt]) -> str:

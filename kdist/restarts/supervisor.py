@@ -44,7 +44,8 @@ def supervise(
         keep(attempts, decision.why)
         if not decision.again:
             return attempts, decision.why
-        if last.end is End.FAILED and last.progress is None and not has_warned:
+        has_no_backup = all(each.progress is None for each in attempts)
+        if last.end is End.FAILED and has_no_backup and not has_warned:
             has_warned = True
             say(
                 "no backup was made: the training starts from its beginning. Fix: to resume it, "

@@ -156,14 +156,18 @@ def test_a_host_that_does_not_answer_explains_an_end_of_unknown_cause(cluster: C
     sizes = elastic.Sizes(cluster.elastic(1), lambda: False)
     cluster.up("a", "c")
     unknown = dataclasses.replace(attempt(Kind.LOST, "a", "b", "c"), failure=None)
-    lost = sizes.explained(unknown).failure
+    lost = sizes.explained([], unknown).failure
     assert lost == Failure(Kind.LOST, "host b does not answer any more", None, "b")
     cluster.up("b")
     assert sizes.next([unknown]) == placed("a", "c")  # it is not asked again at once
-    assert sizes.explained(unknown) == unknown
+    assert sizes.explained([], unknown) == unknown
+    failed = dataclasses.replace(unknown, events=Events({}, False, (), None))
+    smaller = attempt(Kind.RESIZE, "a", "c")
+    late = sizes.explained([unknown, smaller], failed).failure
+    assert late == Failure(Kind.LOST, "host b came in addition, and the job does not start with it", None, "b")
     (cluster.folder / "b").unlink()
     killed = attempt(Kind.SIGNAL, "a", "b", "c")
-    assert sizes.explained(killed) == killed
+    assert sizes.explained([], killed) == killed
 
 
 def test_a_job_that_cannot_leave_is_told_of_once(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

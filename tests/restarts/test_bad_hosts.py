@@ -38,6 +38,7 @@ KILLED = attempt("abc", Kind.SIGNAL, 1)
         ([attempt("ac"), attempt("abc", Kind.RESIZE)], set()),
         ([attempt("ac"), attempt("abc", step=False)], {"b"}),  # it started without that one
         ([attempt("ac"), attempt("abc", Kind.SIGNAL, 0, step=False)], {"b"}),
+        ([attempt("abc"), attempt("ac"), attempt("abc", step=False)], {"b"}),  # although it once did take part
         ([attempt("abc", step=False)], set()),
         ([attempt("abc"), attempt("ac", step=False)], set()),
     ],

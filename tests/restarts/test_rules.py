@@ -107,6 +107,13 @@ def test_it_warns_once_without_a_backup():
     assert [line for line in said if "no backup was made" in line] == said[:1]
 
 
+def test_a_start_that_fails_after_a_backup_has_one():
+    _, _, said, _ = supervised([attempt(KILLED, 1), attempt(KILLED, events=NO_SCOPE, backup=False), WELL], restarts=5)
+    assert not [line for line in said if "no backup was made" in line]
+    words = in_words([attempt(KILLED, 1), attempt(events=NO_SCOPE, backup=False), WELL], "")
+    assert "attempt 2: it ended with code 1, for an unknown reason; lost 0 steps" in words
+
+
 def test_a_signal_between_two_attempts_ends_it():
     made, why, said, _ = supervised([attempt(KILLED, 1), WELL], stopped=True)
     assert len(made) == 1

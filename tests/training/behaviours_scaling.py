@@ -14,6 +14,7 @@ import tensorflow as tf
 import kdist
 from kdist.errors import StrategyError
 from kdist.keras_hooks.optimizers import innermost
+from kdist.restarts.report import own_reports
 from kdist.scaling import LearningRateRule, num_warmup_steps, warmup_multiplier
 from kdist.step.learning_rate import EffectiveRate
 from tests.helpers.logs import logged
@@ -197,6 +198,24 @@ def the_report_says_old_new_rule_and_why() -> None:
         assert not said
 
 
+def a_global_batch_that_may_change_is_warned_of() -> None:
+    """Once, by the chief of a job whose number of ranks may change."""
+    x, y = data()
+    for is_resized, scale_batch in ((True, True), (True, False), (False, True)):
+        fresh()
+        own_reports.is_resized = is_resized
+        try:
+            with logged(logging.WARNING) as lines, kdist.scope(scale_batch=scale_batch):
+                for _ in range(2):
+                    model = mlp()
+                    model.compile(keras.optimizers.SGD(RATE), "mse")
+                    model.fit(x, y, batch_size=BATCH, verbose=0)
+        finally:
+            own_reports.is_resized = False
+        warnings = [line for line in lines if "kdist.scope(scale_batch=False)" in line]
+        assert len(warnings) == (is_resized and scale_batch and kdist.is_chief()), lines
+
+
 class TwoOptimizers(keras.Model):
     """As a GAN has: each updates a part of the weights, and the compiled one none."""
 
@@ -342,6 +361,7 @@ CASES = {
         left_alone,
         unknown_optimizers_are_left_alone_with_one_warning,
         the_report_says_old_new_rule_and_why,
+        a_global_batch_that_may_change_is_warned_of,
         only_optimizers_that_update_are_reported,
         a_second_fit_does_not_warm_up_again,
         warmup_of_data_whose_steps_are_unknown,
