@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import shlex
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -271,11 +272,18 @@ def elastic_of(options: argparse.Namespace, env: Mapping[str, str]) -> Elastic |
             f"{','.join(map(str, hosts))}, which has {slots} slot(s). Expected 1 <= min <= max <= {slots}. Fix: change "
             "one of them, or the hosts' slots (host:slots)."
         )
+    wait = _WAIT if options.wait is None else options.wait
+    look = _LOOK if options.look is None else options.look
+    if not (0 <= wait < math.inf and 0 < look < math.inf):
+        raise LaunchError(
+            f"The times do not fit. Received: --wait {wait:g} --look {look:g}. Expected 0 seconds or more to wait, "
+            "and more than 0 between two looks. Fix: change one of them, or omit it."
+        )
     return Elastic(
         min_np,
         max_np,
-        _WAIT if options.wait is None else options.wait,
-        _LOOK if options.look is None else options.look,
+        wait,
+        look,
         reach.agent(launcher_arguments(options), env),
         _Hosts(options, hosts).read,
     )

@@ -16,7 +16,7 @@ from kdist.cli import nodes
 from kdist.cli.parser import closest, count
 from kdist.cluster import detect
 from kdist.errors import LaunchError
-from kdist.launchers import horovodrun, local_cluster, mpirun
+from kdist.launchers import horovodrun, local_cluster, mpirun, reach
 from kdist.launchers.capacity import Placement
 from kdist.launchers.command import Command, variables_to_forward
 from kdist.launchers.hosts import Host, all_local, check_slots, is_scheduled, parse_hostfile, parse_hosts
@@ -79,7 +79,7 @@ def build(
         return local_cluster.build(
             python, program, np=node.np, env=env, reports=reports, node=node, start_timeout=timeout
         )
-    hosts = hosts_of(options) if placement is None else placement.hosts
+    hosts = hosts_of(options) if placement is None else _launched(placement)
     np = num_ranks(options, hosts) if placement is None else placement.np
     if np is None:
         raise LaunchError(
@@ -111,6 +111,12 @@ def build(
             "with --strategy parameter_server. Fix: change one of them."
         )
     return _BUILDERS.get(word, _by_mpirun)(job)
+
+
+def _launched(placement: Placement) -> Sequence[Host]:
+    # mpirun takes this host for another one if the network has gone whose address is given.
+    is_here = all(reach.is_this_host(host.name) for host in placement.hosts)
+    return (Host("localhost", placement.np),) if is_here else placement.hosts
 
 
 @dataclasses.dataclass(frozen=True)

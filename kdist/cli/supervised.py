@@ -121,7 +121,13 @@ def run(
                 watched = Watched(signals, placement, sizes.growth)
             began = time.time()
             directory = None if output is None else os.path.join(output, f"attempt{len(attempts) + 1}")
-            made = watched.attempt(run_job(directory, watched), began, directory)
+            try:
+                code = run_job(directory, watched)
+            except LaunchError as error:
+                if not attempts:
+                    raise
+                return str(error)  # the summary of those before is of use
+            made = watched.attempt(code, began, directory)
             return made if sizes is None else sizes.explained(attempts, made)
 
         attempts, why = supervise(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kdist.cli import elastic, nodes
+from kdist.cli import elastic, job, nodes
 from kdist.cli.main import make_parser
 from kdist.errors import LaunchError
 from kdist.launchers.capacity import Placement
@@ -63,6 +63,8 @@ def test_a_job_of_a_fixed_size() -> None:
         ([*HOSTS, "--strategy", "parameter_server", "--min-np", "2"], "not for parameter servers"),
         ([*HOSTS, "--wait", "5"], "--wait has no effect"),
         ([*HOSTS, "--look", "5"], "--look has no effect"),
+        ([*HOSTS, "--min-np", "2", "--look", "0"], "The times do not fit"),
+        ([*HOSTS, "--min-np", "2", "--wait", "nan"], "The times do not fit"),
         (["--rendezvous", "a", "--min-np", "2"], "--min-np cannot be used with --rendezvous"),
     ],
 )
@@ -122,6 +124,13 @@ def test_an_attempt_takes_the_hosts_that_answer(cluster: Cluster, capsys: pytest
     assert cluster.elastic(2, look=30).next_placement([lost], lambda: False) == placed("a", "c")
     assert "b is left out for a while" in capsys.readouterr().err
     assert cluster.elastic(3, look=30).next_placement([lost], lambda: False) == placed("a", "b", "c")
+
+
+@pytest.mark.starts_processes
+def test_this_host_alone_is_reached_without_its_network() -> None:
+    options = make_parser().parse_args(["run", "-H", "127.0.0.1:2,b:1", "train.py"])
+    assert "localhost:2" in job.build(options, ["python"], placement=Placement((Host("127.0.0.1", 2),))).argv
+    assert "127.0.0.1:1,b:1" in job.build(options, ["python"], placement=placed("127.0.0.1", "b")).argv
 
 
 def test_too_few_hosts_are_waited_for(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
