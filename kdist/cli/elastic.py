@@ -32,16 +32,22 @@ _PAUSE = 5.0  # seconds between two questions to hosts that do not answer
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments to a verb's parser."""
     parser.add_argument(
-        "--min-np", type=count, metavar="N", help="with --restarts: go on with N ranks or more; by default -np"
+        "--min-np", type=count, metavar="N", help="with --restarts: the least number of ranks to go on with (-np)"
     )
     parser.add_argument(
-        "--max-np", type=count, metavar="M", help="with --restarts: take up to M ranks, later ones too; by default -np"
+        "--max-np", type=count, metavar="M", help="with --restarts: the number to grow to when hosts are back (-np)"
     )
     parser.add_argument(
-        "--wait", type=seconds, metavar="SECONDS", help=f"with --min-np: for hosts, if too few answer ({_WAIT:g})"
+        "--wait",
+        type=seconds,
+        metavar="SECONDS",
+        help=f"with --min-np: how long to wait for hosts if too few answer ({_WAIT:g})",
     )
     parser.add_argument(
-        "--look", type=seconds, metavar="SECONDS", help=f"with --max-np: how often to look for hosts ({_LOOK:g})"
+        "--look",
+        type=seconds,
+        metavar="SECONDS",
+        help=f"with --max-np: how often to look whether more hosts answer ({_LOOK:g})",
     )
 
 
