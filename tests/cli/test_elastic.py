@@ -192,8 +192,8 @@ def test_a_job_that_cannot_leave_is_told_of_once(cluster: Cluster, capsys: pytes
 def test_a_host_that_is_left_out_makes_no_larger_job(cluster: Cluster) -> None:
     cluster.up("a", "b", "c")
     lost = [attempt(Kind.LOST, "a", "b", "c")]
-    growth = elastic.Growth(cluster.elastic(1, look=0.5), placed("a", "c"), lost)
-    assert not cluster.looks(growth, LISTENS, 0.8)
+    growth = elastic.Growth(cluster.elastic(1, look=1.0), placed("a", "c"), lost)
+    assert not cluster.looks(growth, LISTENS, 1.2)
     assert cluster.looks(growth, LISTENS, 10.0)
     growth.close(os.fspath(cluster.folder / "running"))
 
