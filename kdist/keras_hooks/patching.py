@@ -75,7 +75,7 @@ PATCHES = (
         _VERB,
         "put kdist's iterator and callback list there",
     ),
-    Patch("keras.callbacks.CallbackList", ("set_model",), "class", "a callback's life", "learn of its list"),
+    Patch("keras.callbacks.CallbackList", ("set_model",), "class", "a callback's life", "know its list"),
     Patch("keras.callbacks.Callback", (), "instance", _VERB, "write on one rank"),
     Patch(_OPTIMIZER, ("__init__", "apply", "apply_gradients"), "class", _SCOPE, "see optimizers made or used in it"),
     Patch(
