@@ -23,7 +23,7 @@ from kdist.restarts.report import Kind, own_reports
 
 logger = logging.getLogger("kdist")
 
-_REQUEST = "a larger job"  # where a signal's name stands, if `kdist run` asked for it
+_LARGER = "a larger job"  # where a signal's name stands, if `kdist run` asked for that
 
 
 class Preempt(AllRanksCallback):
@@ -38,7 +38,7 @@ class Preempt(AllRanksCallback):
         self._handlers: dict[int, Any] = {}
         self._fit: RunningFit | None = None
         self._received: str | None = None
-        self._is_requested = False
+        self._request: str | None = None  # of `kdist run`, and why
         self._epoch = 0
 
     def settings(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Preempt(AllRanksCallback):
                 "keras.callbacks.ModelCheckpoint, among them. Fix: add one of these."
             )
         self.clean_up()  # of a `fit` that raised
-        self._received, self._is_requested, self._fit = None, False, RunningFit(self)
+        self._received, self._request, self._fit = None, None, RunningFit(self)
         self.session.votes.withdraw("preempt")
         if self.is_chief and any(isinstance(each, Backup) for each in self._all()):
             own_reports.can_leave()
@@ -104,9 +104,11 @@ class Preempt(AllRanksCallback):
         self.session.votes.cast("preempt")
 
     def _read_request(self) -> None:
-        if own_reports.rank == 0 and not self._is_requested and request.is_made(own_reports.directory):
-            self._is_requested = True
-            self.session.votes.cast("preempt")
+        if own_reports.rank == 0 and self._request is None:
+            why = request.read(own_reports.running)
+            if why is not None:
+                self._request = why or _LARGER
+                self.session.votes.cast("preempt")
 
     def _is_agreed(self) -> bool:
         return "preempt" in self.session.votes.agreed
@@ -126,21 +128,23 @@ class Preempt(AllRanksCallback):
             for each in self._all():
                 if isinstance(each, keras.callbacks.ModelCheckpoint):
                     self._save_with(each, batch, logs)
-        mine = self._received or (_REQUEST if self._is_requested else None)
-        received = self.session.engine.gather_objects(mine)  # also waits until all is saved
+        received = self.session.engine.gather_objects([self._received, self._request])  # also waits until all is saved
         if self.is_chief:
-            by_rank = {rank: name for rank, name in enumerate(received) if name}
-            first = next((rank for rank, name in by_rank.items() if name != _REQUEST), None)
-            why = ", ".join(name if name == _REQUEST else f"{name} on rank {rank}" for rank, name in by_rank.items())
+            by_rank = {rank: name for rank, (name, _) in enumerate(received) if name}
+            said = [f"{name} on rank {rank}" for rank, name in by_rank.items()]
+            why = ", ".join([*said, *filter(None, [self._request])])
             when = "at the end of" if batch is None else f"after step {batch + 1} of"
             logger.warning(
                 "%s: saved %s epoch %d; exiting with code %d, to be restarted",
                 why, when, self._epoch + 1, self.exit_code,
             )  # fmt: skip
-            if first is None:
+            if by_rank:
+                first = min(by_rank)
+                own_reports.failed(Kind.PREEMPTION, f"was preempted by {by_rank[first]}, all is saved", first)
+            elif self._request == _LARGER:
                 own_reports.failed(Kind.RESIZE, "all ranks have saved and left, for a larger job", None)
             else:
-                own_reports.failed(Kind.PREEMPTION, f"was preempted by {received[first]}, all is saved", first)
+                own_reports.failed(Kind.PREEMPTION, f"all ranks have saved and left, by {self._request}", None)
         self.clean_up()
         raise SystemExit(self.exit_code)
 

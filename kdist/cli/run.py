@@ -16,7 +16,7 @@ from kdist.cli.jobs.parser import count
 from kdist.cli.jobs.started_job import JobToStart, make_directory, started
 from kdist.errors import LaunchError
 from kdist.launchers import worker
-from kdist.launchers.process import received_signals
+from kdist.launchers.process import received_notices, received_signals
 from kdist.strategies.selection import PARAMETER_SERVER
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def run(options: argparse.Namespace) -> int:
         make_directory(output)
     if options.restarts is not None:
         return supervised.run(job, options.restarts, output, sizes, standby=options.standby)
-    with received_signals() as signals, started(job, output) as running:
-        return running.follow(signals)
+    with received_signals() as signals, received_notices() as notices, started(job, output) as running:
+        return running.follow(signals, notices)
 
 
 def _check_restarts(options: argparse.Namespace) -> None:

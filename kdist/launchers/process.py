@@ -233,11 +233,24 @@ def _session(leader: int) -> list[int]:
 @contextlib.contextmanager
 def received_signals() -> Iterator[list[int]]:
     """Yields a list of the signals that end a job, as they come. Python allows it in the main thread only."""
+    with _received(stop_signals()) as received:
+        yield received
+
+
+@contextlib.contextmanager
+def received_notices() -> Iterator[list[int]]:
+    """Yields a list of SIGUSR1 as it comes, by which schedulers announce that a job will end."""
+    with _received([signal.SIGUSR1]) as received:
+        yield received
+
+
+@contextlib.contextmanager
+def _received(signals: Sequence[signal.Signals]) -> Iterator[list[int]]:
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    previous = {each: signal.signal(each, lambda number, _: received.append(number)) for each in stop_signals()}
+    previous = {each: signal.signal(each, lambda number, _: received.append(number)) for each in signals}
     try:
         yield received
     finally:

@@ -93,8 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if info.size > 1 and sys.breakpointhook is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = functools.partial(_no_breakpoint, info.rank, info.size)
     running_file = None if options.running is None else Path(options.running, str(info.rank))
+    if running_file is not None:
+        own_reports.running, own_reports.rank = running_file.parent, info.rank
     if running_file is not None and options.supervised:
-        own_reports.directory, own_reports.rank, own_reports.job = running_file.parent, info.rank, options.supervised
+        own_reports.directory, own_reports.job = running_file.parent, options.supervised
         own_reports.is_resized = options.resizes
     if running_file is not None:
         with contextlib.suppress(OSError):

@@ -65,12 +65,14 @@ class OwnReports:
 
     Attributes:
         directory: `Path` or `None`, the job's, which exists on the host of `kdist run`.
+        running: `Path` or `None`, the same for a rank of any `kdist run`, which may ask it to leave.
         rank: int, this process's number.
         job: str, which is the same in all attempts of the job, and in no other job; empty without a supervisor.
         is_resized: bool, whether the next attempt may have another number of ranks.
     """
 
     directory: Path | None = None
+    running: Path | None = None
     rank: int = 0
     job: str = ""
     is_resized: bool = False

@@ -16,17 +16,30 @@ def path_of(directory: str | Path) -> str:
     return f"{directory}.leave"
 
 
-def is_made(directory: Path | None) -> bool:
-    """Returns whether the ranks of a job are asked to leave.
+def make(directory: str | Path, why: str) -> None:
+    """Asks the ranks of a job to leave; rank 0 must be on this host.
+
+    Args:
+        directory: str or path, the job's.
+        why: str, in words.
+    """
+    with contextlib.suppress(OSError):
+        Path(path_of(directory)).write_text(why)
+
+
+def read(directory: Path | None) -> str | None:
+    """Returns why the ranks of a job are asked to leave, an empty text for a larger job; `None` if they are not asked.
 
     Args:
         directory: `Path` or `None`, the job's; `None` for a job that nobody asks.
     """
     if directory is None:
-        return False
+        return None
     with contextlib.suppress(OSError):
-        return os.stat(path_of(directory)).st_uid == os.getuid()  # another user may write to /tmp
-    return False
+        path = path_of(directory)
+        if os.stat(path).st_uid == os.getuid():  # another user may write to /tmp
+            return Path(path).read_text()
+    return None
 
 
 def remove(directory: str | Path) -> None:

@@ -94,10 +94,10 @@ class Cluster:
         """Looks as `kdist run` does; returns whether the ranks were asked to leave."""
         running = self.folder / "running"
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not request.is_made(running):
+        while time.monotonic() < end and request.read(running) is None:
             growth.look(os.fspath(running), lambda: events)
             time.sleep(0.02)
-        return request.is_made(running)
+        return request.read(running) is not None
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_a_larger_job_is_asked_for(cluster: Cluster, capsys: pytest.CaptureFixtu
     assert cluster.looks(growth, LISTENS)
     assert "all ranks are asked to save and leave, for 3 ranks instead of 2: b can take part" in capsys.readouterr().err
     growth.close(os.fspath(cluster.folder / "running"))
-    assert not request.is_made(cluster.folder / "running")
+    assert request.read(cluster.folder / "running") is None
     (cluster.folder / "b").unlink()
     # It is not asked again: if it does not start, it is left out.
     assert sizes.next([attempt(Kind.RESIZE, "a", "c")]) == placed("a", "b", "c")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import needs
+from tests.helpers import needs, spmd
 from tests.restarts import resized
 from tests.restarts.simulated_hosts import SimulatedHosts
 from tests.restarts.trained import LIMIT, causes, run, train
@@ -141,6 +141,27 @@ def test_a_signal_to_kdist_run_ends_the_job(number, tmp_path):
         )
 
 
+@pytest.mark.parametrize("options", [(), ("--restarts", "3")])
+def test_ranks_save_and_leave_at_a_notice_to_kdist_run(options, tmp_path):
+    """As Slurm's `--signal=USR1@120` sends it to a batch script's commands. Afterwards nothing is started again."""
+    command = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2", *options, "-m", "tests.restarts.training"]
+    with open(tmp_path / "said", "w") as said:
+        process = subprocess.Popen(
+            [*command, str(tmp_path), "wait"], stderr=said, env={**os.environ, **spmd.RANK_ENVIRONMENT}
+        )
+    try:
+        wait_until(lambda: (tmp_path / "waits").exists())
+        process.send_signal(signal.SIGUSR1)
+        code = process.wait(120)
+    finally:
+        process.kill()
+        process.wait()
+    text = (tmp_path / "said").read_text()
+    assert code == 75, text
+    assert "SIGUSR1 to `kdist run`: saved after step" in text
+    assert "started again, attempt" not in text
+
+
 def test_parameter_servers_and_no_restarts_are_refused(tmp_path):
     done = run("--restarts", "3", "--strategy", "parameter_server", QUICK, "wait", str(tmp_path), timeout=60, ranks=3)
     assert done.returncode == 2
@@ -157,7 +178,7 @@ def test_standby_needs_restarts(tmp_path):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

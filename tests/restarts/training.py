@@ -31,7 +31,7 @@ class Broken(keras.callbacks.Callback):
 
     Args:
         way: str, `"kill"`, `"crash"`, `"stop"`, `"raise"` or `"preempt"`, and the rank, if not 1. `"late-kill"` is a
-            kill once the next start waits on standby.
+            kill once the next start waits on standby, `"wait"` waits in each step from then on.
     """
 
     def __init__(self, way: str) -> None:
@@ -43,6 +43,9 @@ class Broken(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Breaks, if it is time."""
         self._steps += 1
+        if self._way == "wait" and self._steps >= STEP:
+            Path(sys.argv[1], "waits").touch()
+            time.sleep(1)
         if self._steps != STEP:
             return
         if self._way == "late-kill":

@@ -22,6 +22,7 @@ from kdist.launchers.standby import Standby
 from kdist.reports import scope_marks
 from kdist.reports.first_failure import FailureMonitor
 from kdist.reports.launcher_boxes import BoxFilter
+from kdist.restarts import request
 from kdist.restarts.event_lines import Muted
 from kdist.restarts.report import Failure, Kind, append_failure
 
@@ -139,17 +140,27 @@ class StartedJob:
         """Whether its launcher is."""
         return self._job.is_running
 
-    def follow(self, received: Sequence[int], meanwhile: Callable[[str], object] | None = None) -> int:
+    def follow(
+        self, received: Sequence[int], notices: Sequence[int], meanwhile: Callable[[str], object] | None = None
+    ) -> int:
         """Lets the ranks begin if they wait, and returns the job's exit code when no process of it is left.
 
         Args:
             received: what `received_signals` yields.
+            notices: what `received_notices` yields; at one, all ranks are asked to save and leave.
             meanwhile: function of the job's directory that is called every half second, or `None`.
         """
         slow_start = scope_marks.SlowStart()
         self._begin()
 
+        is_asked = False
+
         def must_end() -> bool:
+            nonlocal is_asked
+            if notices and not is_asked:
+                is_asked = True
+                request.make(self.running, "SIGUSR1 to `kdist run`")
+                tell("SIGUSR1: all ranks are asked to save and leave, as kdist.callbacks.Preemption in fit does")
             if meanwhile is not None:
                 meanwhile(self.running)
             marks = scope_marks.read(self.running)

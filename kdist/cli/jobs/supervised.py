@@ -17,7 +17,7 @@ from kdist.cli.jobs.started_job import JobToStart, StartedJob, started
 from kdist.cli.jobs.watched import Watched
 from kdist.errors import LaunchError
 from kdist.launchers.hosts.capacity import Placement
-from kdist.launchers.process import received_signals
+from kdist.launchers.process import received_notices, received_signals
 from kdist.restarts import summary
 from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.memory import directory_of
@@ -46,16 +46,16 @@ def run(
     Raises:
         LaunchError: if there is no first attempt.
     """
-    with received_signals() as signals, contextlib.ExitStack() as stack:
+    with received_signals() as signals, received_notices() as notices, contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory_of(job.name), ignore_errors=True)
-        starts = _Starts(job, output, elastic, signals, standby=standby)
+        starts = _Starts(job, output, elastic, signals, notices, standby=standby)
         stack.callback(starts.close)
         attempts, why = supervise(
             starts.make_attempt,
             restarts,
             say=tell,
             keep=functools.partial(_keep, restarts, output),
-            is_stopped=lambda: bool(signals),
+            is_stopped=lambda: bool(signals or notices),
         )
     if not attempts and not signals:
         raise LaunchError(
@@ -81,16 +81,25 @@ class _Starts:
         output: str or `None`, the directory in which each attempt gets one of its own.
         elastic: `Elastic` or `None`, the sizes that the job may have, if there are several.
         signals: sequence of int, the signals that this process has received so far.
+        notices: sequence of int, the same for those that ask the ranks to leave.
         standby: bool.
     """
 
     def __init__(
-        self, job: JobToStart, output: str | None, elastic: Elastic | None, signals: Sequence[int], *, standby: bool
+        self,
+        job: JobToStart,
+        output: str | None,
+        elastic: Elastic | None,
+        signals: Sequence[int],
+        notices: Sequence[int],
+        *,
+        standby: bool,
     ) -> None:
         self._job = job
         self._output = output
-        self._sizes = None if elastic is None else Sizes(elastic, lambda: bool(signals))
+        self._sizes = None if elastic is None else Sizes(elastic, lambda: bool(signals or notices))
         self._signals = signals
+        self._notices = notices
         self._standby = standby
         self._waiting: _Attempted | None = None
         self._waiting_stack = contextlib.ExitStack()
@@ -127,7 +136,7 @@ class _Starts:
                     self._waiting = self._waiting_stack.enter_context(waiting)
 
             try:
-                code = job.follow(self._signals, meanwhile)
+                code = job.follow(self._signals, self._notices, meanwhile)
             finally:
                 if growth is not None:
                     growth.close(job.running)
