@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +41,18 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         "plan",
         help="say what each rank will hold in memory, and whether it fits",
         description="Run a script up to its first fit in a scope, and say what each rank would hold in memory.",
-        usage="kdist plan -np N [--memory SIZE] [--json] SCRIPT [ARGS...]",
+        usage="kdist plan -np N [--memory SIZE] [--timeout S] [--json] SCRIPT [ARGS...]",
         allow_abbrev=False,
     )
     parser.add_argument("-np", type=count, required=True, metavar="N", help="the number of ranks")
     parser.add_argument("--memory", metavar="SIZE", help="what each rank may take, as 24GB")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=1800.0,
+        metavar="SECONDS",
+        help="how long the script may run",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="plan a module, as python -m does")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
@@ -70,18 +79,18 @@ def run(options: argparse.Namespace) -> int:
         )
     if not is_module:
         script.check_exists(words[0])
-    plan = make_plan(_find_sizes(words, is_module), options.np, options.memory)
+    plan = make_plan(_find_sizes(words, is_module, options.timeout), options.np, options.memory)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
     return 0 if plan.fits else DOES_NOT_FIT
 
 
-def _find_sizes(words: Sequence[str], is_module: bool) -> Sizes:
+def _find_sizes(words: Sequence[str], is_module: bool, timeout: float) -> Sizes:
     """Returns the sizes that the script's process measured, or counted where that is not possible."""
-    counted, failure = _child("count", words, is_module)
+    counted, failure = _child("count", words, is_module, timeout)
     if counted is not None and 1.5 * (counted.weights + counted.slots + counted.trained) > _memory():
         tell("the model is too large for this host to be measured: activations are estimated from its graph")
         return counted
-    measured, failure = _child("measure", words, is_module)
+    measured, failure = _child("measure", words, is_module, timeout)
     if measured is not None:
         return measured
     if counted is None:
@@ -93,20 +102,50 @@ def _find_sizes(words: Sequence[str], is_module: bool) -> Sizes:
     return counted
 
 
-def _child(way: str, words: Sequence[str], is_module: bool) -> tuple[Sizes | None, tuple[int, str]]:
+def _child(way: str, words: Sequence[str], is_module: bool, timeout: float) -> tuple[Sizes | None, tuple[int, str]]:
     """Returns what a process of the script found, or `None` and why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         command = [sys.executable, "-m", "kdist.planning.child", way, str(report), "module" if is_module else "script"]
         env = {name: value for name, value in os.environ.items() if name != "KDIST_STRATEGY"}
         env |= {"TF_CPP_MIN_LOG_LEVEL": "3", **_SETTINGS}
-        done = subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=False)
+        code, output = _run([*command, *words], env, timeout)
         if not report.exists():
-            return None, (done.returncode, done.stderr[-3000:])
+            return None, (code, output[-3000:])
         found = json.loads(report.read_text())
     if "error" in found:
         raise KDistError(found["error"])
     return Sizes(**found), (0, "")
+
+
+def _run(command: Sequence[str], env: Mapping[str, str], timeout: float) -> tuple[int, str]:
+    """Runs a command to its end; returns its exit code and what it said.
+
+    Raises:
+        KDistError: if it takes longer than a time limit; then it is ended, with all that it has started.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as output:  # a child of the script could hold a pipe open
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=output, start_new_session=True)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise KDistError(
+                f"The script took too long to plan. Received: no model's first step within {timeout:g} s. Expected one "
+                "from which memory can be read. Fix: --timeout with more seconds, or less data before the first fit."
+            ) from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return code, output.read()
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
 
 
 def _memory() -> int:

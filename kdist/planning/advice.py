@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from kdist.planning.memory import ALL_REDUCE, IN_PARTS, SERVERS, Sizes, readable, shares
+from kdist.planning.memory import ALL_REDUCE, IN_PARTS, SERVERS, TABLE_BYTES, TABLES, Sizes, readable, shares
 
 REMAT, HALF = 0.45, 0.5
 """What is left of the activations: measured with `keras.RematScope` on an MLP, and in numbers of 16 bits."""
@@ -49,6 +49,11 @@ def _changes(sizes: Sizes, ranks: int, strategy: str) -> Iterator[tuple[str, Siz
     is_whole = strategy == ALL_REDUCE and ranks > 1
     if is_whole:
         yield IN_PARTS, sizes, ranks, IN_PARTS
+        tables = [(f"{TABLES}={TABLE_BYTES:.0e}".replace("+0", ""), TABLES)] if sizes.tables else []
+        for text, under in tables:
+            yield text, sizes, ranks, under
+            for batch, smaller in _smaller(sizes):
+                yield f"{text}, batch_size={batch}", smaller, ranks, under
         for batch, smaller in _smaller(sizes):
             yield f"{IN_PARTS}, batch_size={batch}", smaller, ranks, IN_PARTS
     under = IN_PARTS if is_whole else strategy

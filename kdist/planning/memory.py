@@ -8,6 +8,9 @@ from typing import Any
 from kdist.errors import KDistError
 
 ALL_REDUCE, IN_PARTS, SERVERS = "all-reduce", 'shard="optimizer"', "parameter server"
+TABLES = "shard_embeddings"
+TABLE_BYTES = 10**6
+"""From which on tables are counted as in parts, and `shard_embeddings` is proposed."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -27,6 +30,7 @@ class Sizes:
         source: str, where `row` is from: `"measured"` or `"estimated"`.
         is_elementwise: bool, whether the optimizer can update a range of a weight.
         largest: int, the bytes of the largest weight.
+        tables: int, those of the trained embedding tables that `shard_embeddings` can have in parts.
     """
 
     weights: int
@@ -39,6 +43,7 @@ class Sizes:
     source: str = "estimated"
     is_elementwise: bool = True
     largest: int = 0
+    tables: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Share:
     """What one rank holds under one strategy, in bytes.
 
     Attributes:
-        strategy: str, `"all-reduce"`, `'shard="optimizer"'` or `"parameter server"`.
+        strategy: str, `"all-reduce"`, `'shard="optimizer"'`, `"shard_embeddings"` or `"parameter server"`.
         rank: str, which ranks hold it, as `"each"`, `"chief"`, `"worker"` or `"server"`.
         weights, gradients, slots, messages, activations, data, process: int, what they take.
     """
@@ -94,6 +99,15 @@ def shares(sizes: Sizes, ranks: int) -> list[Share]:
     if ranks > 1:
         slots, sums = round(sizes.slots * part), round(sizes.trained * part)
         found.append(Share(IN_PARTS, "each", sizes.weights, sizes.trained, slots, sums, activations, **common))
+    if ranks > 1 and sizes.tables:
+        saved = 1 - 1 / ranks  # of what belongs to tables
+        away, slots = round(sizes.tables * saved), round(sizes.slots * saved * sizes.tables / sizes.trained)
+        found.append(
+            Share(
+                TABLES, "each", sizes.weights - away, sizes.trained - away, sizes.slots - slots,
+                sizes.trained - sizes.tables, activations, **common,
+            )
+        )  # fmt: skip
     if ranks > 2:
         # Each worker holds a copy of arrays, of which the chief sends row numbers.
         found += [

@@ -11,9 +11,12 @@ import tensorflow as tf
 
 from kdist._tf_internals import UninitializedVariable
 from kdist.errors import KDistError
+from kdist.keras_hooks.layers.embedding import has_plain_lookup, refusal_reasons
 from kdist.keras_hooks.optimizers import innermost, is_elementwise
+from kdist.keras_hooks.trainer import layers_of
 from kdist.planning.activations import estimated_row
-from kdist.planning.memory import Sizes
+from kdist.planning.memory import TABLE_BYTES, Sizes
+from kdist.sharding.row_rules import whole_table_rules
 
 _LARGE = 2**20  # bytes; what is smaller gets its values, as counters do that are read
 
@@ -77,7 +80,16 @@ def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None) -> Size
         batch_size=batch_size,
         is_elementwise=is_elementwise(innermost(model.optimizer)),
         largest=max(trained, default=0),
+        tables=_tables(model) if is_elementwise(innermost(model.optimizer)) else 0,
     )
+
+
+def _tables(model: keras.Model) -> int:
+    """Returns the bytes of the trained tables that can be in parts."""
+    layers = [each for each in layers_of(model) if isinstance(each, keras.layers.Embedding) and each.trainable]
+    can_be = [each for each in layers if has_plain_lookup(each) and not whole_table_rules(each)]
+    sizes = [_bytes(each.embeddings) for each in can_be if not refusal_reasons(each)]
+    return sum(size for size in sizes if size >= TABLE_BYTES)
 
 
 def slots(model: keras.Model) -> int:

@@ -98,6 +98,32 @@ def test_a_script_that_fits_nothing_is_told_what_to_do(tmp_path):
     assert "The script trained no model" in done.output
 
 
+def test_tables_are_counted_and_proposed():
+    layers = [keras.layers.Embedding(100_000, 32), keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,), dtype="int64"), *layers])
+    model.compile("adam", "mse")
+    table = 4 * 100_000 * 32
+    plan = kdist.plan(model, batch_size=8, ranks=4, memory=int(2.5 * table))
+    assert plan.sizes.tables == table
+    share = next(each for each in plan.shares if each.strategy == "shard_embeddings")
+    rest = plan.sizes.weights - table
+    assert share.weights == table // 4 + rest
+    assert share.gradients == share.weights
+    assert abs(share.slots - 2 * share.weights) <= 32
+    assert plan.advice("all-reduce") == "shard_embeddings=1e6"
+    model.compile(keras.optimizers.Lamb(), "mse")  # which needs whole tables
+    assert "shard_embeddings" not in str(kdist.plan(model, batch_size=8, ranks=4))
+
+
+@pytest.mark.starts_processes
+@pytest.mark.timeout(100)
+def test_a_script_that_takes_too_long_is_ended(tmp_path):
+    done = planned(tmp_path, "import time; time.sleep(600)", "--timeout", "3")
+    assert done.returncode == 2, done.output
+    assert "took too long" in done.output
+    assert "Fix: --timeout" in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [(["--memory", "24XB", "train.py"], "24XB"), (["no_such.py"], "no_such.py"), ([], "nothing to plan")],
