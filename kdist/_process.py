@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
+from kdist.cluster.slurm import has_pmi
 from kdist.engines.engine import Engine
 from kdist.errors import ClusterError, ScopeError
 from kdist.strategies.options import START_TIMEOUT
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kdist")
 
 _NO_TIMEOUT = 30 * 86400.0  # seconds
+
+# What to do where the launcher and the engine have different numbers of ranks.
+_SIZE_FIX = (
+    "use the launcher of the MPI that mpi4py or Horovod was built with; `kdist env` shows them, and `kdist run` uses "
+    "the right one. Without MPI on several hosts: kdist run --rendezvous HOST:PORT"
+)
+_SIZE_FIXES = {
+    "slurm": "`srun --mpi=pmix`, or what else of `srun --mpi=list` the MPI of mpi4py or Horovod speaks; without MPI: "
+    "KDIST_STRATEGY=collective, which takes `srun` alone"
+}
 
 
 def cluster_info() -> ClusterInfo:
@@ -142,7 +153,9 @@ def select_strategy(word: str, info: ClusterInfo, *, is_synchronous: bool = Fals
     import tensorflow as tf
 
     num_gpus = len(tf.config.get_visible_devices("GPU"))
-    return choose(word, info, num_gpus=num_gpus, horovod_on_gpus=num_gpus > 0 and _has_horovod_with_nccl())
+    has_mpi = info.launcher != "slurm" or (has_pmi(os.environ) and importlib.util.find_spec("mpi4py") is not None)
+    has_nccl = num_gpus > 0 and _has_horovod_with_nccl()
+    return choose(word, info, num_gpus=num_gpus, horovod_on_gpus=has_nccl, has_mpi=has_mpi)
 
 
 def _has_horovod_with_nccl() -> bool:
@@ -219,8 +232,7 @@ def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:
         raise ClusterError(
             f"The launcher and the engine {name!r} have different numbers of ranks. Received: {info.size} "
             f"process(es) from {info.launcher} ({info.reason}), but {engine.size} in {name}. Expected the same "
-            "number. Fix: use the launcher of the MPI that mpi4py or Horovod was built with; `kdist env` shows them, "
-            "and `kdist run` uses the right one. Without MPI on several hosts: kdist run --rendezvous HOST:PORT."
+            f"number. Fix: {_SIZE_FIXES.get(info.launcher, _SIZE_FIX)}."
         )
     if engine.size > 1:
         from kdist.reports import failure
@@ -294,16 +306,23 @@ def _horovod(info: ClusterInfo, start_timeout: float) -> Engine:
 def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
     from kdist.engines.collective import CollectiveEngine
     from kdist.engines.rendezvous import own_address
-    from kdist.strategies.devices import configure_devices
+    from kdist.launchers import slurm_step
+    from kdist.strategies.devices import configure_devices, cpus_of_process
 
-    if info.launcher == "tf_config":
-        configure_devices(info.local_rank, info.local_size, os.environ)  # its server takes the visible devices
+    if info.launcher not in ("tf_config", "slurm"):
+        with _startup_timeout(info, start_timeout):
+            mpi = _mpi_with_devices()
+        addresses = mpi.exchange(own_address())
+        return CollectiveEngine(addresses, mpi.rank, start_timeout=start_timeout, abort=mpi.abort)
+    num_sharing = None
+    if info.launcher == "slurm":
+        addresses, cpus = slurm_step.exchange(info, os.environ, start_timeout, cpus_of_process())
+        num_sharing = min(cpus.count(cpus[info.rank]), info.local_size)
+    else:
         addresses = [*info.cluster_spec.get("chief", ()), *info.cluster_spec.get("worker", ())]
-        return CollectiveEngine(addresses, info.rank, start_timeout=start_timeout)
-    with _startup_timeout(info, start_timeout):
-        mpi = _mpi_with_devices()
-    addresses = mpi.exchange(own_address())
-    return CollectiveEngine(addresses, mpi.rank, start_timeout=start_timeout, abort=mpi.abort)
+    # Before the engine, whose server takes the visible devices.
+    configure_devices(info.local_rank, info.local_size, os.environ, num_sharing)
+    return CollectiveEngine(addresses, info.rank, start_timeout=start_timeout)
 
 
 # Each imports its engine when called, because each engine needs another library.

@@ -36,7 +36,7 @@ class ClusterError(KDistError, ValueError):
 
 
 class LaunchError(KDistError, ValueError):
-    """A job cannot be launched as asked: hosts, sizes, or no launcher found."""
+    """A job cannot be launched as asked: hosts, sizes, no launcher found, or ranks that do not find each other."""
 
 
 class InstallError(KDistError, RuntimeError):

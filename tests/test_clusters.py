@@ -1,6 +1,6 @@
 """The files under examples/clusters: the shell script passes shellcheck, the jobs have the fields of their operators.
 
-No Slurm and no Kubernetes is at hand: they were not run there.
+No Kubernetes is at hand: they were not run there. The script for Slurm runs in test_slurm.py.
 """
 
 from __future__ import annotations

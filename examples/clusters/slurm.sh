@@ -7,20 +7,37 @@
 #SBATCH --time=01:00:00
 # One GPU a rank, where there are GPUs:
 ##SBATCH --gpus-per-node=4
+# Started again after it was preempted, or at its time limit, where the training has BackupAndRestore and Preemption:
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@120
 
 set -euo pipefail
 
-# The cluster's own MPI and the environment that holds kdist (from a checkout: pip install '.[mpi]').
+# The environment that holds kdist (from a checkout: pip install '.[mpi]'), and the cluster's own MPI, if it has one.
 module load openmpi 2>/dev/null || true
 # shellcheck source=/dev/null
 source "${KDIST_VENV:-$HOME/venv}/bin/activate"
 
-if srun --mpi=list 2>&1 | grep -q pmix; then
-    # What kdist makes of this job, for a bug report.
-    srun --mpi=pmix --label kdist env | grep '^ *0:' || true
-    # Slurm starts the ranks itself; its MPI plugin must be the one that the MPI library speaks.
-    srun --mpi=pmix --cpu-bind=none --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" python "$@"
-else
-    # mpirun finds the nodes of the allocation. Bound to one core each, ranks would share it among their threads.
-    mpirun -np "$SLURM_NTASKS" --bind-to none python "$@"
+# Slurm's plugin must be the one that the MPI speaks: `SLURM_MPI_TYPE=pmi2 sbatch ...` names another one of
+# `srun --mpi=list`. With `none` the ranks talk over TCP, by TensorFlow's collective ops, and need no MPI.
+if [[ -z ${SLURM_MPI_TYPE:-} ]]; then
+    SLURM_MPI_TYPE=$(grep -qw pmix <<<"$(srun --mpi=list 2>&1)" && echo pmix || echo none)
 fi
+export SLURM_MPI_TYPE
+
+if [[ -z ${SLURM_RESTART_COUNT:-} ]]; then
+    # What kdist makes of this job, for a bug report.
+    srun --label kdist env 2>/dev/null | grep '^ *0:' || true
+fi
+
+# Bound to one core each, ranks would share it among their threads. A rank that fails before the others have met it
+# ends them after a minute.
+status=0
+srun --cpu-bind=none --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --wait=60 python "$@" || status=$?
+
+# The code of Preemption, after which Slurm starts the job again where slurm.conf has RequeueExit=75.
+if ((status == 75)) && ! grep -Eq '^RequeueExit .*\b75\b' <<<"$(scontrol show config)"; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

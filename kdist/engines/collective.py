@@ -30,6 +30,7 @@ from kdist.errors import EngineError
 
 _LOG = logging.getLogger("kdist")
 
+_PORT_CLOSES = 1.0  # seconds in which the port of a process that has ended is closed
 _LINGER = 0.1  # seconds that a rank stays after the last collective, whose answers may not have been sent yet
 _REFUSED = "kdist refuses this collective"
 
@@ -279,9 +280,10 @@ class CollectiveEngine(Engine):
         if not isinstance(error, (tf.errors.OpError, EngineError)) or "ollective" not in text:
             return None
         fix = "look for a branch, a shape, a dtype or a number of steps that depends on the rank"
-        # A rank whose end is noticed in shared memory may still have its port.
+        # A rank whose end is noticed in shared memory, or by a connection that broke, may still have its port.
         ended = map(int, re.findall(rf"{FAILURE}rank (\d+) has ended", text))
-        if dead := sorted({*ended, *rendezvous.unreachable(self.addresses, self.world_ranks[self.rank])}):
+        seconds = _PORT_CLOSES if isinstance(error, tf.errors.UnavailableError) else 0.0
+        if dead := sorted({*ended, *rendezvous.unreachable(self.addresses, self.world_ranks[self.rank], seconds)}):
             what = ", ".join(f"rank {rank} at {self.addresses[rank]}" for rank in dead) + " has ended"
             fix = "look for the reason in what that rank printed"
         elif isinstance(error, tf.errors.DeadlineExceededError):

@@ -129,9 +129,14 @@ def _watch(address: str, on_end: Callable[[], None]) -> None:
     on_end()
 
 
-def unreachable(addresses: Sequence[str], rank: int) -> list[int]:
-    """Returns the ranks whose addresses cannot be connected to now."""
-    return [each for each, address in enumerate(addresses) if each != rank and _connection_error(address)]
+def unreachable(addresses: Sequence[str], rank: int, seconds: float = 0.0) -> list[int]:
+    """Returns the ranks whose addresses cannot be connected to, as soon as there are some, or after some seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = [each for each, address in enumerate(addresses) if each != rank and _connection_error(address)]
+        if found or time.monotonic() >= deadline:
+            return found
+        time.sleep(_PAUSE)
 
 
 def host(address: str) -> str:

@@ -27,11 +27,13 @@ class MPIRun:
         path: str, the program.
         flavour: str, `"openmpi"`, `"mpich"` or `"intel_mpi"`.
         version: str, as it reports it.
+        env: mapping of variable name to value, what it needs.
     """
 
     path: str
     flavour: str
     version: str
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 # Each MPI with the pattern of its `mpirun --version`.
@@ -85,11 +87,17 @@ def find(python: str, search_path: str | None) -> MPIRun:
             f"mpirun was not found. Received: none beside {python} nor on PATH. Expected the mpirun of Open MPI, "
             f"MPICH or Intel MPI. Fix: {_INSTALL}."
         )
+    # Intel MPI's is a script that looks for its `mpiexec.hydra` on the path.
+    env = {"PATH": os.pathsep.join(filter(None, (os.path.dirname(path), search_path)))}
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, errors="replace")
+        done = subprocess.run(
+            [path, "--version"], env={**os.environ, **env}, capture_output=True, text=True, timeout=60, errors="replace"
+        )
     except (OSError, subprocess.TimeoutExpired) as err:
         raise LaunchError(f"mpirun does not run. Received: {err}. Expected its version. Fix: {_INSTALL}.") from err
-    return identify(path, done.stdout + done.stderr)
+    found = identify(path, done.stdout + done.stderr)
+    needs_path = found.flavour == "intel_mpi" and shutil.which("mpiexec.hydra", path=search_path or "") is None
+    return dataclasses.replace(found, env=env) if needs_path else found
 
 
 def build(
@@ -126,7 +134,7 @@ def build(
     check_slots(np, hosts, oversubscribe=oversubscribe)
     options, settings = _OPTIONS[mpirun.flavour](hosts, forward, root, oversubscribe)
     argv = (mpirun.path, "-np", str(np), *options, *extra, *program)
-    return Command(argv, {**settings, **(env or {})}, prints_boxes=mpirun.flavour == "openmpi")
+    return Command(argv, {**mpirun.env, **settings, **(env or {})}, prints_boxes=mpirun.flavour == "openmpi")
 
 
 _Options = tuple[list[str], dict[str, str]]

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
+from kdist.cluster import connections
 from kdist.errors import ClusterError, ClusterLostError
 
 SUCCEEDED = b"succeeded"
@@ -141,9 +142,7 @@ def read_line(connection: socket.socket) -> bytes:
 def keep_alive(connection: socket.socket) -> None:
     """Lets reads wait without limit, but fail within half a minute after the other end's machine is gone."""
     connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connections.keep_alive(connection)
 
 
 def close(connection: socket.socket) -> None:

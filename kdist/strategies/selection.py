@@ -69,6 +69,7 @@ def choose(
     *,
     num_gpus: int = 0,
     horovod_on_gpus: bool = False,
+    has_mpi: bool = True,
     is_synchronous: bool = False,
 ) -> Selection:
     """Selects the strategy of a job.
@@ -79,6 +80,7 @@ def choose(
         num_gpus: int, the GPUs that this process sees.
         horovod_on_gpus: bool, whether the ranks have GPUs and a Horovod with NCCL. `"auto"` then takes it, because MPI
             would copy each gradient through host memory.
+        has_mpi: bool, whether MPI can connect the ranks. `"auto"` else takes TensorFlow's collective ops.
         is_synchronous: bool, whether the user asked for an all-reduce with any engine.
 
     Returns:
@@ -119,7 +121,7 @@ def choose(
     if word in PASSED_THROUGH or (word == "auto" and info.size == 1):
         return _in_one_process(word, info, num_gpus)
     if word != PARAMETER_SERVER:
-        preferred, why = _preferred(num_gpus, horovod_on_gpus) if word == "auto" else ([word], "")
+        preferred, why = _preferred(num_gpus, horovod_on_gpus, has_mpi) if word == "auto" else ([word], "")
         for engine in [*preferred, *ENGINES] if word == "auto" else [word]:
             if info.launcher in ENGINES[engine]:
                 return Selection(engine, f"started by {LAUNCHER_NAMES.get(info.launcher, info.launcher)}{why}")
@@ -139,8 +141,10 @@ def choose(
     )
 
 
-def _preferred(num_gpus: int, horovod_on_gpus: bool) -> tuple[list[str], str]:
-    """Returns the engines that are preferred where there are GPUs, and why."""
+def _preferred(num_gpus: int, horovod_on_gpus: bool, has_mpi: bool) -> tuple[list[str], str]:
+    """Returns the engines that are preferred where there are GPUs, or no MPI, and why."""
+    if not has_mpi:
+        return ["collective"], " without MPI between them (that takes mpi4py, and srun --mpi=pmix or pmi2)"
     if horovod_on_gpus:
         return ["horovod"], ", which have GPUs, and Horovod has NCCL"
     if num_gpus:

@@ -45,14 +45,22 @@ MPICH_5 = {
 # What is left where a shell only prepares for a launch.
 PREPARED_SHELL = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "I_MPI_ROOT": "/opt/intel/mpi"}
 
-# Written after the launchers' documentation: these launchers are not at hand.
+# Intel MPI 2021.18, recorded, without most of its `I_MPI_INFO_...`; here made that of the third rank of four.
 INTEL_MPI = {
-    "I_MPI_ROOT": "/opt/intel/mpi",
+    "I_MPI_HYDRA_TOPOLIB": "ipl2",
+    "I_MPI_HYDRA_UUID": "51130000-62c6-675f-1b61-0600f53b4157",
+    "I_MPI_INFO_LCPU": "2",
+    "I_MPI_INTERNAL_MEM_POLICY": "default",
+    "I_MPI_MPIRUN": "mpirun",
+    "I_MPI_PIN_MAPPING": "2:0 0,1 1",
     "MPI_LOCALNRANKS": "2",
     "MPI_LOCALRANKID": "0",
+    "PMI_FD": "9",
     "PMI_RANK": "2",
     "PMI_SIZE": "4",
 }
+
+# Written after the launchers' documentation: these launchers are not at hand.
 MVAPICH_2 = {
     "MV2_COMM_WORLD_LOCAL_RANK": "1",
     "MV2_COMM_WORLD_LOCAL_SIZE": "4",
@@ -78,6 +86,7 @@ HOROVOD_GLOO = {
 }
 # What `horovodrun --mpi` makes of Open MPI's mpirun, recorded.
 HOROVOD_MPI = {**OPENMPI_5, "NCCL_SOCKET_IFNAME": "lo", "OMPI_MCA_btl": "^openib", "OMPI_MCA_pml": "ob1"}
+# Slurm 22.05, recorded from a batch script and from the second task of `srun --nodes=2`, here made those of five tasks.
 SLURM_BATCH = {
     "SLURM_JOB_ID": "77",
     "SLURM_JOB_NUM_NODES": "2",
@@ -93,9 +102,11 @@ SLURM_STEP = {
     "SLURM_NODEID": "1",
     "SLURM_PROCID": "4",
     "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[0-1]",
     "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NUM_TASKS": "5",
     "SLURM_STEP_TASKS_PER_NODE": "3,2",
+    "SLURMD_NODENAME": "n1",
 }
 TPU_VM = {"TPU_ACCELERATOR_TYPE": "v4-8", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1", "TPU_WORKER_HOSTNAMES": "localhost"}
 
@@ -117,9 +128,29 @@ OPENMPI_4 = {
     "PMIX_SERVER_TMPDIR": "/tmp/ompi.node1.1000/pid.77",
 }
 
-# `srun --mpi=pmix` and `srun --mpi=pmi2`, by Slurm's documentation.
-SLURM_PMIX = {**SLURM_STEP, "PMIX_NAMESPACE": "slurm.pmix.77.0", "PMIX_RANK": "4", "PMIX_SERVER_URI41": "pmix-server"}
-SLURM_PMI2 = {**SLURM_STEP, "PMI_FD": "9", "PMI_JOBID": "77.0", "PMI_RANK": "4", "PMI_SIZE": "5"}
+# What `srun --mpi=pmix` and `srun --mpi=pmi2` add, recorded.
+SLURM_PMIX = {
+    **SLURM_STEP,
+    "PMIX_GDS_MODULE": "ds21,ds12,hash",
+    "PMIX_HOSTNAME": "vm",
+    "PMIX_NAMESPACE": "slurm.pmix.77.0",
+    "PMIX_RANK": "4",
+    "PMIX_SECURITY_MODE": "native",
+    "PMIX_SERVER_URI41": "pmix-server.15868;tcp4://127.0.0.1:40353",
+    "PMIX_SYSTEM_TMPDIR": "/tmp",
+    "PMIX_VERSION": "4.2.2rc2",
+    "SLURM_MPI_TYPE": "pmix",
+    "SLURM_PMIXP_ABORT_AGENT_PORT": "39705",
+    "SLURM_PMIX_MAPPING_SERV": "(vector,(0,1,3),(1,1,2))",
+}
+SLURM_PMI2 = {
+    **SLURM_STEP,
+    "PMI_FD": "13",
+    "PMI_JOBID": "77.0",
+    "PMI_RANK": "4",
+    "PMI_SIZE": "5",
+    "SLURM_MPI_TYPE": "pmi2",
+}
 
 # TF_CONFIG of platforms, by their documentation.
 KUBEFLOW = {

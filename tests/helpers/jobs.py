@@ -43,17 +43,31 @@ class Job:
 
 ENGINES = {
     "mpi": ("mpirun", "mpi"),
-    "mpich": ("kdist_run_mpich", "mpi"),
+    "mpich": ("kdist_run_hydra", "mpi"),
     "horovod over gloo": ("horovodrun_gloo", "auto"),
     "horovod over mpi": ("mpirun", "horovod"),
     "collective": ("local_cluster", "auto"),
 }
 """What a job is called, the launcher, and the strategy that is asked for."""
 
+MORE = {
+    "intel mpi": ("kdist_run_hydra", "mpi"),
+    "slurm": ("srun", "auto"),
+    "slurm pmix": ("srun_pmix", "auto"),
+    "slurm pmi2": ("srun_pmi2", "auto"),
+}
+"""The same for jobs that need what few machines have. Those of Slurm run within `python -m tests.helpers.slurm`."""
+
+# Each MPI has an environment of its own, for all of them install `bin/mpirun`; see `tests/run`.
+_PYTHONS = {
+    "mpich": "KDIST_TEST_MPICH_PYTHON",
+    "intel mpi": "KDIST_TEST_INTEL_MPI_PYTHON",
+    "slurm pmi2": "KDIST_TEST_INTEL_MPI_PYTHON",
+}
+
 
 def job(engine: str, ranks: int) -> Job:
-    """Returns the job of some ranks that talk by one of `ENGINES`."""
-    launcher, strategy = ENGINES[engine]
-    # MPICH has an environment of its own, for both MPIs install `bin/mpirun`; see `tests/run`.
-    python = os.environ["KDIST_TEST_MPICH_PYTHON"] if engine == "mpich" else sys.executable
+    """Returns the job of some ranks that talk by one of `ENGINES` or `MORE`."""
+    launcher, strategy = {**ENGINES, **MORE}[engine]
+    python = os.environ[_PYTHONS[engine]] if engine in _PYTHONS else sys.executable
     return Job(launcher, ranks, strategy, python)

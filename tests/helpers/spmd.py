@@ -113,6 +113,19 @@ def _local_cluster(python: str, ranks: int) -> list[str]:
     return [python, "-m", "kdist.launchers.local_cluster", "-np", str(ranks)]
 
 
+def _srun(python: str, ranks: int) -> list[str]:
+    # Under the Slurm of tests.helpers.slurm, whose variables it needs.
+    return ["srun", "--mpi=none", "--nodes=2", f"--ntasks={ranks}"]
+
+
+def _srun_pmi2(python: str, ranks: int) -> list[str]:
+    return ["srun", "--mpi=pmi2", "--nodes=2", f"--ntasks={ranks}"]
+
+
+def _srun_pmix(python: str, ranks: int) -> list[str]:
+    return ["srun", "--mpi=pmix", "--nodes=1", f"--ntasks={ranks}"]  # on one host, two nodes' PMIx servers clash
+
+
 def _horovodrun_gloo(python: str, ranks: int) -> list[str]:
     return [python, _beside(python, "horovodrun"), "-np", str(ranks), "--gloo"]
 
@@ -126,9 +139,12 @@ def _horovodrun_mpi(python: str, ranks: int) -> list[str]:
 LAUNCHERS = {
     "openmpi": Launcher(_openmpi, "OMPI_COMM_WORLD_RANK"),
     "mpich": Launcher(_mpich, "PMI_RANK"),
-    "kdist_run_mpich": Launcher(_kdist_run, "PMI_RANK", runs_python=True),
+    "kdist_run_hydra": Launcher(_kdist_run, "PMI_RANK", runs_python=True),
     "horovodrun_gloo": Launcher(_horovodrun_gloo, "HOROVOD_RANK"),
     "horovodrun_mpi": Launcher(_horovodrun_mpi, "OMPI_COMM_WORLD_RANK"),
+    "srun": Launcher(_srun, "SLURM_PROCID"),
+    "srun_pmi2": Launcher(_srun_pmi2, "SLURM_PROCID"),
+    "srun_pmix": Launcher(_srun_pmix, "SLURM_PROCID"),
     "local_cluster": Launcher(_local_cluster, "TF_CONFIG"),
 }
 

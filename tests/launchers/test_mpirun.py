@@ -17,7 +17,7 @@ MPICH = MPIRun("/opt/bin/mpirun", "mpich", "5.0.2")
 INTEL = MPIRun("/opt/bin/mpirun", "intel_mpi", "2021.9")
 PROGRAM = ("python", "train.py")
 
-# The first lines of `mpirun --version`; those of Open MPI 5 and MPICH 5 were recorded.
+# The first lines of `mpirun --version`; those of Open MPI 5, MPICH 5 and Intel MPI 2021.18 were recorded.
 OPENMPI_5_SAYS = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
 OPENMPI_4_SAYS = "mpirun (Open MPI) 4.1.6\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
 MPICH_SAYS = (
@@ -25,8 +25,8 @@ MPICH_SAYS = (
     "    Release Date:                            Fri Sep 25 20:45:26 UTC 2026\n    CC:     cc\n"
 )
 INTEL_SAYS = (
-    "Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307 (id: d82b3071db)\n"
-    "Copyright 2003-2023, Intel Corporation.\n"
+    "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\n"
+    "Copyright 2003-2026, Intel Corporation.\n"
 )
 
 
@@ -36,7 +36,7 @@ INTEL_SAYS = (
         (OPENMPI_5_SAYS, "openmpi", "5.0.11"),
         (OPENMPI_4_SAYS, "openmpi", "4.1.6"),
         (MPICH_SAYS, "mpich", "5.0.2"),
-        (INTEL_SAYS, "intel_mpi", "2021.9"),
+        (INTEL_SAYS, "intel_mpi", "2021.18.1"),
     ],
 )
 def test_identify(output, flavour, version):
@@ -63,6 +63,15 @@ def test_the_mpirun_beside_python_has_priority(tmp_path):
     assert mpirun.find(python, str(elsewhere)).path == str(elsewhere / "mpirun")
     a_program(beside / "mpirun", "printf 'HYDRA build details:\\n    Version:   5.0.2\\n'")
     assert mpirun.find(python, str(elsewhere)) == MPIRun(str(beside / "mpirun"), "mpich", "5.0.2")
+
+
+def test_intel_mpis_script_finds_its_program_in_an_environment_that_is_not_active(tmp_path):
+    a_program(tmp_path / "mpirun", 'exec mpiexec.hydra "$@"')
+    a_program(tmp_path / "mpiexec.hydra", "echo 'Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307'")
+    python = str(tmp_path / "python")
+    found = mpirun.find(python, "/usr/bin:/bin")
+    assert mpirun.build(found, PROGRAM, np=2).env["PATH"] == f"{tmp_path}:/usr/bin:/bin"
+    assert "PATH" not in mpirun.build(mpirun.find(python, f"/bin:{tmp_path}"), PROGRAM, np=2).env
 
 
 def test_a_missing_mpirun_names_what_to_install(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
+from kdist.cluster.slurm import has_pmi
 from kdist.errors import StrategyError
 from kdist.strategies.selection import MPI_LAUNCHERS, choose
 from tests.cluster import environments
@@ -71,6 +72,28 @@ def test_ranks_of_an_mpi_launcher_train_over_mpi(word: str, launcher: str) -> No
 @pytest.mark.parametrize("launcher", ["none", *MPI_LAUNCHERS])
 def test_one_process_is_keras_own(launcher: str) -> None:
     assert choose("auto", ClusterInfo(launcher=launcher)).strategy == "single"
+
+
+@pytest.mark.parametrize(("num_gpus", "horovod_on_gpus"), [(0, False), (1, False), (1, True)])
+def test_ranks_that_no_mpi_connects_train_over_tensorflows_collectives(num_gpus: int, horovod_on_gpus: bool) -> None:
+    info = detect(environments.SLURM_STEP)
+    chosen = choose("auto", info, num_gpus=num_gpus, horovod_on_gpus=horovod_on_gpus, has_mpi=False)
+    assert chosen.strategy == "collective"
+    assert "started by Slurm without MPI" in chosen.why
+    assert choose("mpi", info, has_mpi=False).strategy == "mpi"  # the user may know better
+
+
+@pytest.mark.parametrize(
+    ("env", "has_mpi"),
+    [
+        (environments.SLURM_STEP, False),
+        ({**environments.SLURM_STEP, "I_MPI_PMI_LIBRARY": "/usr/lib/libpmi.so"}, True),
+        (environments.SLURM_PMIX, True),
+        (environments.SLURM_PMI2, True),
+    ],
+)
+def test_srun_tells_mpi_how_to_connect_or_does_not(env: dict[str, str], has_mpi: bool) -> None:
+    assert has_pmi(env) == has_mpi
 
 
 def test_single_under_several_ranks_is_independent_trainings() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.helpers import spmd
 from tests.helpers.campaign import Campaign
-from tests.helpers.jobs import ENGINES, job
+from tests.helpers.jobs import ENGINES, MORE, job
 
 TARGETS = {
     "features": "tests.training.features:FEATURES",
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs every case on every number of ranks; returns 0 if all passed."""
     parser = argparse.ArgumentParser(prog="python -m tests.training.full", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4], metavar="N")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["mpi"], help="how the ranks talk")
+    parser.add_argument("--engines", nargs="+", choices=[*ENGINES, *MORE], default=["mpi"], help="how the ranks talk")
     parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS), help="parts of the suite")
     parser.add_argument("--out", type=Path, help="where the table goes; shown as well")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a launch may take")

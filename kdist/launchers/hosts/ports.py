@@ -6,8 +6,12 @@ import contextlib
 import random
 import socket
 
-# Below the ephemeral ports: the system could assign one of those before the task listens, seconds later.
-_RANGE = range(10_000, 32_000)
+PORTS = range(10_000, 32_000)
+"""Ports to choose from.
+
+They are below the ephemeral ports: the system could assign one of those before the task listens, seconds later.
+"""
+
 _ATTEMPTS = 100
 
 
@@ -28,7 +32,7 @@ def free_ports(count: int) -> list[int]:
 
 def _bind(unbound: socket.socket) -> int:
     # Not `random.sample`: its state is the user's.
-    for port in random.SystemRandom().sample(_RANGE, _ATTEMPTS):
+    for port in random.SystemRandom().sample(PORTS, _ATTEMPTS):
         with contextlib.suppress(OSError):
             unbound.bind(("", port))
             return port
