@@ -28,7 +28,7 @@ TARGETS = {
     "saving": f"{behaviours_saving.__name__}:CASES",
 }
 PARTS = (*TARGETS, "resume", "interruptions")
-RESUME = f"{cases_resume.__name__}:EVERYTHING"
+RESUME, RESUME_ALONE = (f"{cases_resume.__name__}:{cases}" for cases in ("EVERYTHING", "ALONE"))
 LEFT, TAKEN_UP = "left_for_others", "taken_up_by_others"
 ENDS = [(KILL, KILL), *((writer, KILL) for writer in WRITERS)]
 HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for way, on in {**jobs, **alone}.items():
                 env = {cases_resume.FOLDER: str(Path(folder, way[0]))}
                 names = chosen(resumed_by(on.ranks, (way[0], 2) in jobs), options.cases)
-                campaign.run("resume", column(*way), on, RESUME, names, timeout=options.timeout, env=env)
+                target = RESUME_ALONE if on.ranks == 1 else RESUME
+                campaign.run("resume", column(*way), on, target, names, timeout=options.timeout, env=env)
         if "interruptions" in options.only:
             _interrupt(campaign, Path(folder), options.moments, options.trainings, jobs)
     print(campaign.text())
