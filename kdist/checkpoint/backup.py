@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,10 +164,13 @@ class Backup(AllRanksCallback):
 
         Collective: every rank must call this, in the same order.
         """
+        if self._resumed is not None:  # in a step that was trained before, which is drawn again
+            return True
         if self._is_saved_later(epoch_step):
             return False
         if self._saved_at == (self._epoch, epoch_step):
             return True
+        began = time.monotonic()
         checkpoint = self._checkpoint(epoch_step)
         # Parts of which each rank has some are made now, by all ranks.
         is_deferred = any(isinstance(each, DeferredArray) for state in checkpoint.values() for each in state.values())
@@ -179,7 +183,7 @@ class Backup(AllRanksCallback):
                 if isinstance(each, DeferredArray):
                     np.asarray(each)  # while the chief writes it
         if self._copies is not None:
-            self._copies.write(checkpoint, self._number)
+            self._copies.write(checkpoint, began)
         self._steps_since = 0
         self._saved_at = self._epoch, epoch_step
         return True
@@ -191,8 +195,9 @@ class Backup(AllRanksCallback):
     def _save_in_memory(self, epoch_step: int) -> None:
         if self._copies is None or self._is_saved_later(epoch_step):
             return
-        self._copies.write(self._checkpoint(epoch_step), self._number)
-        if self.is_chief:
+        began = time.monotonic()
+        is_written = self._copies.write(self._checkpoint(epoch_step), began)
+        if self.is_chief and is_written:
             own_progress.saved(*self._place(epoch_step))
 
     def _is_saved_later(self, epoch_step: int) -> bool:
@@ -213,7 +218,8 @@ class Backup(AllRanksCallback):
         """
         session = self.session
         session.synchronize()
-        self._number += 1
+        # Later attempts have greater ones, those too that know of no copy on a host which is away.
+        self._number = max(self._number + 1, time.time_ns() // 1_000_000)
         parts: list[StatePart] = [*session.parts(), session.data(epoch_step), CallbackState(self.others)]
         if epoch_step:
             parts.append(session.metrics)

@@ -56,16 +56,15 @@ class HostCopies:
         """Whether a copy is to be made after this step."""
         return self._steps >= self._every
 
-    def write(self, checkpoint: Checkpoint, number: int) -> None:
-        """Copies a checkpoint into the memory of each host.
+    def write(self, checkpoint: Checkpoint, began: float) -> bool:
+        """Copies a checkpoint into the memory of each host, and returns whether this host has it.
 
         Collective: every rank must call this, in the same order.
 
         Args:
             checkpoint: `Checkpoint`.
-            number: int, above 0, which is greater for later ones.
+            began: float, when the checkpoint was begun, by the monotonic clock.
         """
-        began = time.monotonic()
         if self._engine.local_size < self._engine.size:  # what callbacks hold may differ, and the chief's is right
             rest = {part: state for part, state in checkpoint.items() if part != ModelState.name}
             checkpoint = {**checkpoint, **(broadcast_checkpoint(self._engine, rest) or {})}
@@ -75,7 +74,7 @@ class HostCopies:
                     np.asarray(each)  # other ranks copy it
         else:
             try:
-                self._files.write(checkpoint, number)
+                self._files.write(checkpoint, checkpoint["training"]["number"])
             except OSError as error:
                 logger.warning(
                     "the checkpoint is not copied into the memory of this host, and no other will be. Received: %s. "
@@ -88,6 +87,7 @@ class HostCopies:
             step = max((began - self._ended) / max(self._steps, 1), 1e-6)
             self._every = self._engine.broadcast_object(max(1, math.ceil((now - began) / (_COST * step))))
         self._ended, self._steps = now, 0
+        return self._files is not None
 
     def newest(self) -> tuple[int, int]:
         """Returns the number of the newest copy, 0 if there is none, and the lowest rank that has it.

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 from kdist.cluster.connections import connect, keep_alive, own_hosts
@@ -34,6 +35,7 @@ class Standby:
         self._lock = threading.Lock()
         self._waiting: list[socket.socket] = []
         self._has_begun = False
+        self._is_closed = False
         threading.Thread(target=self._accept, name="kdist-standby", daemon=True).start()
 
     @property
@@ -41,6 +43,12 @@ class Standby:
         """How many ranks are ready."""
         with self._lock:
             return len(self._waiting)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank that was ready has gone."""
+        with self._lock:
+            return any(map(_has_ended, self._waiting))
 
     def begin(self) -> None:
         """Lets all ranks begin, those that come later at once."""
@@ -51,7 +59,10 @@ class Standby:
 
     def close(self) -> None:
         """Ends the ranks that wait."""
-        for each in (self._listener, *self._waiting):
+        self._is_closed = True
+        with self._lock:
+            waiting = list(self._waiting)
+        for each in (self._listener, *waiting):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # ends the `accept` of the thread, too
             each.close()
@@ -60,8 +71,11 @@ class Standby:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(0.1)  # too many open files, say
+                continue
             with self._lock:
                 self._waiting.append(connection)
                 if self._has_begun:
@@ -90,7 +104,16 @@ def wait(address: str) -> None:
         with contextlib.suppress(OSError):
             if connection.recv(1) == _BEGIN:
                 return
-    os._exit(0)
+    os._exit(1)  # so that the launcher ends the others
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _send_begin(connection: socket.socket) -> None:

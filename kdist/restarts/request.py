@@ -23,8 +23,11 @@ def make(directory: str | Path, why: str) -> None:
         directory: str or path, the job's.
         why: str, in words.
     """
+    target = Path(path_of(directory))
     with contextlib.suppress(OSError):
-        Path(path_of(directory)).write_text(why)
+        unfinished = Path(directory, target.name)  # in a directory of this user only; a reader must not see half of it
+        unfinished.write_text(why)
+        unfinished.rename(target)
 
 
 def read(directory: Path | None) -> str | None:

@@ -30,9 +30,10 @@ def test_ranks_end_if_the_job_never_begins():
     while standby.num_waiting < 1:
         assert rank.poll() is None
         time.sleep(0.1)
+    assert not standby.has_lost
     standby.close()
     assert rank.communicate(timeout=20)[0] == ""
-    assert rank.returncode == 0
+    assert rank.returncode == 1
 
 
 def _rank(standby):

@@ -65,7 +65,8 @@ def started(
     """
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(job_directory())
-        begin, address = contextlib.ExitStack(), ""
+        stack.callback(request.remove, running)
+        begin, address, waiting = contextlib.ExitStack(), "", None
         if standby:
             is_remote = what.has_hosts or is_scheduled(os.environ)
             waiting = stack.enter_context(contextlib.closing(Standby(everywhere=is_remote)))
@@ -91,7 +92,9 @@ def started(
             stderr = muted = Muted(stderr)
             begin.callback(muted.unmute)
         job = stack.enter_context(process.started(command, stderr, reads_input=not standby))
-        yield StartedJob(command, job, running, monitor, boxes, output, watched, begin.close, has_hosts=what.has_hosts)
+        yield StartedJob(
+            command, job, running, monitor, boxes, output, watched, begin.close, waiting, has_hosts=what.has_hosts
+        )
 
 
 class StartedJob:
@@ -106,6 +109,7 @@ class StartedJob:
         output: str or `None`, the directory of the ranks' output.
         watched: `Watched` or `None`, what a supervisor learns of the job.
         begin: function that lets its ranks begin, if they wait.
+        standby: `Standby` or `None`, where they wait.
         has_hosts: bool, whether it may lose a host.
 
     Attributes:
@@ -122,6 +126,7 @@ class StartedJob:
         output: str | None,
         watched: Watched | None,
         begin: Callable[[], object],
+        standby: Standby | None,
         *,
         has_hosts: bool,
     ) -> None:
@@ -131,14 +136,15 @@ class StartedJob:
         self._monitor = monitor
         self._boxes = boxes
         self._begin = begin
+        self._standby = standby
         self._has_hosts = has_hosts
         self._output = output
         self._watched = watched
 
     @property
     def is_running(self) -> bool:
-        """Whether its launcher is."""
-        return self._job.is_running
+        """Whether its launcher is, and none of its ranks that were ready to begin has gone."""
+        return self._job.is_running and (self._standby is None or not self._standby.has_lost)
 
     def follow(
         self, received: Sequence[int], notices: Sequence[int], meanwhile: Callable[[str], object] | None = None
@@ -160,7 +166,7 @@ class StartedJob:
             if notices and not is_asked:
                 is_asked = True
                 request.make(self.running, "SIGUSR1 to `kdist run`")
-                tell("SIGUSR1: all ranks are asked to save and leave, as kdist.callbacks.Preemption in fit does")
+                tell("SIGUSR1: rank 0, if it is on this host, is asked that all ranks save and leave (Preemption)")
             if meanwhile is not None:
                 meanwhile(self.running)
             marks = scope_marks.read(self.running)

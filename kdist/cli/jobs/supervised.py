@@ -132,8 +132,7 @@ class _Starts:
                     growth.look(running, lambda: watched.events_so_far(running))
                 # Not before the ranks of this one train: their own start would be slower beside another.
                 if self._standby and self._waiting is None and watched.events_so_far(running).made_step:
-                    waiting = self._started(number + 1, placement, standby=True)
-                    self._waiting = self._waiting_stack.enter_context(waiting)
+                    self._prepare(number + 1, placement)
 
             try:
                 code = job.follow(self._signals, self._notices, meanwhile)
@@ -141,6 +140,16 @@ class _Starts:
                 if growth is not None:
                     growth.close(job.running)
             return watched.attempt(code, began, self._output_of(number))
+
+    def _prepare(self, number: int, placement: Placement | None) -> None:
+        """Starts the next job, which waits; the one that runs goes on if that fails."""
+        try:
+            waiting = self._waiting_stack.enter_context(self._started(number, placement, standby=True))
+        except (LaunchError, OSError) as error:
+            self._standby = False
+            tell(f"no other attempt will be on standby: {error}")
+        else:
+            self._waiting = waiting
 
     def close(self) -> None:
         """Ends the job that waits."""
