@@ -99,7 +99,7 @@ def shares(sizes: Sizes, ranks: int) -> list[Share]:
     if ranks > 1:
         slots, sums = round(sizes.slots * part), round(sizes.trained * part)
         found.append(Share(IN_PARTS, "each", sizes.weights, sizes.trained, slots, sums, activations, **common))
-    if ranks > 1 and sizes.tables:
+    if ranks > 1 and sizes.tables and sizes.trained:  # nothing is trained by evaluate and predict
         saved = 1 - 1 / ranks  # of what belongs to tables
         away, slots = round(sizes.tables * saved), round(sizes.slots * saved * sizes.tables / sizes.trained)
         found.append(

@@ -88,8 +88,8 @@ def _tables(model: keras.Model) -> int:
     """Returns the bytes of the trained tables that can be in parts."""
     layers = [each for each in layers_of(model) if isinstance(each, keras.layers.Embedding) and each.trainable]
     can_be = [each for each in layers if has_plain_lookup(each) and not whole_table_rules(each)]
-    sizes = [_bytes(each.embeddings) for each in can_be if not refusal_reasons(each)]
-    return sum(size for size in sizes if size >= TABLE_BYTES)
+    tables = {id(each.embeddings): each.embeddings for each in can_be if not refusal_reasons(each)}  # layers may share
+    return sum(size for size in map(_bytes, tables.values()) if size >= TABLE_BYTES)
 
 
 def slots(model: keras.Model) -> int:

@@ -97,3 +97,8 @@ def test_sizes_are_shown(size, text):
 def test_a_process_that_does_not_fit_needs_more_memory_not_a_smaller_model():
     found = make_plan(dataclasses.replace(ADAM, process=1000 * MB), 2, "999MB").advice("all-reduce")
     assert found == "more memory: Python and TensorFlow alone take 1.00 GB on each rank"
+
+
+def test_a_script_that_only_predicts_is_planned_with_tables():
+    sizes = dataclasses.replace(ADAM, slots=0, trained=0, tables=50 * MB)
+    assert all(each.slots == 0 for each in shares(sizes, 2))

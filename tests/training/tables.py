@@ -456,6 +456,9 @@ def uses_of_a_whole_table_are_refused() -> None:
         with pytest.raises(KDistError, match="(?s)does not support TensorBoard.histogram_freq.*Fix: "):
             model.fit(x, y, verbose=0, callbacks=[writer])
         assert model.optimizer.iterations == 0
+        model.get_layer("words").enable_lora(2)
+        with pytest.raises((KDistError, ValueError), match="(?s)cannot be changed afterwards.*lora_rank.*Fix: "):
+            model.predict(x, verbose=0)
 
 
 class Shared(keras.Model):

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 
+from kdist.errors import StrategyError
 from kdist.keras_hooks.patching import patch, patched
 
 _STATELESS = "stateless_scope"
@@ -150,6 +151,12 @@ def set_lookup(layer: keras.layers.Embedding, look_up: Callable[[Any, Any], Any]
         table = table_of(layer._embeddings)
         if table is None:
             return keras.layers.Embedding.call(layer, inputs)
+        if later := refusal_reasons(layer):
+            raise StrategyError(
+                f"A table in parts cannot be changed afterwards. Received: {', '.join(later)} of the layer "
+                f"{layer.name!r}, set after it was built with shard_embeddings. Expected a table that is looked up "
+                "alone. Fix: a larger shard_embeddings, which leaves this table whole."
+            )
         ids = inputs if inputs.dtype in (tf.int32, tf.int64) else keras.ops.cast(inputs, "int32")
         if isinstance(ids, tf.RaggedTensor):
             return ids.with_flat_values(tf.cast(look_up(table, ids.flat_values), layer.compute_dtype))
