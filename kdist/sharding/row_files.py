@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -10,7 +12,7 @@ import tensorflow as tf
 
 from kdist.engines.engine import Engine
 from kdist.keras_hooks.layers.embedding import table_of
-from kdist.keras_hooks.layers.stores import keeps_nothing, make_array, open_array
+from kdist.keras_hooks.layers.stores import keeps_nothing, make_array, open_array, save_nowhere
 from kdist.keras_hooks.patching import patch
 
 
@@ -42,16 +44,69 @@ def save_rows(store: Any, name: str, variable: Any, holder: RowHolder) -> None:
         variable: `keras.Variable`.
         holder: `RowHolder`.
     """
+    if (sent := _SENT.get()) is not None and sent.has_been_sent():
+        return
     keeps = holder.engine.gather_objects(not keeps_nothing(store))
     shape = holder.shape(variable)
-    writes = keeps[holder.engine.rank]
-    array = make_array(store, name, shape, tf.as_dtype(variable.dtype).as_numpy_dtype) if writes else None
-    for start, block in holder.blocks(variable, [rank for rank, it in enumerate(keeps) if it]):
-        if array is not None:
-            rows = slice(start, start + len(block)) if shape else ()
-            array[rows] = block if shape else block[0]
-    if array is not None and name not in store:
-        store[name] = array
+    blocks = holder.blocks(variable, [rank for rank, it in enumerate(keeps) if it])
+    try:
+        if keeps[holder.engine.rank]:
+            array = make_array(store, name, shape, tf.as_dtype(variable.dtype).as_numpy_dtype)
+            for start, block in blocks:
+                rows = slice(start, start + len(block)) if shape else ()
+                array[rows] = block if shape else block[0]
+            if name not in store:
+                store[name] = array
+    finally:
+        for _ in blocks:  # also if the file cannot be written: other ranks send them
+            pass
+
+
+class _Sent:
+    """The variables whose rows a file has asked for, and those of them that are not to be sent again."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._num_skipped = 0
+
+    def has_been_sent(self) -> bool:
+        """Counts a variable, and returns whether it has been sent before."""
+        if self._num_skipped:
+            self._num_skipped -= 1
+            return True
+        self.number += 1
+        return False
+
+    def begin_again(self) -> None:
+        """Lets those be skipped that have been sent."""
+        self._num_skipped = self.number
+
+
+_SENT: contextvars.ContextVar[_Sent | None] = contextvars.ContextVar("kdist_rows_sent", default=None)
+
+
+@contextlib.contextmanager
+def all_rows_sent(model: keras.Model) -> Iterator[None]:
+    """Sends the rows of a model that a file has not asked for, where its writing fails or is declined.
+
+    The other ranks send the rows of all variables, and would wait for this one.
+
+    Args:
+        model: `keras.Model`, which is written in the context.
+    """
+    if _SENT.get() is not None:  # `model.save` calls `saving_lib.save_model`
+        yield
+        return
+    sent, is_written = _Sent(), False
+    token = _SENT.set(sent)
+    try:
+        yield
+        is_written = sent.number > 0
+    finally:
+        if not is_written:
+            sent.begin_again()
+            save_nowhere(model)
+        _SENT.reset(token)
 
 
 class RowStore:

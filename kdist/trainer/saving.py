@@ -20,6 +20,7 @@ from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.layers.stores import save_nowhere, weights_on_disk
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.keras_hooks.trainer import original
+from kdist.sharding.row_files import all_rows_sent
 from kdist.sharding.slot_files import slots_in_parts
 from kdist.sharding.table import tables_of
 from kdist.state.session import session_of
@@ -82,11 +83,14 @@ def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *a
         strategy.engine.barrier()
         return None
     variables = [each for each in getattr(saved, "variables", ()) if table_of(each) is None]
-    with strategy.extended.no_sync():  # a graph that is saved runs in one process: `kdist.all_gather` leaves it alone
-        result = write_whole(lambda path: strategy.versions.next(path, variables), save, *args, **kwargs)
-    if is_sent:
-        strategy.engine.barrier()  # the other ranks of the host may read the file
-    return result
+    with contextlib.ExitStack() as stack:
+        if is_sent:
+            stack.callback(strategy.engine.barrier)  # the other ranks of the host may read the file
+        if is_sent or (takes_parts and is_in_verb):
+            stack.enter_context(all_rows_sent(saved))
+        # A graph that is saved runs in one process: `kdist.all_gather` leaves it alone.
+        stack.enter_context(strategy.extended.no_sync())
+        return write_whole(lambda path: strategy.versions.next(path, variables), save, *args, **kwargs)
 
 
 def _writes(engine: Engine, path: str) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -421,6 +424,57 @@ def refusals() -> None:
         variables = model.trainable_variables
         with pytest.raises(KDistError, match="training loop of the script's own"):
             optimizer.apply([tf.zeros(each.shape) for each in variables], variables)
+
+
+@case
+def saves_that_fail_or_are_declined() -> None:
+    """The rank that writes raises; no rank waits for another, and all go on."""
+    folder = shared_folder()
+    x, y = sentences()
+    (folder / "directory.keras").mkdir(exist_ok=True)
+    with kdist.scope(TABLES):
+        fresh()
+        model = reader()
+        assert is_in_parts(model)
+        model.compile("adam", "mse")
+        model.fit(x, y, verbose=0)
+        model.save(folder / "there.keras")
+        with mock.patch("keras.src.utils.io_utils.input", return_value="n", create=True):
+            model.save(folder / "there.keras", overwrite=False)
+        for name in ("directory.keras", "no/such/folder.keras", "name_without_an_ending"):
+            with fails_on_the_chief():
+                model.save(folder / name)
+        with fails_on_the_chief():
+            model.save_weights(folder / "name.txt")
+        with fails_on_the_chief(), limited_files():
+            model.save(folder / "too_large.keras")
+        kdist.barrier()
+        model.fit(x, y, verbose=0)
+        model.save(folder / "there.keras")
+        again = keras.models.load_model(folder / "there.keras")
+        np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
+    kdist.barrier()
+    assert not [each.name for each in folder.iterdir() if each.name.startswith((".", "too_large"))]
+
+
+@contextlib.contextmanager
+def fails_on_the_chief() -> Iterator[None]:
+    if kdist.is_chief():
+        with pytest.raises((OSError, ValueError)):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def limited_files() -> Iterator[None]:
+    """No file of this process can be larger than 1 KB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @case
