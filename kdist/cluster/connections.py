@@ -30,21 +30,26 @@ def own_hosts() -> list[str]:
 
 
 def connect(hosts: Sequence[str], port: int, timeout: float = 20.0) -> socket.socket:
-    """Connects to the first address of a host that answers.
+    """Connects to the first address of a host that answers; reads from the connection wait without limit.
 
     Args:
         hosts: sequence of str, as from `own_hosts` there.
         port: int.
-        timeout: float, seconds, shared out among the addresses.
+        timeout: float, seconds to connect, shared out among the addresses.
 
     Raises:
         OSError: if none answers.
     """
-    *others, last = hosts
-    for host in others:
-        with contextlib.suppress(OSError):
-            return socket.create_connection((host, port), timeout / len(hosts))
-    return socket.create_connection((last, port), timeout / len(hosts))
+    for place, host in enumerate(hosts):
+        try:
+            connection = socket.create_connection((host, port), timeout / len(hosts))
+        except OSError:
+            if place == len(hosts) - 1:
+                raise
+        else:
+            connection.settimeout(None)
+            return connection
+    raise OSError(f"no address is known for port {port}")
 
 
 def keep_alive(connection: socket.socket) -> None:
