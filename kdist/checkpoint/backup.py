@@ -275,14 +275,22 @@ class Backup(AllRanksCallback):
         Collective: every rank must call this, in the same order.
         """
         engine = self.session.engine
-        found = self._directory.read() if self.is_chief else None
+        self._copies = self._make_copies()
+        found, unreadable = None, None
+        try:
+            found = self._directory.read() if self.is_chief else None
+        except CheckpointError as error:
+            unreadable = error
         path, checkpoint = (None, None) if found is None else found
         name = "" if path is None else path.name
-        self._copies = self._make_copies()
         if self._copies is None:
+            if unreadable is not None:
+                raise unreadable
             return checkpoint, 0, name
         on_disk = engine.broadcast_object(0 if checkpoint is None else checkpoint["training"].get("number", 0))
         in_memory, rank = self._copies.newest()
+        if unreadable is not None and in_memory == 0:
+            raise unreadable
         if in_memory <= on_disk:
             return checkpoint, 0, name
         return self._copies.read() if engine.rank == rank else None, rank, f"the memory of rank {rank}'s host"

@@ -41,7 +41,7 @@ class HostCopies:
         self._steps = 0  # since the last copy
         self._ended = time.monotonic()  # when that was made
         if self._files is not None:
-            delete_old()
+            delete_old(besides=job)
 
     def made_steps(self, number: int) -> None:
         """Counts steps.

@@ -17,6 +17,7 @@ from kdist.launchers.hosts.ports import free_ports
 
 _LOG = logging.getLogger("kdist")
 
+_MAX_LINE = 1 << 20  # characters: who has found the port by chance may send for ever
 _RETRY = 0.2  # seconds between two attempts to reach number 0
 _WAIT_IS_LONG = 10.0  # seconds after which number 0 logs for whom it waits
 
@@ -100,7 +101,7 @@ class Channel:
         """Returns the next object; `None` after the end of the connection, or of the time in seconds."""
         try:
             self._connection.settimeout(timeout)
-            said = json.loads(self._reader.readline() or "null")
+            said = json.loads(self._reader.readline(_MAX_LINE) or "null")
             self._connection.settimeout(None)
         except (OSError, ValueError):
             return None
@@ -179,7 +180,7 @@ def _lead(
         channel = Channel(connection)
         stack.callback(channel.close)
         hello = channel.read(timeout=2.0)
-        if hello is None or hello.keys() != said[0].keys() or hello["meeting"] != member.meeting:
+        if hello is None or not _is_of(member, hello, said[0]):
             channel.close()
             continue  # something else that has found the port
         for rank in [rank for rank, each in channels.items() if each.has_ended()]:
@@ -191,6 +192,16 @@ def _lead(
     for channel in channels.values():  # one that has gone in this moment is found lost at once
         channel.write(told=told)
     return told, channels
+
+
+def _is_of(member: Member, hello: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Returns whether one that has come means this meeting."""
+    if hello.keys() != own.keys() or any(type(hello[key]) is not type(own[key]) for key in own):
+        return False
+    are_texts = all(isinstance(each, str) for each in hello["addresses"])
+    # Of another number of members any rank is possible, which is told of.
+    is_rank = 0 <= hello["rank"] < max(member.count, hello["count"])
+    return bool(hello["meeting"] == member.meeting and are_texts and is_rank)
 
 
 def _missing(member: Member, said: Mapping[int, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -16,6 +17,7 @@ from kdist.cluster.connections import connect, keep_alive, own_hosts
 # What a script imports: Keras with its backend, and what a scope of several ranks needs of kdist.
 _IMPORTED = ("keras", "kdist._scope", "kdist.callbacks", "kdist.trainer.session", "kdist.trainer.replicated_model")
 _BEGIN = b"b"
+_TOKEN_TIMEOUT = 2.0  # seconds in which what has connected must send the token
 
 
 class Standby:
@@ -25,13 +27,14 @@ class Standby:
         everywhere: bool, whether ranks of other hosts connect; otherwise it listens on loopback only.
 
     Attributes:
-        address: str, where a rank connects: `HOST,HOST,...:PORT`.
+        address: str, where a rank connects, and with what it begins: `HOST,HOST,...:PORT:TOKEN`.
     """
 
     def __init__(self, *, everywhere: bool) -> None:
         self._listener = socket.create_server(("" if everywhere else "127.0.0.1", 0), backlog=128)
         hosts = own_hosts() if everywhere else ["127.0.0.1"]
-        self.address = f"{','.join(hosts)}:{self._listener.getsockname()[1]}"
+        self._token = secrets.token_hex(8)
+        self.address = f"{','.join(hosts)}:{self._listener.getsockname()[1]}:{self._token}"
         self._lock = threading.Lock()
         self._waiting: list[socket.socket] = []
         self._has_begun = False
@@ -76,10 +79,23 @@ class Standby:
                     return
                 time.sleep(0.1)  # too many open files, say
                 continue
+            if not self._is_rank(connection):
+                connection.close()
+                continue
             with self._lock:
                 self._waiting.append(connection)
                 if self._has_begun:
                     _send_begin(connection)
+
+    def _is_rank(self, connection: socket.socket) -> bool:
+        """Returns whether what has connected is a rank of this job, which knows the token."""
+        connection.settimeout(_TOKEN_TIMEOUT)
+        try:
+            said = connection.recv(2 * len(self._token)).decode(errors="replace")
+        except OSError:
+            return False
+        connection.settimeout(None)
+        return secrets.compare_digest(said.encode(), self._token.encode())
 
 
 def wait(address: str) -> None:
@@ -98,9 +114,10 @@ def wait(address: str) -> None:
             # What fails here fails in the script again, which says so.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-    hosts, _, port = address.rpartition(":")
+    hosts, port, token = address.rsplit(":", 2)
     with connect(hosts.split(","), int(port)) as connection:
         keep_alive(connection)
+        connection.sendall(token.encode())
         with contextlib.suppress(OSError):
             if connection.recv(1) == _BEGIN:
                 return

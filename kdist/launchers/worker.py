@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--running", metavar="DIR")
     parser.add_argument("--tee", action="store_true")
     parser.add_argument("--supervised", metavar="JOB")
-    parser.add_argument("--standby", metavar="HOST,...:PORT")
+    parser.add_argument("--standby", metavar="HOST,...:PORT:TOKEN")
     parser.add_argument("--resizes", action="store_true")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("command", nargs=argparse.REMAINDER)

@@ -24,9 +24,13 @@ def directory_of(job: str) -> Path:
     return MEMORY / f"{_PREFIX}{job}"
 
 
-def delete_old() -> None:
-    """Deletes the copies of this user's jobs that ended on this host without doing so."""
-    for directory in MEMORY.glob(f"{_PREFIX}*"):
+def delete_old(besides: str) -> None:
+    """Deletes the copies of this user's jobs that ended on this host without doing so.
+
+    Args:
+        besides: str, a job whose copies are left.
+    """
+    for directory in set(MEMORY.glob(f"{_PREFIX}*")) - {directory_of(besides)}:
         with contextlib.suppress(OSError):
             times = [each.stat().st_mtime for each in (directory, *directory.iterdir())]
             if directory.stat().st_uid == os.getuid() and max(times) < time.time() - _OLD:

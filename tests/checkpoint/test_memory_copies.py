@@ -87,11 +87,13 @@ def test_without_room_all_arrays_are_made_and_the_other_is_left(job):
 def test_copies_of_jobs_that_are_long_over_are_deleted(job):
     copies = MemoryCopies(job, "backup")
     copies.write(checkpoint(1), 1)
-    delete_old()
+    delete_old(besides="another")
     assert copies.newest() == 1
     for path in (*directory_of(job).iterdir(), directory_of(job)):
         os.utime(path, (time.time() - 25 * 3600,) * 2)
-    delete_old()
+    delete_old(besides=job)
+    assert copies.newest() == 1
+    delete_old(besides="another")
     assert not directory_of(job).exists()
     assert MEMORY.exists()
 

@@ -1,5 +1,6 @@
 """Ranks on standby, as processes."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,17 @@ def test_ranks_begin_when_they_are_let_those_that_come_later_too(everywhere):
     standby.begin()
     ranks.append(_rank(standby))
     assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["True\n", "True\n"]
+    standby.close()
+
+
+def test_what_has_found_the_port_by_chance_is_no_rank():
+    standby = Standby(everywhere=False)
+    port = int(standby.address.split(":")[1])
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1")
+        assert stranger.recv(1) == b""
+    assert standby.num_waiting == 0
+    assert not standby.has_lost
     standby.close()
 
 

@@ -2,7 +2,7 @@
 
 It goes on from its backup. Each way breaks one start, on rank 1, or on the rank that it names: `kill@0`. After the last
 one training ends, and the chief writes its history and its weights. `BACKUP_SETTINGS` has arguments of the backup, as
-JSON; with `LOSE_DISK`, a start finds no backup on disk.
+JSON; with `LOSE_DISK`, the second start finds no backup on disk, and the third a damaged one.
 """
 
 from __future__ import annotations
@@ -119,6 +119,10 @@ def main() -> None:
         Path(folder, f"started{kdist.rank()}").write_text(str(process_start()))
         if number and "LOSE_DISK" in os.environ and kdist.is_chief():
             shutil.rmtree(Path(folder, "backup"))
+            if number > 1:
+                damaged = Path(folder, "backup", "checkpoint-00000001")
+                damaged.mkdir(parents=True)
+                (damaged / "state.json").write_text("{")
         settings = json.loads(os.environ.get("BACKUP_SETTINGS", '{"save_freq": 2}'))
         backup = kdist.callbacks.BackupAndRestore(Path(folder, "backup"), **settings)
         callbacks = [Broken(ways[number])] if number < len(ways) else []

@@ -1,0 +1,77 @@
+"""Members that meet over TCP, and what else comes to their port."""
+
+import concurrent.futures
+import dataclasses
+import json
+import socket
+import time
+
+import pytest
+
+from kdist.errors import LaunchError
+from kdist.launchers.hosts.ports import free_ports
+from kdist.launchers.meeting import Member, Words, met
+
+WORDS = Words(*["member"] * 6)
+HELLO = {"rank": 1, "count": 2, "job": "", "meeting": "here", "addresses": ["x:1"], "note": []}
+STRANGERS = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"[1]\n",
+    *(
+        json.dumps({**HELLO, **other}).encode() + b"\n"
+        for other in (
+            {"meeting": "elsewhere"},
+            {"rank": 99},
+            {"rank": -1},
+            {"rank": [1]},
+            {"rank": True},
+            {"count": "2"},
+            {"addresses": "x:1"},
+            {"addresses": [1]},
+            {"more": 1},
+        )
+    ),
+]
+
+
+def member(rank, port):
+    host = "127.0.0.1"
+    return Member(rank, 2, host, port, num_ports=1, job="", words=WORDS, meeting="here", own_host=host, note=[rank])
+
+
+def meet(one):
+    with met(one, 30.0) as (told, _):
+        return told
+
+
+def connected(port):
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_strangers_are_turned_away_and_the_members_meet():
+    (port,) = free_ports(1)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        first = threads.submit(meet, member(0, port))
+        for text in STRANGERS:
+            with connected(port) as stranger:
+                stranger.sendall(text)
+                assert stranger.recv(1) == b"", text
+        second = threads.submit(meet, member(1, port))
+        assert first.result(60) == second.result(60)
+        assert [each.note for each in first.result()] == [[0], [1]]
+
+
+def test_another_number_of_members_is_told_of():
+    (port,) = free_ports(1)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        first = threads.submit(meet, member(0, port))
+        second = threads.submit(meet, dataclasses.replace(member(1, port), rank=4, count=5))
+        for each in (first, second):
+            with pytest.raises(LaunchError, match="differ in their number"):
+                each.result(60)
