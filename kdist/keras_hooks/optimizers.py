@@ -111,16 +111,22 @@ def iterations(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer._iterations
 
 
-def count_ended_step(optimizer: keras.optimizers.Optimizer) -> None:
+def count_ended_step(
+    optimizer: keras.optimizers.Optimizer, seen: Callable[[list[keras.Variable]], list[keras.Variable]]
+) -> None:
     """Makes what needs no data of an update: weight decay, and the count.
 
     A graph of plain Keras that finds the end of its data has made these. An update that waits for its gradients (a loss
     scale, accumulation) or for others has not; nor has an optimizer that the steps do not use.
+
+    Args:
+        optimizer: `keras.optimizers.Optimizer`.
+        seen: function of its variables that returns those that it updates in their place.
     """
     waits = any(hasattr(optimizer, name) for name in ("inner_optimizer", "optimizers"))
     if waits or optimizer.gradient_accumulation_steps or not optimizer.built or not int(optimizer.iterations):
         return
-    optimizer._apply_weight_decay(trained_variables(optimizer))
+    optimizer._apply_weight_decay(seen(trained_variables(optimizer)))
     optimizer._iterations.assign_add(1)
 
 

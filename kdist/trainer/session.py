@@ -19,6 +19,7 @@ from kdist.keras_hooks.variables import is_of_one_rank, is_seed, key_of
 from kdist.sharding.gradients import PartReducer
 from kdist.sharding.slot_files import loads
 from kdist.sharding.table import table_loads
+from kdist.sharding.table_optimizer import seen_by_optimizer
 from kdist.sharding.table_update import TableReduce
 from kdist.sharding.update import ShardedReduce
 from kdist.state.assignments import WAYS_OUT, WrittenState
@@ -295,7 +296,7 @@ class ReplicatedSession(TrainingSession):
             if self.counts_ended_step:
                 for optimizer in optimizers_of(self.model):
                     with scaled_rate(innermost(optimizer), self.rate_of(innermost(optimizer))):
-                        count_ended_step(optimizer)
+                        count_ended_step(optimizer, seen_by_optimizer)
             self.accumulation.end()
             self.agree()
             if self.local_sgd is not None:

@@ -427,6 +427,20 @@ def refusals() -> None:
 
 
 @case
+def data_of_unknown_length_and_weight_decay() -> None:
+    """Plain Keras' graph decays the weights once more in the step that finds the end of the data."""
+    x, y = sentences(4 * size() * BATCH)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = reader()
+        model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), "mse")
+        data = tf.data.Dataset.from_tensor_slices((x, y)).filter(lambda *_: True).batch(batch)
+        return outcome(model, model.fit(data, epochs=2, verbose=0))
+
+    both(script, strategy=TABLES)
+
+
+@case
 def saves_that_fail_or_are_declined() -> None:
     """The rank that writes raises; no rank waits for another, and all go on."""
     folder = shared_folder()
