@@ -119,7 +119,7 @@ class OwnLoops:
             self._begin(optimizer, variables)
             self._begun.add(optimizer)
         own = [_tensor(gradients[place]) for place in given]
-        means = [tf.math.scalar_mul(1 / self._engine.size, total) for total in self._extended.reduce_sum(own)]
+        means = [_mean(total, self._engine.size) for total in self._extended.reduce_sum(own)]
         self._tell_once(own, means)
         by_place = dict(zip(given, means, strict=True))
         with self._extended.reduced_replica():
@@ -187,6 +187,33 @@ def _tensor(gradient: Any) -> Any:
         return tf.convert_to_tensor(gradient)
     values, indices = tf.convert_to_tensor(gradient.values), tf.convert_to_tensor(gradient.indices)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)  # made by hand, it may hold tuples
+
+
+def _mean(total: Any, size: int) -> Any:
+    """Returns the mean of a gradient, given its sum over the ranks; of a sparse one, given the slices of all ranks.
+
+    An optimizer that squares gradients takes each slice by itself. So where all ranks have the same slices, which is
+    where they saw the same rows, the mean has these and not `size` times as many.
+    """
+    if not isinstance(total, tf.IndexedSlices):
+        return tf.math.scalar_mul(1 / size, total)
+    values, indices = total.values, total.indices
+    count = tf.shape(indices)[0] // size
+
+    def of_each(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(tensor[: size * count], tf.concat([[size, count], tf.shape(tensor)[1:]], 0))
+
+    def are_same() -> tf.Tensor:
+        by_rank = of_each(indices)
+        return tf.reduce_all(by_rank == by_rank[:1]) & _is_close(of_each(values), of_each(values)[:1])
+
+    # All ranks answer alike: this depends only on what all of them have received.
+    is_same = tf.cond(tf.equal(size * count, tf.shape(indices)[0]), are_same, lambda: tf.constant(False))
+    return tf.IndexedSlices(
+        tf.cond(is_same, lambda: tf.reduce_mean(of_each(values), 0), lambda: values / size),
+        tf.cond(is_same, lambda: indices[:count], lambda: indices),
+        total.dense_shape,
+    )
 
 
 def _is_close(mean: Any, own: Any) -> tf.Tensor:

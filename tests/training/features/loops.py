@@ -202,6 +202,26 @@ def a_loop_with_sparse_gradients() -> None:
 
 
 @feature
+def a_loop_with_sparse_gradients_on_the_same_rows() -> None:
+    """An optimizer squares each reading of a table by itself: those of one process, not one more for each rank."""
+    tokens = np.random.default_rng(0).integers(0, 7, size=(BATCH * 3, 3))
+    y = np.random.default_rng(1).normal(size=(len(tokens), 1))
+    for wrap in WAYS.values():
+        for make in (keras.optimizers.Adam, lambda rate: keras.optimizers.RMSprop(rate, global_clipnorm=0.1)):
+
+            def script(batch: int) -> dict[str, Any]:
+                table = keras.layers.Embedding(7, 2)
+                model = keras.Sequential([keras.Input((3,), dtype="int64"), table, keras.layers.Flatten()])
+                model.add(keras.layers.Dense(1))
+                deterministic_weights(model)
+                optimizer = make(0.01)  # noqa: B023
+                batches = [(tokens[at : at + 5], y[at : at + 5]) for at in range(0, len(tokens), 5)]
+                return trained(model, optimizer, loop(model, optimizer, batches, wrap))  # noqa: B023
+
+            both(script)
+
+
+@feature
 def a_loop_with_two_optimizers() -> None:
     """As of a GAN; one variable of each gets no gradient, as where a loss does not use it."""
     x, y = rows("even")
