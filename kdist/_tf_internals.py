@@ -22,7 +22,7 @@ from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterS
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops, random_seed
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
-from tensorflow.python.ops import random_ops
+from tensorflow.python.ops import control_flow_util, random_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable, UninitializedVariable
 from tensorflow.python.saved_model import save as saved_model_module
 
@@ -39,6 +39,7 @@ __all__ = [
     "add_function",
     "call_on_iterator",
     "default_graphs",
+    "is_compiled_by_xla",
     "is_initialized",
     "is_updating",
     "keep_open_scopes",
@@ -64,6 +65,13 @@ SCATTERS = (
 def is_initialized() -> bool:
     """Returns whether TensorFlow has initialised its devices in this process."""
     return bool(context.context()._initialized)
+
+
+def is_compiled_by_xla() -> bool:
+    """Returns whether what is traced now is in a `tf.function(jit_compile=True)`."""
+    return not tf.executing_eagerly() and bool(
+        control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    )
 
 
 def is_updating() -> bool:

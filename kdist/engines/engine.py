@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from kdist._tf_internals import is_compiled_by_xla
 from kdist.errors import EngineError
 from kdist.watch.activity import Activity
 
@@ -294,7 +295,16 @@ class Engine(abc.ABC):
 
     def check_allowed(self) -> None:
         """Raises `EngineError` if collectives are refused now; every engine calls this before it sends anything."""
-        if self._refusals and self.size > 1:
+        if self.size == 1:
+            return
+        if is_compiled_by_xla():
+            raise EngineError(
+                "A function that XLA compiles sends a message between ranks, which XLA cannot compile. Received: a "
+                f"collective on rank {self.rank} of {self.size}, in a tf.function(jit_compile=True). Expected: none "
+                "there; an optimizer's update, a synchronised layer and kdist.all_reduce are collectives. Fix: remove "
+                "jit_compile=True; model.compile(jit_compile=True) with fit compiles all but the messages."
+            )
+        if self._refusals:
             raise EngineError(
                 f"{self._refusals[-1]}, and starts a collective there, which the other ranks never join. "
                 f"Received: a collective on rank {self.rank} of {self.size} only. Expected: none there, because this "

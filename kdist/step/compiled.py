@@ -89,9 +89,8 @@ class CompiledSteps:
                 return tensors, [[gradient for gradient, _ in pairs] for _, pairs in updates]
 
             try:
-                with step.engine.refusing("XLA compiles this step"):
-                    # A new function each time: `traced` must run, as it fills the lists.
-                    tensors, gradients = tf.function(traced, jit_compile=True, autograph=False)()
+                # A new function each time: `traced` must run, as it fills the lists.
+                tensors, gradients = tf.function(traced, jit_compile=True, autograph=False)()
             except EngineError as error:
                 raise _NotCompilable from error
             for (optimizer, variables), grads in zip(collected, gradients, strict=True):
