@@ -164,18 +164,23 @@ class CollectiveEngine(Engine):
         return slices.merge(tensors, sums, gathered)
 
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Exchanges the ranks' parts and adds them, or sums all in shared memory; see `Engine.reduce_scatter`."""
+        """Exchanges the ranks' parts and adds them; see `Engine.reduce_scatter`."""
         tensors = arguments.for_reduce_scatter(tensors)
-        if self._shared is not None:  # where a sum costs less than sending a part
-            return [flat.part(total, self.rank, self.size) for total in self.allreduce(tensors)]
+        if self._shared is not None and tensors:
+            with self._exchange("reduce_scatter", tensors) as finished:
+                rows = self._shared.reduce_scatter(tensors)
+                finished(rows)
+            return rows
         received = self.alltoall([flat.rows_by_rank(tensor, self.size) for tensor in tensors])
         return [flat.sum_of_parts(*each, self.rank) for each in zip(received, tensors, strict=True)]
 
-    def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Gathers the lengths, then all tensors in one message; see `Engine.allgather`."""
-        tensors = arguments.for_allgather(tensors)
+    def allgather(
+        self, tensors: Sequence[tf.Tensor], lengths: Sequence[Sequence[int]] | None = None
+    ) -> list[tf.Tensor]:
+        """Gathers the lengths if they are not known, then all tensors in one message; see `Engine.allgather`."""
+        tensors = arguments.for_allgather(tensors, lengths, self.rank, self.size)
         with self._exchange("allgather", (), tensors) as finished:
-            gathered = self._gather_tensors(tensors)
+            gathered = self._gather_tensors(tensors, lengths)
             finished(gathered)
         return gathered
 
@@ -396,12 +401,17 @@ class CollectiveEngine(Engine):
             return self._gpu_lane
         return self._lanes[count % LANES]
 
-    def _gather_tensors(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _gather_tensors(
+        self, tensors: Sequence[tf.Tensor], lengths: Sequence[Sequence[int]] | None = None
+    ) -> list[tf.Tensor]:
         if not tensors:
             return []
         if self._shared is not None:
-            return self._shared.gather(tensors)
-        rows = self._lanes[0].gather(tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors]))
+            return self._shared.gather(tensors, lengths)
+        if lengths is None:
+            rows = self._lanes[0].gather(tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors]))
+        else:
+            rows = tf.transpose(tf.constant([list(counts) for counts in lengths], tf.int64))
         row_bytes = tf.stack([tf.reduce_prod(tf.shape(tensor, tf.int64)[1:]) * tensor.dtype.size for tensor in tensors])
         sizes = rows * row_bytes
         totals = tf.reduce_sum(sizes, 1)

@@ -150,7 +150,9 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def allgather(
+        self, tensors: Sequence[tf.Tensor], lengths: Sequence[Sequence[int]] | None = None
+    ) -> list[tf.Tensor]:
         """Concatenates each tensor over all ranks along its first axis, in rank order.
 
         Collective: every rank must call this, in the same order.
@@ -158,12 +160,14 @@ class Engine(abc.ABC):
         Args:
             tensors: sequence of tensors of rank at least 1 and of any numeric or `bool` dtype. All but
                 the first dimension must be equal on all ranks; the first may differ and may be 0.
+            lengths: for each tensor, its first dimension on each rank, if all ranks know them: most engines then send
+                one message less.
 
         Returns:
             A list of tensors; the first dimension of each is the sum of the ranks' own.
 
         Raises:
-            EngineError: if a tensor is a scalar or its dtype cannot be sent.
+            EngineError: if a tensor is a scalar, its dtype cannot be sent, or it has other rows than `lengths` says.
         """
 
     @abc.abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import os
 import sys
@@ -106,17 +107,24 @@ class HorovodEngine(Engine):
             return slices.merge(tensors, self._sum(send, dense), self._gather(send, parts))
 
     @not_converted
-    def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def allgather(
+        self, tensors: Sequence[tf.Tensor], lengths: Sequence[Sequence[int]] | None = None
+    ) -> list[tf.Tensor]:
         """Gathers all tensors in one grouped operation, as bytes; see `Engine.allgather`."""
-        tensors = arguments.for_allgather(tensors)
+        tensors = arguments.for_allgather(tensors, lengths, self.rank, self.size)
         with self._exchange() as send:
-            return self._gather(send, tensors)
+            return self._gather(send, tensors, lengths)
 
     @not_converted
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Exchanges the ranks' parts and adds them; see `Engine.reduce_scatter`."""
         # Horovod's own operation is not the same over each controller, and sums halves as halves.
         tensors = arguments.for_reduce_scatter(tensors)
+        if self._shared is not None and tensors:
+            in_memory = _without_names(self._shared.reduce_scatter)
+            shapes = [flat.part(tensor, self.rank, self.size).shape for tensor in tensors]
+            with self._exchange() as send:
+                return send("reduce_scatter", in_memory, tensors, shapes)
         received = self.alltoall([flat.rows_by_rank(tensor, self.size) for tensor in tensors])
         return [flat.sum_of_parts(*each, self.rank) for each in zip(received, tensors, strict=True)]
 
@@ -251,12 +259,14 @@ class HorovodEngine(Engine):
                 sums[place] = total
         return [flat.from_summable(total, tensor) for total, tensor in zip(sums, tensors, strict=True)]
 
-    def _gather(self, send: _Send, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _gather(
+        self, send: _Send, tensors: Sequence[tf.Tensor], lengths: Sequence[Sequence[int]] | None = None
+    ) -> list[tf.Tensor]:
         if not tensors:
             return []
         if self._shared is not None:
-            in_memory = _without_names(self._shared.gather)
-            return send("gather", in_memory, list(tensors), [slices.any_length(each.shape) for each in tensors])
+            in_memory = _without_names(functools.partial(self._shared.gather, lengths=lengths))
+            return send("gather", in_memory, list(tensors), slices.gathered_shapes(tensors, lengths))
         sent = [_rows_to_bytes(tensor) for tensor in tensors]
         shapes = [slices.any_length(part.shape) for part in sent]
         received = send("gather", self._hvd.grouped_allgather, sent, shapes)
@@ -292,6 +302,7 @@ class HorovodEngine(Engine):
             first, *others = [tf.stop_gradient(tensor) for tensor in tensors]
             dims = [tf.rank(first)]
             first = tf.slice(first, tf.fill(dims, zero), tf.fill(dims, -1))  # all of it, without a copy
+            first.set_shape(tensors[0].shape)
             with tf.control_dependencies([allowed]):
                 begun = self._progress.begin(kind, tensors, 0 if kind in _OF_ANY_LENGTH else len(tensors))
             with tf.control_dependencies([begun]):

@@ -136,17 +136,20 @@ class MPIEngine(Engine):
 
     @not_converted
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums by `MPI_Reduce_scatter`, tensors of one dtype in one message; see `Engine.reduce_scatter`."""
+        """Sends each rank its rows, and adds what arrives, in pieces; see `Engine.reduce_scatter`."""
         tensors = arguments.for_reduce_scatter(tensors)
         shapes = [flat.part(tensor, self.rank, self.size).shape for tensor in tensors]
         return self._call(_Call.of("reduce_scatter", tensors), self._transport.reduce_scatter, tensors, shapes)
 
     @not_converted
-    def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Gathers the lengths, then all tensors in one message; see `Engine.allgather`."""
-        tensors = arguments.for_allgather(tensors)
-        shapes = [slices.any_length(tensor.shape) for tensor in tensors]
-        return self._call(_Call.of("allgather", free=tensors), self._transport.allgather, tensors, shapes)
+    def allgather(
+        self, tensors: Sequence[tf.Tensor], lengths: Sequence[Sequence[int]] | None = None
+    ) -> list[tf.Tensor]:
+        """Gathers the lengths if they are not known, then small tensors in one message; see `Engine.allgather`."""
+        tensors = arguments.for_allgather(tensors, lengths, self.rank, self.size)
+        exchange = functools.partial(self._transport.allgather, lengths=lengths)
+        shapes = slices.gathered_shapes(tensors, lengths)
+        return self._call(_Call.of("allgather", free=tensors), exchange, tensors, shapes)
 
     @not_converted
     def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -41,9 +41,11 @@ class SingleEngine(Engine):
         """Returns the tensors; see `Engine.reduce_scatter`."""
         return arguments.for_reduce_scatter(tensors)
 
-    def allgather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def allgather(
+        self, tensors: Sequence[tf.Tensor], lengths: Sequence[Sequence[int]] | None = None
+    ) -> list[tf.Tensor]:
         """Returns the tensors; see `Engine.allgather`."""
-        return arguments.for_allgather(tensors)
+        return arguments.for_allgather(tensors, lengths, self.rank, self.size)
 
     def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the tensors; see `Engine.alltoall`."""

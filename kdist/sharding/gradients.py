@@ -15,6 +15,9 @@ from kdist.sharding.part import Part
 BUCKET_MB = 32.0
 """Megabytes of a message unless `bucket_mb` says otherwise: one message of all weights would double the memory."""
 
+SMALL_BYTES = 1 << 20
+"""Below this size of the gradients of a message, sums of whole gradients cost less than another message."""
+
 _HALVES = {"fp16": tf.float16, "bf16": tf.bfloat16}
 
 
@@ -37,9 +40,13 @@ class PartReducer:
         self._sparse_as_dense = sparse_as_dense
 
     def sum(
-        self, gradients: Sequence[Any], parts: Sequence[Part], addends: Callable[[Sequence[Any]], list[Any]]
-    ) -> list[Any]:
-        """Returns this rank's part of each gradient's sum over the ranks.
+        self,
+        gradients: Sequence[Any],
+        parts: Sequence[Part],
+        addends: Callable[[Sequence[Any]], list[Any]],
+        exact: Sequence[tf.Tensor],
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns this rank's part of each gradient's sum over the ranks, and the whole sums of other tensors.
 
         Collective: every rank must call this, in the same order.
 
@@ -47,28 +54,36 @@ class PartReducer:
             gradients: sequence of tensors and `tf.IndexedSlices`, first layers first.
             parts: sequence of `Part`, one for each gradient.
             addends: callable that returns this rank's addends for the gradients of a message.
+            exact: sequence of tensors, which travel with the gradients and keep their dtypes.
         """
         if self._sparse_as_dense:
             gradients = [tf.convert_to_tensor(each) for each in gradients]
         sums = list(gradients)
+        waiting = list(exact)
         for bucket in assign_buckets([full_bytes(each) for each in gradients], self._bucket_mb):
             sent = [self._rounded(each) for each in addends([gradients[place] for place in bucket])]
-            received = self._message(sent, [parts[place] for place in bucket])
+            received, others = self._message(sent, [parts[place] for place in bucket], waiting)
+            exact, waiting = others or exact, []
             for place, total in zip(bucket, received, strict=True):
                 sums[place] = _cast(total, gradients[place].dtype)
-        return sums
+        return sums, self._engine.allreduce(waiting) if waiting else list(exact)
 
-    def _message(self, sent: Sequence[Any], parts: Sequence[Part]) -> list[Any]:
+    def _message(
+        self, sent: Sequence[Any], parts: Sequence[Part], exact: Sequence[tf.Tensor]
+    ) -> tuple[list[Any], list[Any]]:
+        pays = sum(full_bytes(each) for each in sent) >= SMALL_BYTES
         is_cut = [
-            part.is_cut and not isinstance(each, tf.IndexedSlices) for each, part in zip(sent, parts, strict=True)
+            pays and part.is_cut and not isinstance(each, tf.IndexedSlices)
+            for each, part in zip(sent, parts, strict=True)
         ]
         cut = [tf.reshape(each, part.view) for each, part, is_it in zip(sent, parts, is_cut, strict=True) if is_it]
         whole = [each for each, is_it in zip(sent, is_cut, strict=True) if not is_it]
         rows = iter(self._engine.reduce_scatter(cut) if cut else [])
-        totals = iter(self._engine.allreduce(whole) if whole else [])
-        return [
+        totals = iter(self._engine.allreduce([*whole, *exact]) if whole or exact else [])
+        mine = [
             next(rows) if is_it else _part_of(next(totals), part) for part, is_it in zip(parts, is_cut, strict=True)
         ]
+        return mine, list(totals)
 
     def _rounded(self, gradient: Any) -> Any:
         return gradient if self._half is None or not gradient.dtype.is_floating else _cast(gradient, self._half)

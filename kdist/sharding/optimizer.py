@@ -104,7 +104,8 @@ class ShardedOptimizer:
         parts = list(self.parts.values())
         for bucket in assign_buckets([part.num_bytes for part in parts], BUCKET_MB):
             group = [parts[place] for place in bucket]
-            received = self.engine.allgather([tf.convert_to_tensor(raw_variable(part.variable)) for part in group])
+            updated = [tf.convert_to_tensor(raw_variable(part.variable)) for part in group]
+            received = self.engine.allgather(updated, [part.lengths for part in group])
             for part, value in zip(group, received, strict=True):
                 raw = raw_variable(part.weight)
                 raw.assign(tf.reshape(value, raw.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,7 @@ class Part:
     Attributes:
         weight: `keras.Variable` or `tf.Variable`.
         view: tuple of ints, the shape in which the weight is cut along the first axis: its own, or flat.
+        lengths: tuple of ints, how many rows each rank has.
         start: int, the first row of this rank.
         stop: int, the row after its last.
         is_cut: bool, whether several ranks have rows; else one rank has all of them.
@@ -35,6 +37,7 @@ class Part:
 
     weight: Any
     view: tuple[int, ...]
+    lengths: tuple[int, ...]
     start: int
     stop: int
     is_cut: bool
@@ -116,10 +119,12 @@ def _part(weight: Any, size: int, rank: int, owner: int | None) -> Part:
     shape = tuple(weight.shape)
     view = shape if shape and (owner is not None or shape[0] >= _ROWS_A_RANK * size) else (math.prod(shape),)
     if owner is None:
-        start, stop = part_bounds(view[0], size)[rank : rank + 2]
+        bounds = part_bounds(view[0], size)
+        start, lengths = bounds[rank], tuple(stop - start for start, stop in itertools.pairwise(bounds))
     else:
-        start, stop = 0, view[0] * (rank == owner)
-    part = Part(weight, view, start, stop, owner is None, variable_like(weight, (stop - start, *view[1:])))
+        start, lengths = 0, tuple(view[0] * (each == owner) for each in range(size))
+    variable = variable_like(weight, (lengths[rank], *view[1:]))
+    part = Part(weight, view, lengths, start, start + lengths[rank], owner is None, variable)
     part.free()
     return part
 

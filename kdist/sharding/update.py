@@ -51,12 +51,11 @@ class ShardedReduce(Reduce):
         found = sharded(update.optimizer)
         assert found is not None  # noqa: S101  # checked in `_reduce_and`
 
-        def send(places: Sequence[int]) -> list[Any]:
+        def send(places: Sequence[int]) -> tuple[list[Any], list[Any]]:
             parts = found.parts_of([update.variables[place] for place in places])
-            return self._parts.sum([update.gradients[place] for place in places], parts, update.addends)
+            return self._parts.sum([update.gradients[place] for place in places], parts, update.addends, exact)
 
-        sums, _ = sums_with_tables(update, places, self._step.engine, lambda places: (send(places), []))
-        return sums, self._step.engine.allreduce(exact)
+        return sums_with_tables(update, places, self._step.engine, send)
 
     def _update(self, found: ShardedOptimizer, update: Update, proceed: Callable[[], Any]) -> Any:
         weights, optimizer = update.variables, found.optimizer

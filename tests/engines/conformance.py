@@ -236,6 +236,30 @@ def case_allgather_takes_any_mixture(engine):
             same(results[i], tf.concat(parts, 0), (how, i))
 
 
+def case_no_collective_is_compiled_by_xla(engine):
+    calls = (engine.allreduce, engine.allgather, engine.reduce_scatter, engine.broadcast)
+    for collective in calls if engine.size > 1 else ():
+        compiled = tf.function(collective, jit_compile=True, autograph=False)
+        with pytest.raises(EngineError, match=r"XLA cannot compile.*remove jit_compile=True"):
+            compiled([tf.ones([engine.size])])
+    (total,) = engine.allreduce([tf.ones([2])])  # and the engine goes on
+    assert total[0] == engine.size
+
+
+def case_allgather_of_known_lengths(engine):
+    lengths = [[3] * engine.size, [each % 2 for each in range(engine.size)], [0] * engine.size]
+    mine = [tf.fill([counts[engine.rank], 2], float(engine.rank)) for counts in lengths]
+    mine.append(tf.constant(randoms(engine.rank)))
+    lengths.append([len(mine[-1])] * engine.size)
+    for how, allgather in both_ways(lambda tensors: engine.allgather(tensors, lengths)):
+        gathered = allgather(mine)
+        for place, counts in enumerate(lengths[:-1]):
+            expected = np.repeat(np.arange(engine.size, dtype="float32"), counts)
+            np.testing.assert_array_equal(gathered[place][:, 0], expected, err_msg=how)
+        expected = np.concatenate([randoms(each) for each in range(engine.size)])
+        np.testing.assert_array_equal(gathered[-1], expected, err_msg=how)
+
+
 def case_allgather_of_no_rows_anywhere(engine):
     (result,) = engine.allgather([tf.zeros((0, 4))])
     same(result, np.zeros((0, 4), np.float32))
@@ -911,6 +935,8 @@ def case_wrong_arguments_are_refused(engine):
         (lambda: engine.allgather([tf.constant(["text"])]), "sent.*string"),
         (lambda: engine.allgather([sparse]), "IndexedSlices"),
         (lambda: engine.allgather("text"), "list"),
+        (lambda: engine.allgather([x], [[len(x) + 1] * engine.size]), "other rows than their lengths"),
+        (lambda: engine.allgather([x], []), "other rows than their lengths"),
         (lambda: engine.alltoall([tf.zeros((engine.size + 1, 2))]), f"no row for each rank.*{engine.size + 1}, 2"),
         (lambda: engine.alltoall([tf.constant(1.0)]), "no row for each rank"),
         (lambda: engine.alltoall([tf.constant(["text"] * engine.size)]), "sent.*string"),

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 
+from kdist.engines.arrays.fusion import part_bounds
 from kdist.engines.arrays.shared_memory import PIECE_BYTES, SharedMemory
 from kdist.errors import EngineError
 
@@ -54,6 +55,27 @@ def gathers(memory, rank, size):
     print("done", flush=True)
 
 
+def rows(memory, rank, size):
+    for dtype in (np.float16, np.float32, np.int64):
+        step = PIECE_BYTES // np.dtype(dtype).itemsize
+        shapes = [(0, 3), (1,), (size, 2), (5, 7), (step + 1,), (2 * step + 3,)]
+        everyone = [
+            [_whole_numbers(shape, dtype, [each, place]) for place, shape in enumerate(shapes)] for each in range(size)
+        ]
+        mine = memory.reduce_scatter(everyone[rank])
+        for place, summed in enumerate(mine):
+            bounds = part_bounds(shapes[place][0], size)
+            expected = sum(everyone[each][place].astype(np.float64) for each in range(size))
+            np.testing.assert_array_equal(summed, expected[bounds[rank] : bounds[rank + 1]])
+            assert summed.dtype == dtype
+        memory.sum(np.ones(step, dtype=np.float32))  # in turns with sums, in the same slots
+    print("done", flush=True)
+
+
+def _whole_numbers(shape, dtype, seed):
+    return np.random.default_rng(seed).integers(-9, 9, shape).astype(dtype)
+
+
 def differs_in_kind(memory, rank, size):
     if rank == size - 1:
         memory.allgather([np.ones(10, np.float32)])
@@ -80,7 +102,7 @@ def stops(memory, rank, size):
     memory.sum(np.ones(10, np.float32))
 
 
-ACTIONS = {each.__name__: each for each in (sums, gathers, differs, differs_in_kind, dies, stops)}
+ACTIONS = {each.__name__: each for each in (sums, gathers, rows, differs, differs_in_kind, dies, stops)}
 
 
 def main(action, rank, size):

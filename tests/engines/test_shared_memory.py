@@ -52,6 +52,12 @@ def test_what_is_gathered_has_the_rows_of_all_ranks_in_turns_with_sums(run, size
     assert run("gathers", size) == ["done"] * size
 
 
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_each_rank_gets_its_rows_of_sums(run, size):
+    assert run("rows", size) == ["done"] * size
+
+
 @pytest.mark.timeout(60)
 def test_ranks_that_call_other_collectives_are_told_of_both(run):
     first, second = run("differs_in_kind", 2)

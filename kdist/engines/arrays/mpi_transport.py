@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from kdist.engines.arrays import fusion, gathering
+from kdist.engines.arrays import fusion, gathering, scattering
 from kdist.engines.arrays.fusion import Array
 from kdist.errors import EngineError
 
 _LOG = logging.getLogger("kdist")
 
+_EXCHANGE_TAG = 1  # messages of `send` have 0
 _WAIT_IS_LONG = 30.0  # seconds after which a rank that has finished logs that it waits for the others
 
 
@@ -63,48 +64,31 @@ class MPITransport:
 
     def reduce_scatter(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns this rank's rows of the sums; see `Engine.reduce_scatter`."""
-        bounds = [fusion.part_bounds(len(array), self.size) for array in arrays]
-        sums: list[Array] = list(arrays)
-        for layout in fusion.layouts(fusion.signature(arrays)):
-            parts = [
-                [arrays[index][bounds[index][rank] : bounds[index][rank + 1]] for index in layout.indices]
-                for rank in range(self.size)
-            ]
-            sizes = [sum(part.size for part in of_rank) for of_rank in parts]
-            buffer = fusion.empty(sum(sizes), layout.dtype)
-            flat = [part.ravel() for of_rank in parts for part in of_rank]
-            np.concatenate(flat, out=buffer, casting="unsafe")
-            total = fusion.empty(sizes[self.rank], layout.dtype)
-            self._comm.Reduce_scatter(buffer, total, sizes)
-            mine = parts[self.rank]
-            summed = np.split(total, np.cumsum([part.size for part in mine])[:-1])
-            for index, part, each in zip(layout.indices, mine, summed, strict=True):
-                sums[index] = each.reshape(part.shape).astype(part.dtype, copy=False)
-        return sums
+        return scattering.reduce_scatter(arrays, self.rank, self.size, self._exchange)
 
-    def allgather(self, arrays: Sequence[Array]) -> list[Array]:
-        """Concatenates arrays over all ranks, by one message of all of them; see `Engine.allgather`."""
-        return gathering.allgather(arrays, self.rank, self.size, self.gather_bytes)
+    def allgather(self, arrays: Sequence[Array], lengths: gathering.Lengths | None = None) -> list[Array]:
+        """Concatenates arrays over all ranks, small ones by one message; see `Engine.allgather`."""
+        return gathering.allgather(arrays, self.rank, self.size, self.gather_bytes, lengths)
 
-    def gather_bytes(self, mine: Array, counts: list[int]) -> list[Array]:
-        """Returns every rank's bytes, in rank order; `counts` are their lengths."""
-        ends = np.cumsum(counts)
-        everyone = fusion.empty(int(ends[-1]), np.uint8)
-        parts = np.split(everyone, ends[:-1])
+    def gather_bytes(self, mine: Array, counts: list[int]) -> Array:
+        """Returns all ranks' bytes, in rank order; `counts` are their lengths."""
+        everyone = fusion.empty(sum(counts), np.uint8)
         if everyone.size <= self.message_limit:
             self._comm.Allgatherv(mine, (everyone, counts))
         else:
+            parts = np.split(everyone, np.cumsum(counts)[:-1])
             parts[self.rank][:] = mine
             for root, part in enumerate(parts):
                 self._broadcast_bytes(part, root)
-        return parts
+        return everyone
 
     def gather_text(self, text: str) -> list[str]:
         """Returns every rank's text, in rank order."""
         mine = np.frombuffer(text.encode(), np.uint8)
         lengths = np.empty(self.size, np.int64)
         self._comm.Allgather(np.array([mine.size], np.int64), lengths)
-        return [part.tobytes().decode() for part in self.gather_bytes(mine, lengths.tolist())]
+        everyone = self.gather_bytes(mine, lengths.tolist())
+        return [part.tobytes().decode() for part in np.split(everyone, np.cumsum(lengths)[:-1])]
 
     def alltoall(self, arrays: Sequence[Array]) -> list[Array]:
         """Sends row `i` of each array to rank `i`; see `Engine.alltoall`."""
@@ -180,6 +164,15 @@ class MPITransport:
             if not is_logged and time.monotonic() - started > _WAIT_IS_LONG:
                 is_logged = True
                 _LOG.warning("rank %d of %d has finished and waits for the other ranks", self.rank, self.size)
+
+    def _exchange(self, sent: Sequence[Array], memory: Sequence[Array]) -> Sequence[Array]:
+        """Sends an array to each rank, and receives one of each; see `scattering.Exchange`."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        # Bytes, for MPI does not know each dtype; its collectives count in 32 bits from the beginning of a buffer.
+        requests = [self._comm.Irecv(memory[rank].view(np.uint8), rank, _EXCHANGE_TAG) for rank in others]
+        requests += [self._comm.Isend(sent[rank].view(np.uint8), rank, _EXCHANGE_TAG) for rank in others]
+        self._mpi.Request.Waitall(requests)
+        return [sent[rank] if rank == self.rank else memory[rank] for rank in range(self.size)]
 
     def _broadcast_bytes(self, buffer: Array, root: int) -> None:
         for piece in fusion.pieces(buffer):

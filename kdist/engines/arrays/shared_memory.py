@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kdist.engines.arrays import fusion, gathering
+from kdist.engines.arrays import fusion, gathering, scattering
 from kdist.engines.arrays.fusion import Array
 from kdist.errors import EngineError
 
@@ -27,6 +27,7 @@ FAILURE = "A collective failed in shared memory: "
 # while another rank may still be reading.
 _NUM_SLOTS = 3
 _GATHER = -1  # the word of ranks that gather; that of ranks which sum is their number of bytes
+_SCATTER = -2  # less the number of bytes, the word of ranks which sum rows of their own
 _TOKEN_BYTES = 16
 _WORD = struct.Struct("=q")
 
@@ -49,6 +50,10 @@ class SharedMemory:
         of: sequence of file descriptors, the pipes from each rank.
         timeout: float or `None`, seconds that a rank waits for another one.
         names: sequence of ints, the ranks' numbers in error messages.
+
+    Attributes:
+        rank: int.
+        size: int, the number of ranks.
     """
 
     def __init__(
@@ -61,9 +66,9 @@ class SharedMemory:
         names: Sequence[int],
     ) -> None:
         self._names = names
-        self._rank, self._size = rank, len(regions)
+        self.rank, self.size = rank, len(regions)
         self._regions = [np.frombuffer(region, np.uint8) for region in regions]
-        others = [other for other in range(self._size) if other != rank]
+        others = [other for other in range(self.size) if other != rank]
         self._to = {other: to[other] for other in others}
         self._of = {other: of[other] for other in others}
         self._timeout = timeout
@@ -138,21 +143,37 @@ class SharedMemory:
             for buffer in buffers:
                 self._sum_buffer(buffer)
 
-    def allgather(self, arrays: Sequence[Array]) -> list[Array]:
+    def reduce_scatter(self, arrays: Sequence[Array]) -> list[Array]:
+        """Returns this rank's rows of the sums; see `Engine.reduce_scatter`.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            arrays: sequence of arrays of at least one dimension and of any numeric dtype, whose shapes and dtypes are
+                equal on all ranks.
+
+        Raises:
+            EngineError: as `sum`.
+        """
+        with self._one_at_a_time:
+            return scattering.reduce_scatter(arrays, self.rank, self.size, self._exchange)
+
+    def allgather(self, arrays: Sequence[Array], lengths: gathering.Lengths | None = None) -> list[Array]:
         """Concatenates arrays over all ranks along their first axis; see `Engine.allgather`.
 
         Collective: every rank must call this, in the same order.
 
         Args:
             arrays: sequence of arrays of any dtypes, whose dimensions but the first are equal on all ranks.
+            lengths: the number of rows of each array on each rank, if known; else it costs a message.
 
         Raises:
             EngineError: if the rows of the ranks have other widths, or as `gather_bytes`.
         """
-        return gathering.allgather(arrays, self._rank, self._size, self.gather_bytes)
+        return gathering.allgather(arrays, self.rank, self.size, self.gather_bytes, lengths)
 
-    def gather_bytes(self, mine: Array, counts: list[int]) -> list[Array]:
-        """Returns every rank's bytes, in rank order.
+    def gather_bytes(self, mine: Array, counts: list[int]) -> Array:
+        """Returns all ranks' bytes, in rank order.
 
         Collective: every rank must call this, in the same order.
 
@@ -163,28 +184,47 @@ class SharedMemory:
         Raises:
             EngineError: if a rank does something else, has ended, or does not take part in time.
         """
-        everyone = [fusion.empty(count, np.uint8) for count in counts]
+        everyone = fusion.empty(sum(counts), np.uint8)
+        parts = np.split(everyone, np.cumsum(counts)[:-1])
         with self._one_at_a_time:
             for start in range(0, max(*counts, 1), PIECE_BYTES):
                 place = self._next_slot()
                 piece = mine[start : start + PIECE_BYTES]
-                self._regions[self._rank][place : place + piece.size] = piece
+                self._regions[self.rank][place : place + piece.size] = piece
                 self._synchronize(_GATHER)
-                for region, theirs in zip(self._regions, everyone, strict=True):
+                for region, theirs in zip(self._regions, parts, strict=True):
                     part = theirs[start : start + PIECE_BYTES]
                     part[:] = region[place : place + part.size]
         return everyone
 
+    def _exchange(self, sent: Sequence[Array], memory: Sequence[Array]) -> Sequence[Array]:
+        """Writes what the other ranks sum into the region, and returns theirs; see `scattering.Exchange`."""
+        place = self._next_slot()
+        starts = [place]
+        for each in sent:
+            starts.append(starts[-1] + each.nbytes)
+        own = self._regions[self.rank]
+        for rank, each in enumerate(sent):
+            if rank != self.rank:
+                own[starts[rank] : starts[rank + 1]] = each.view(np.uint8)
+        self._synchronize(_SCATTER - (starts[-1] - place))
+        first, last = starts[self.rank : self.rank + 2]
+        mine = sent[self.rank]
+        return [
+            mine if rank == self.rank else region[first:last].view(mine.dtype)
+            for rank, region in enumerate(self._regions)
+        ]
+
     def _sum_buffer(self, buffer: Array) -> None:
         regions = [region.view(buffer.dtype) for region in self._regions]
-        own = regions[self._rank]
+        own = regions[self.rank]
         step = PIECE_BYTES // buffer.itemsize
         before: tuple[Array, int] | None = None  # a piece whose parts all ranks sum, and where the sums are
         for start in range(0, max(buffer.size, 1), step):  # an empty buffer has a piece: that of another rank may, too
             piece = buffer[start : start + step]
             written = self._next_slot() // buffer.itemsize
-            bounds = fusion.part_bounds(piece.size, self._size)
-            first, last = bounds[self._rank], bounds[self._rank + 1]
+            bounds = fusion.part_bounds(piece.size, self.size)
+            first, last = bounds[self.rank], bounds[self.rank + 1]
             own[written : written + first] = piece[:first]  # what the other ranks sum
             own[written + last : written + piece.size] = piece[last:]
             self._synchronize(buffer.nbytes)
@@ -192,7 +232,7 @@ class SharedMemory:
                 self._take(regions, *before)
             part = own[written + step : written + step + last - first]
             terms = [region[written + first : written + last] for region in regions]
-            terms[self._rank] = piece[first:last]
+            terms[self.rank] = piece[first:last]
             np.add(terms[0], terms[1], out=part)
             for term in terms[2:]:
                 np.add(part, term, out=part)
@@ -203,14 +243,14 @@ class SharedMemory:
 
     def _take(self, regions: Sequence[Array], piece: Array, summed: int) -> None:
         """Copies the ranks' sums of the parts of a piece into the piece."""
-        bounds = fusion.part_bounds(piece.size, self._size)
+        bounds = fusion.part_bounds(piece.size, self.size)
         for region, start, stop in zip(regions, bounds, bounds[1:], strict=False):
             piece[start:stop] = region[summed : summed + stop - start]
 
     def _next_slot(self) -> int:
         """Returns where the next slot begins in each region."""
         self._slot = (self._slot + 1) % _NUM_SLOTS
-        return self._slot * _slot_bytes(self._size)
+        return self._slot * _slot_bytes(self.size)
 
     def _synchronize(self, word: int) -> None:
         """Returns when all ranks have called it, with the same word."""
@@ -233,6 +273,8 @@ class SharedMemory:
 
 
 def _said(word: int) -> str:
+    if word <= _SCATTER:
+        return f"{_SCATTER - word} bytes to sum by rows"
     return "a gathering" if word == _GATHER else f"{word} bytes to sum"
 
 

@@ -37,13 +37,25 @@ def for_reduce_scatter(tensors: Sequence[Any]) -> list[tf.Tensor]:
     return found
 
 
-def for_allgather(tensors: Sequence[Any]) -> list[tf.Tensor]:
+def for_allgather(
+    tensors: Sequence[Any], lengths: Sequence[Sequence[int]] | None, rank: int, size: int
+) -> list[tf.Tensor]:
     """Returns the arguments of `Engine.allgather` as tensors, or raises `EngineError`."""
     found = []
     for value, place in _numbered(tensors, "allgather"):
         tensor = _tensor(value, place, _SENDABLE)
         _check_rows(tensor, place, "concatenated")
         found.append(tensor)
+    if lengths is None:
+        return found
+    own = [counts[rank] if len(counts) == size else None for counts in lengths]
+    known = [tensor.shape[0] for tensor in found]
+    if len(own) != len(known) or any(mine not in (rows, None) for mine, rows in zip(known, own, strict=True)):
+        raise EngineError(
+            f"allgather: the tensors have other rows than their lengths say. Received: {known} rows on rank {rank}, "
+            f"and the lengths {[list(each) for each in lengths]}. Expected: for each tensor its rows on each of {size} "
+            "ranks. Fix: compute the lengths as the tensors are, or leave them out."
+        )
     return found
 
 

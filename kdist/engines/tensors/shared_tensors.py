@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -59,13 +61,32 @@ class SharedTensors:
         sums = self._in_turn.call(exchange, buffers, num_owned=len(buffers))
         return [tf.ensure_shape(total, buffer.shape) for total, buffer in zip(sums, buffers, strict=True)]
 
-    def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums tensors over all ranks, and returns this rank's rows; see `Engine.reduce_scatter`.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            tensors: sequence of tensors of known shapes and of numbers, equal on all ranks.
+
+        Returns:
+            A list of tensors of the same dtypes.
+
+        Raises:
+            EngineError: as `sum`.
+        """
+        size = self._memory.size
+        shapes = [flat.part(tensor, self._memory.rank, size).shape for tensor in tensors]
+        return self._call(self._memory.reduce_scatter, tensors, shapes)
+
+    def gather(self, tensors: Sequence[tf.Tensor], lengths: Sequence[Sequence[int]] | None = None) -> list[tf.Tensor]:
         """Concatenates tensors over all ranks along their first axis; see `Engine.allgather`.
 
         Collective: every rank must call this, in the same order.
 
         Args:
             tensors: sequence of tensors, whose dimensions but the first are equal on all ranks.
+            lengths: the first dimension of each tensor on each rank, if known.
 
         Returns:
             A list of tensors of the same dtypes, with the rows of all ranks.
@@ -73,14 +94,16 @@ class SharedTensors:
         Raises:
             EngineError: as `sum`, and if the rows of the ranks have other widths.
         """
+        exchange = functools.partial(self._memory.allgather, lengths=lengths)
+        return self._call(exchange, tensors, slices.gathered_shapes(tensors, lengths))
 
+    def _call(
+        self, collective: Callable[[list[Array]], list[Array]], tensors: Sequence[tf.Tensor], shapes: Sequence[Any]
+    ) -> list[tf.Tensor]:
         def exchange(*arrays: Array) -> list[Array]:
-            return self._memory.allgather([np.asarray(array) for array in arrays])
+            return collective([np.asarray(array) for array in arrays])
 
         if tf.executing_eagerly():
             return [tf.convert_to_tensor(each) for each in exchange(*map(flat.to_array, tensors))]
-        gathered = self._in_turn.call(exchange, tensors)
-        return [
-            tf.ensure_shape(each, slices.any_length(tensor.shape))
-            for each, tensor in zip(gathered, tensors, strict=True)
-        ]
+        results = self._in_turn.call(exchange, tensors)
+        return [tf.ensure_shape(result, shape) for result, shape in zip(results, shapes, strict=True)]

@@ -27,6 +27,15 @@ def merge(
     ]
 
 
+def gathered_shapes(
+    tensors: Sequence[tf.Tensor], lengths: Sequence[Sequence[int]] | None = None
+) -> list[tf.TensorShape]:
+    """Returns the shapes of tensors whose rows are gathered; `lengths` are their rows on each rank, if known."""
+    if lengths is None:
+        return [any_length(tensor.shape) for tensor in tensors]
+    return [tf.TensorShape([sum(counts), *tensor.shape[1:]]) for tensor, counts in zip(tensors, lengths, strict=True)]
+
+
 def any_length(shape: tf.TensorShape) -> tf.TensorShape:
     """Returns the shape with an unknown first dimension."""
     return shape if shape.rank is None else tf.TensorShape([None, *shape[1:]])
