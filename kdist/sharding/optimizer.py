@@ -178,8 +178,14 @@ class ShardedOptimizer:
             self._table_slots[id(variable)][1].assign(variable, array)
             return
         part, raw = self._slots[id(variable)][1], raw_variable(variable)
-        if part.is_cut and tuple(raw.shape) == tuple(part.variable.shape):
-            whole = array if tuple(array.shape) == part.view else np.reshape(array, part.view)
+        if tuple(raw.shape) == tuple(part.variable.shape):
+            shape = tuple(part.weight.shape)
+            if tuple(array.shape) != shape:
+                raise ValueError(
+                    f"The shape of the value is not that of the slot. Received: a value of shape {tuple(array.shape)} "
+                    f"for {path_of(variable)!r}. Expected the shape of its weight, {shape}."
+                )
+            whole = array if shape == part.view else np.reshape(array, part.view)
             raw.assign(np.asarray(whole[part.start : part.stop]))
         elif part.stop > part.start:
             raw.assign(np.reshape(array, raw.shape))

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import kdist
@@ -209,6 +210,9 @@ def files_are_plain_and_load_in_parts() -> None:
             loaded = keras.models.load_model(two)
             assert all(map(np.array_equal, expected, [*map(np.asarray, loaded.weights), *state_of(loaded.optimizer)]))
             loaded.optimizer.load_own_variables({str(n): each * 0 for n, each in enumerate(state_of(model.optimizer))})
+            turned = {str(n): each.T for n, each in enumerate(state_of(model.optimizer))}
+            with pytest.raises(ValueError, match=r"a value of shape \(.*Expected the shape of its weight"):
+                loaded.optimizer.load_own_variables(turned)
             loaded.load_weights(weights)
             assert all(map(np.array_equal, expected, [*map(np.asarray, loaded.weights), *state_of(loaded.optimizer)]))
             history = loaded.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
