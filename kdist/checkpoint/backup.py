@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import keras
-import numpy as np
 
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
+from kdist.checkpoint.arrays import send
 from kdist.checkpoint.background_writer import BackgroundWriter
 from kdist.checkpoint.broadcast import broadcast_checkpoint
 from kdist.checkpoint.callback_state import CallbackState
-from kdist.checkpoint.files import Checkpoint, CheckpointDirectory
+from kdist.checkpoint.files import Checkpoint, CheckpointDirectory, arrays_of
 from kdist.checkpoint.host_copies import HostCopies
 from kdist.errors import CheckpointError
 from kdist.keras_hooks.trainer import set_initial_epoch
@@ -168,6 +168,8 @@ class Backup(AllRanksCallback):
         if self._resumed is not None:  # in a step that was trained before, which is drawn again
             if self.is_chief and not self._is_on_disk:
                 self._directory.write(self._resumed)
+            elif not self._is_on_disk:
+                self._send(self._resumed)
             self._is_on_disk = True
             return True
         if self._is_saved_later(epoch_step):
@@ -183,14 +185,17 @@ class Backup(AllRanksCallback):
         elif self.is_chief:
             self._write(self._place(epoch_step), checkpoint)
         else:
-            for each in [value for state in checkpoint.values() for value in state.values()]:
-                if isinstance(each, DeferredArray):
-                    np.asarray(each)  # while the chief writes it
+            self._send(checkpoint)
         if self._copies is not None:
             self._copies.write(checkpoint, began)
         self._steps_since = 0
         self._saved_at = self._epoch, epoch_step
         return True
+
+    @staticmethod
+    def _send(checkpoint: Checkpoint) -> None:
+        """Sends this rank's parts of a checkpoint to the chief, which writes it."""
+        send(arrays_of(checkpoint), [0])
 
     def wait_until_written(self) -> None:
         """Waits until what was saved is on disk; raises `CheckpointError` if it could not be written."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from kdist.checkpoint.files import Checkpoint
 from kdist.engines.engine import Engine
 from kdist.state.broadcast import broadcast_arrays
-from kdist.state.part import DeferredArray, State
+from kdist.state.part import DeferredArray, State, rows_of_block
 
 
 def broadcast_checkpoint(
@@ -33,8 +33,9 @@ def broadcast_checkpoint(
     received = broadcast_arrays(engine, None if checkpoint is None else at_once, root)
     if received is None:
         return None
-    for key in engine.broadcast_object(list(late), root):
-        received[key] = _sent_when_read(engine, late.get(key), root)
+    described = [[key, list(value.shape), value.dtype.str] for key, value in late.items()]
+    for key, shape, dtype in engine.broadcast_object(described, root):
+        received[key] = _sent_when_read(engine, late.get(key), tuple(shape), np.dtype(dtype), root)
     result: dict[str, State] = {}
     for key, value in received.items():
         part, _, name = key.partition("/")
@@ -46,10 +47,25 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (np.ndarray, DeferredArray))
 
 
-def _sent_when_read(engine: Engine, of_the_root: Any, root: int) -> DeferredArray:
-    def send() -> Any:
-        local = None if of_the_root is None else {"array": np.asarray(of_the_root)}
-        received = broadcast_arrays(engine, local, root)
-        return (received or {})["array"]
+def _sent_when_read(
+    engine: Engine, of_the_root: Any, shape: tuple[int, ...], dtype: np.dtype[Any], root: int
+) -> DeferredArray:
+    def send(_: object) -> Iterator[Any]:
+        own = None if of_the_root is None else _blocks(of_the_root)
+        rows, number = rows_of_block(shape, dtype), shape[0] if shape else 1
+        for _ in range(0, number, rows):
+            received = broadcast_arrays(engine, None if own is None else {"block": next(own)}, root)
+            yield (received or {})["block"]
 
-    return DeferredArray(send)
+    return DeferredArray(shape, dtype, send)
+
+
+def _blocks(array: Any) -> Iterator[Any]:
+    """Yields blocks of an array that only this rank reads."""
+    if isinstance(array, DeferredArray):
+        yield from array.blocks()
+        return
+    rows = rows_of_block(array.shape, array.dtype)
+    whole = np.atleast_1d(array)
+    for start in range(0, len(whole), rows):
+        yield whole[start : start + rows]

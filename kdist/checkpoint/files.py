@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kdist.checkpoint.arrays import open_arrays, write_arrays
 from kdist.checkpoint.directory_lock import DirectoryLock
 from kdist.errors import CheckpointError
 from kdist.state.part import DeferredArray, State
@@ -47,6 +48,8 @@ class CheckpointDirectory:
     def write(self, checkpoint: Checkpoint) -> Path:
         """Writes a checkpoint, deletes all but the previous one, and returns the path.
 
+        Collective, if ranks have parts of some arrays: the others must send them to rank 0, which writes.
+
         Raises:
             CheckpointError: if it cannot be written; earlier checkpoints are not changed then.
         """
@@ -68,11 +71,11 @@ class CheckpointDirectory:
         except OSError as error:
             with contextlib.suppress(OSError):
                 shutil.rmtree(unfinished)
-            sizes = [getattr(array, "nbytes", None) for array in arrays.values()]  # of parts unknown
-            room = "" if None in sizes else f" for {sum(filter(None, sizes)) / 2**20:.1f} MiB"
+            room = sum(array.nbytes for array in arrays.values()) / 2**20
             raise CheckpointError(
-                f"A checkpoint cannot be written. Received: {error}. Expected to write {target}, with room{room} "
-                "beside the previous checkpoint, which is unchanged. Fix: make room, or give another backup_dir."
+                f"A checkpoint cannot be written. Received: {error}. Expected to write {target}, with room for "
+                f"{room:.1f} MiB beside the previous checkpoint, which is unchanged. Fix: make room, or give another "
+                "backup_dir."
             ) from error
         self._prune()
         return target
@@ -148,14 +151,19 @@ def _has_objects(array: Any) -> bool:
     return isinstance(array, np.ndarray) and array.dtype.hasobject
 
 
-def split(checkpoint: Checkpoint) -> tuple[dict[str, State], dict[str, Any]]:
-    """Returns the values that JSON can write, and the arrays by part and name."""
-    arrays = {
+def arrays_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the arrays of a checkpoint by part and name, `DeferredArray` too."""
+    return {
         f"{part}/{name}": value
         for part, state in checkpoint.items()
         for name, value in state.items()
         if isinstance(value, (np.ndarray, DeferredArray))
     }
+
+
+def split(checkpoint: Checkpoint) -> tuple[dict[str, State], dict[str, Any]]:
+    """Returns the values that JSON can write, and the arrays by part and name."""
+    arrays = arrays_of(checkpoint)
     values = {
         part: {name: value for name, value in state.items() if f"{part}/{name}" not in arrays}
         for part, state in checkpoint.items()
@@ -165,7 +173,7 @@ def split(checkpoint: Checkpoint) -> tuple[dict[str, State], dict[str, Any]]:
 
 def _write(folder: Path, values: Mapping[str, State], arrays: Mapping[str, Any]) -> None:
     with open(folder / _ARRAYS, "wb") as file:
-        np.savez(file, **arrays)  # names are never `allow_pickle`
+        write_arrays(file, arrays, [0])
         file.flush()
         os.fsync(file.fileno())
     state = json.dumps(values)
@@ -187,22 +195,12 @@ def _read(folder: Path) -> Checkpoint:
         raise ValueError(f"{_STATE} is damaged")
     if _digest(folder / _ARRAYS) != written["arrays"]:
         raise ValueError(f"{_ARRAYS} is incomplete or damaged")
-    with np.load(folder / _ARRAYS, allow_pickle=False) as arrays:
-        checkpoint: dict[str, State] = json.loads(written["state"])
-        for key in arrays.files:
-            part, _, name = key.partition("/")
-            is_large = part == ModelState.name  # and is read variable by variable
-            checkpoint[part][name] = _deferred(folder / _ARRAYS, key) if is_large else arrays[key]
+    checkpoint: dict[str, State] = json.loads(written["state"])
+    for key, array in open_arrays(folder / _ARRAYS).items():
+        part, _, name = key.partition("/")
+        # A model is large, and is read variable by variable.
+        checkpoint[part][name] = array if part == ModelState.name else np.asarray(array)
     return checkpoint
-
-
-def _deferred(path: Path, key: str) -> DeferredArray:
-    def read() -> Any:
-        with np.load(path, allow_pickle=False) as arrays:
-            array: Any = arrays[key]
-        return array
-
-    return DeferredArray(read)
 
 
 def _digest(path: Path) -> str:

@@ -7,14 +7,12 @@ import math
 import time
 from typing import Literal
 
-import numpy as np
-
+from kdist.checkpoint.arrays import send
 from kdist.checkpoint.broadcast import broadcast_checkpoint
-from kdist.checkpoint.files import Checkpoint
+from kdist.checkpoint.files import Checkpoint, arrays_of
 from kdist.checkpoint.memory_copies import MemoryCopies
 from kdist.engines.engine import Engine
 from kdist.restarts.memory import MEMORY, delete_old
-from kdist.state.part import DeferredArray
 from kdist.state.variables import ModelState
 
 logger = logging.getLogger("kdist")
@@ -26,6 +24,8 @@ _FIRST = 10  # steps before the first copy with `"auto"`, which measures
 class HostCopies:
     """The copies that one rank of each host makes.
 
+    Collective: every rank must construct it, in the same order.
+
     Args:
         engine: `Engine`, how the ranks communicate.
         job: str, what distinguishes this job, with all its attempts, from others.
@@ -36,6 +36,8 @@ class HostCopies:
     def __init__(self, engine: Engine, job: str, backup_dir: str, freq: int | Literal["auto"]) -> None:
         self._engine = engine
         self._files = MemoryCopies(job, backup_dir) if engine.local_rank == 0 and MEMORY.is_dir() else None
+        has_files = engine.gather_objects(self._files is not None)
+        self._writers = [rank for rank, it in enumerate(has_files) if it]
         self._is_measured = freq == "auto"
         self._every = _FIRST if freq == "auto" else freq
         self._steps = 0  # since the last copy
@@ -69,12 +71,10 @@ class HostCopies:
             rest = {part: state for part, state in checkpoint.items() if part != ModelState.name}
             checkpoint = {**checkpoint, **(broadcast_checkpoint(self._engine, rest) or {})}
         if self._files is None:
-            for each in checkpoint[ModelState.name].values():
-                if isinstance(each, DeferredArray):
-                    np.asarray(each)  # other ranks copy it
+            send(arrays_of(checkpoint), self._writers)
         else:
             try:
-                self._files.write(checkpoint, checkpoint["training"]["number"])
+                self._files.write(checkpoint, checkpoint["training"]["number"], self._writers)
             except OSError as error:
                 logger.warning(
                     "the checkpoint is not copied into the memory of this host, and no other will be. Received: %s. "

@@ -8,15 +8,16 @@ import json
 import os
 import platform
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from kdist.checkpoint.arrays import array_at, bytes_of, made_to_the_end
 from kdist.checkpoint.files import Checkpoint, split
 from kdist.restarts.memory import directory_of
-from kdist.state.part import DeferredArray, State
+from kdist.state.part import State
 from kdist.state.variables import ModelState
 
 _HEADER = struct.Struct("<QQ")  # the checkpoint's number, 0 while it is written, and where the arrays end
@@ -40,27 +41,26 @@ class MemoryCopies:
         self._directory = directory_of(job)
         self._files = [self._directory / f"{digest}-{place}" for place in range(_NUM_FILES)]
 
-    def write(self, checkpoint: Checkpoint, number: int) -> None:
+    def write(self, checkpoint: Checkpoint, number: int, receivers: Sequence[int]) -> None:
         """Writes a checkpoint over the older one, array by array.
 
-        Collective, if ranks have parts of some arrays: every rank must make these, in the same order.
+        Collective, if ranks have parts of some arrays: every rank must write or send these, in the same order.
 
         Args:
             checkpoint: `Checkpoint`.
             number: int, above 0, which is greater for later ones.
+            receivers: sequence of ints, the ranks that write copies, this one among them.
 
         Raises:
             OSError: if there is no room; all arrays have been made then.
         """
         values, arrays = split(checkpoint)
-        left = iter(arrays.items())
-        try:
-            self._write(values, left, number)
-        finally:
-            for _, value in left:
-                np.asarray(value)  # other ranks make their parts of it
+        with made_to_the_end(arrays, receivers) as blocks:
+            self._write(values, arrays, blocks, number)
 
-    def _write(self, values: Mapping[str, State], arrays: Iterator[tuple[str, Any]], number: int) -> None:
+    def _write(
+        self, values: Mapping[str, State], arrays: Mapping[str, Any], blocks: Mapping[str, Iterator[Any]], number: int
+    ) -> None:
         path = min(self._files, key=_number)
         self._directory.mkdir(mode=0o700, exist_ok=True)
         # Not truncated: pages that are there already are written twice as fast.
@@ -68,10 +68,10 @@ class MemoryCopies:
         described = []
         with open(descriptor, "r+b") as file:
             _write_header(file, 0, 0)
-            for key, value in arrays:
-                array = np.asarray(value, order="C")
+            for key, array in arrays.items():
                 described.append([key, array.dtype.str, array.shape])
-                file.write(array.reshape(-1).view(np.uint8).data)
+                for block in blocks.get(key, [array]):
+                    file.write(bytes_of(block))
             end = file.tell()
             file.write(json.dumps({"values": values, "arrays": described}).encode())
             file.truncate()
@@ -92,7 +92,7 @@ class MemoryCopies:
         checkpoint: dict[str, State] = described["values"]
         for key, dtype, shape in described["arrays"]:
             part, _, name = key.partition("/")
-            array = _deferred(path, place, np.dtype(dtype), shape)
+            array = array_at(path, place, shape, np.dtype(dtype))
             checkpoint[part][name] = array if part == ModelState.name else np.asarray(array)
             place += np.dtype(dtype).itemsize * int(np.prod(shape))
         return checkpoint
@@ -119,10 +119,3 @@ def _number(path: Path) -> int:
             return number
     except (OSError, struct.error):
         return 0
-
-
-def _deferred(path: Path, place: int, dtype: np.dtype[Any], shape: list[int]) -> DeferredArray:
-    def read() -> Any:
-        return np.fromfile(path, dtype, int(np.prod(shape)), offset=place).reshape(shape)
-
-    return DeferredArray(read)

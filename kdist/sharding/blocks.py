@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
-
-BLOCK = 1 << 22
-"""Bytes of the rows that travel at a time."""
+from kdist.state.part import BLOCK, DeferredArray
 
 
 def sent_to(receivers: Sequence[int], rows: Any, engine: Engine) -> Any:
@@ -28,6 +27,25 @@ def sent_to(receivers: Sequence[int], rows: Any, engine: Engine) -> Any:
     sent = tf.concat([rows[:0], *[rows] * len(receivers)], axis=0)
     (received,), _ = engine.alltoallv([sent], tf.constant(counts, tf.int64))
     return received.numpy()
+
+
+def row_blocks(array: Any) -> Iterator[tuple[int, Any]]:
+    """Yields blocks of an array's rows, with the index of the first.
+
+    Collective, if the array is deferred: every rank must iterate over this to the end, in the same order.
+
+    Args:
+        array: array, tensor, open HDF5 dataset, which is not read whole, or `DeferredArray`.
+    """
+    if isinstance(array, DeferredArray):
+        start = 0
+        for block in array.blocks():
+            yield start, block
+            start += len(block)
+        return
+    step = max(1, BLOCK // max(1, math.prod(array.shape[1:]) * tf.as_dtype(array.dtype).size))
+    for start in range(0, array.shape[0], step):
+        yield start, array[start : start + step]
 
 
 def filled(shape: Sequence[int], dtype: Any, blocks: Iterable[Any]) -> Any:

@@ -25,12 +25,13 @@ from kdist.keras_hooks.optimizers import (
 )
 from kdist.keras_hooks.patching import patch
 from kdist.keras_hooks.variables import key_of, path_of, raw_variable
-from kdist.sharding.blocks import BLOCK, sent_to
+from kdist.sharding.blocks import filled, row_blocks, sent_to
 from kdist.sharding.gradients import BUCKET_MB
 from kdist.sharding.part import Part, SlotPart, make_parts
 from kdist.sharding.refusals import check_optimizer, check_shared_variables, check_table_optimizer, check_weights
 from kdist.sharding.slot_files import save_whole_slots
 from kdist.sharding.table import Table
+from kdist.state.part import BLOCK, DeferredArray
 from kdist.state.variables import SLOTS_IN_PARTS
 
 
@@ -173,7 +174,10 @@ class ShardedOptimizer:
                 yield start, sent_to(receivers, raw[place : place + rows], engine)
 
     def assign(self, variable: Any, array: Any) -> None:
-        """Sets a slot to this rank's part of the whole one, an array or an open HDF5 dataset."""
+        """Sets a slot to this rank's part of the whole one, an array, an open HDF5 dataset or a `DeferredArray`.
+
+        Collective, if it is deferred: every rank must call this, in the same order.
+        """
         if id(variable) in self._table_slots:
             self._table_slots[id(variable)][1].assign(variable, array)
             return
@@ -185,10 +189,17 @@ class ShardedOptimizer:
                     f"The shape of the value is not that of the slot. Received: a value of shape {tuple(array.shape)} "
                     f"for {path_of(variable)!r}. Expected the shape of its weight, {shape}."
                 )
-            whole = array if shape == part.view else np.reshape(array, part.view)
-            raw.assign(np.asarray(whole[part.start : part.stop]))
-        elif part.stop > part.start:
-            raw.assign(np.reshape(array, raw.shape))
+            if shape != part.view:
+                raw.assign(np.reshape(np.asarray(array), part.view)[part.start : part.stop])
+            elif isinstance(array, DeferredArray):
+                blocks = (block[max(part.start - at, 0) : max(part.stop - at, 0)] for at, block in row_blocks(array))
+                raw.assign(filled(raw.shape, raw.dtype, blocks))
+            else:
+                raw.assign(np.asarray(array[part.start : part.stop]))
+            return
+        whole = np.asarray(array)
+        if part.stop > part.start:
+            raw.assign(np.reshape(whole, raw.shape))
 
     # The optimizer's methods.
 

@@ -14,7 +14,8 @@ from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.trainer import layers_of
 from kdist.keras_hooks.variables import raw_variable
-from kdist.sharding.blocks import BLOCK, filled, sent_to
+from kdist.sharding.blocks import filled, row_blocks, sent_to
+from kdist.state.part import BLOCK
 from kdist.strategies.all_reduce import AllReduceStrategy
 
 
@@ -91,17 +92,16 @@ class Table:
         return raw.sparse_read(tf.range(start, min(stop, raw.shape[0])))
 
     def assign(self, variable: Any, array: Any) -> None:
-        """Sets this rank's rows to those of an array, a tensor or an open HDF5 dataset, which is not read whole."""
+        """Sets this rank's rows to those of an array; see `row_blocks`."""
         if tuple(array.shape) != self._shape:
             raise ValueError(
                 f"The shape of the value is not that of the table. Received: a value of shape {tuple(array.shape)} for "
                 f"{self.rows.path!r}. Expected the shape of all rows, {self._shape}."
             )
         self.num_loads += 1
-        size, raw = self.engine.size, raw_variable(variable)
-        step = max(1, BLOCK // (self._shape[1] * raw.dtype.size * size)) * size
+        size, rank, raw = self.engine.size, self.engine.rank, raw_variable(variable)
         # HDF5 is slow in reading every other row.
-        blocks = (array[start : start + step][self.engine.rank :: size] for start in range(0, self._shape[0], step))
+        blocks = (block[(rank - start) % size :: size] for start, block in row_blocks(array))
         raw.assign(filled(raw.shape, raw.dtype, blocks))
 
     def refuse(self) -> NoReturn:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,21 +15,60 @@ State = dict[str, Any]
 """By name: values that JSON can write, NumPy arrays, and `DeferredArray`."""
 
 
-class DeferredArray:
-    """An array of which each rank has a part: it is made when it is read, and only lives until it is written.
+BLOCK = 1 << 22
+"""Bytes of the rows of an array that are made at a time."""
 
-    Reading it, `numpy.asarray`, is collective: every rank must do it, in the same order.
+
+class DeferredArray:
+    """An array that is made when it is read, block by block: one of which each rank has a part, or one in a file.
+
+    Reading it, by `blocks` or `numpy.asarray`, is collective: every rank must do it, in the same order.
 
     Args:
-        make: callable that returns the array.
+        shape: sequence of ints.
+        dtype: NumPy dtype.
+        make: callable that takes the ranks that receive the array, `None` for all, and yields arrays, consecutive rows
+            of it; one of one row if the array has no dimensions. On the other ranks they have no rows.
+
+    Attributes:
+        shape: tuple of ints.
+        dtype: NumPy dtype.
+        nbytes: int, the size of the whole array.
     """
 
-    def __init__(self, make: Callable[[], npt.NDArray[Any]]) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: npt.DTypeLike,
+        make: Callable[[Sequence[int] | None], Iterable[npt.NDArray[Any]]],
+    ) -> None:
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
         self._make = make
 
+    def blocks(self, receivers: Sequence[int] | None = None) -> Iterator[npt.NDArray[Any]]:
+        """Yields blocks of rows.
+
+        Collective: every rank must iterate over this to the end, in the same order.
+
+        Args:
+            receivers: sequence of ints, the ranks that get them; by default all.
+        """
+        yield from self._make(receivers)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Makes the array."""
-        return np.asarray(self._make(), dtype)
+        """Makes the array on all ranks."""
+        whole = np.empty(self.shape or (1,), self.dtype)
+        start = 0
+        for block in self.blocks():
+            whole[start : start + len(block)] = block
+            start += len(block)
+        return np.asarray(whole.reshape(self.shape), dtype)
+
+
+def rows_of_block(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
+    """Returns how many rows of an array a block has."""
+    return max(1, BLOCK // max(1, math.prod(shape[1:]) * dtype.itemsize))
 
 
 class Placement(enum.Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -53,7 +54,10 @@ class SlotsInParts(Protocol):
         ...
 
     def assign(self, variable: Any, array: Any) -> None:
-        """Sets a slot to this rank's part of a whole one."""
+        """Sets a slot to this rank's part of a whole one, an array or a `DeferredArray`.
+
+        Collective, if it is deferred: every rank must call this, in the same order.
+        """
         ...
 
 
@@ -128,8 +132,9 @@ class ModelState(StatePart):
                 "beginning."
             )
         for place, (variable, parts) in enumerate(saved):
-            raw = raw_variable(variable)
-            value = _from_bytes(np.asarray(state[f"variable/{place}"]), raw.dtype, now[place][0])
+            raw, value = raw_variable(variable), state[f"variable/{place}"]
+            if parts is None or np.dtype(raw.dtype.as_numpy_dtype).isbuiltin != 1:
+                value = _from_bytes(np.asarray(value), raw.dtype, now[place][0])
             if parts is None:
                 raw.assign(value)
             else:
@@ -147,8 +152,22 @@ def _described(saved: Sequence[tuple[Any, SlotsInParts | None]]) -> list[Any]:
 def _value(variable: Any, parts: SlotsInParts | None) -> Any:
     if parts is None:
         return _as_bytes(flat.to_array(tf.convert_to_tensor(variable)))
-    holder = parts
-    return DeferredArray(lambda: _as_bytes(holder.whole(variable)))
+    holder, dtype = parts, np.dtype(raw_variable(variable).dtype.as_numpy_dtype)
+    shape = parts.shape(variable)
+    if dtype.isbuiltin != 1:  # as bytes
+        return DeferredArray(
+            [math.prod(shape) * dtype.itemsize], np.uint8, lambda receivers: _byte_blocks(holder, variable, receivers)
+        )
+    return DeferredArray(shape, dtype, lambda receivers: _blocks(holder, variable, receivers))
+
+
+def _blocks(parts: SlotsInParts, variable: Any, receivers: Sequence[int] | None) -> Iterator[Any]:
+    for _, block in parts.blocks(variable, list(range(parts.engine.size) if receivers is None else receivers)):
+        yield block
+
+
+def _byte_blocks(parts: SlotsInParts, variable: Any, receivers: Sequence[int] | None) -> Iterator[Any]:
+    return (_as_bytes(block) for block in _blocks(parts, variable, receivers))
 
 
 def _built_with(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> list[int] | None:

@@ -1,6 +1,7 @@
 """Copies of checkpoints in the memory of this host."""
 
 import contextlib
+import functools
 import os
 import resource
 import secrets
@@ -25,7 +26,7 @@ def job():
 
 
 def checkpoint(number, rows=3):
-    table = DeferredArray(lambda: np.full((rows, 2), number, np.float32))
+    table = DeferredArray((rows, 2), np.float32, lambda _: [np.full((1, 2), number, np.float32)] * rows)
     model = {"variables": [[3, "float32"]], "variable/0": np.arange(number, dtype=np.int64), "variable/1": table}
     return {"model": model, "training": {"epoch": number, "nothing": np.zeros((0, 4)), "scalar": np.float64(2.5)[()]}}
 
@@ -44,7 +45,7 @@ def test_the_newest_is_read_by_another_process(job):
     copies = MemoryCopies(job, "backup")
     assert copies.newest() == 0
     for number in (4, 5, 6):
-        copies.write(checkpoint(number), number)
+        copies.write(checkpoint(number), number, [0])
     again = MemoryCopies(job, "backup")
     assert again.newest() == 6
     assert_same(again.read(), 6)
@@ -55,38 +56,38 @@ def test_the_newest_is_read_by_another_process(job):
 
 def test_one_that_was_being_written_leaves_the_other(job):
     copies = MemoryCopies(job, "backup")
-    copies.write(checkpoint(1), 1)
+    copies.write(checkpoint(1), 1, [0])
     unfinished = checkpoint(2)
-    unfinished["model"]["variable/1"] = DeferredArray(_killed)
+    unfinished["model"]["variable/1"] = DeferredArray((3, 2), np.float32, _killed)
     with pytest.raises(SystemExit):
-        copies.write(unfinished, 2)
+        copies.write(unfinished, 2, [0])
     assert copies.newest() == 1
     assert_same(copies.read(), 1)
-    copies.write(checkpoint(3, rows=1), 3)
+    copies.write(checkpoint(3, rows=1), 3, [0])
     assert_same(copies.read(), 3, rows=1)
 
 
 def test_without_room_all_arrays_are_made_and_the_other_is_left(job):
     """Other ranks wait for this one's parts."""
     copies, made = MemoryCopies(job, "backup"), []
-    copies.write(checkpoint(1), 1)
+    copies.write(checkpoint(1), 1, [0])
     large = checkpoint(2)
     for name in ("variable/1", "variable/2", "variable/3"):
-        large["model"][name] = DeferredArray(lambda name=name: made.append(name) or np.zeros(1 << 14))
+        large["model"][name] = DeferredArray((2, 1 << 13), np.float64, functools.partial(_noted, made, name))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
         with pytest.raises(OSError, match="large"):
-            copies.write(large, 2)
+            copies.write(large, 2, [0])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert made == ["variable/1", "variable/2", "variable/3"]
+    assert made == [f"variable/{place} block {block}" for place in (1, 2, 3) for block in (0, 1)]
     assert_same(copies.read(), 1)
 
 
 def test_copies_of_jobs_that_are_long_over_are_deleted(job):
     copies = MemoryCopies(job, "backup")
-    copies.write(checkpoint(1), 1)
+    copies.write(checkpoint(1), 1, [0])
     delete_old(besides="another")
     assert copies.newest() == 1
     for path in (*directory_of(job).iterdir(), directory_of(job)):
@@ -98,5 +99,12 @@ def test_copies_of_jobs_that_are_long_over_are_deleted(job):
     assert MEMORY.exists()
 
 
-def _killed():
+def _killed(_):
+    yield np.zeros((1, 2), np.float32)
     raise SystemExit
+
+
+def _noted(made, name, _):
+    for block in range(2):
+        made.append(f"{name} block {block}")
+        yield np.zeros((1, 1 << 13))

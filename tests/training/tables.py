@@ -336,7 +336,7 @@ def files_are_those_of_plain_keras() -> None:
 
 @case
 def files_are_written_and_read_in_blocks() -> None:
-    """No rank holds a whole table while it is saved."""
+    """No rank holds a whole table while it is saved or resumed."""
 
     def peak(run: Callable[[], Any]) -> float:
         """Returns the most memory that a call takes, in units of the table."""
@@ -353,6 +353,14 @@ def files_are_written_and_read_in_blocks() -> None:
         model.compile(keras.optimizers.SGD(0.1), "mse")
         return model
 
+    class Measured(kdist.callbacks.BackupAndRestore):
+        def save(self, epoch_step: int) -> bool:
+            peaks.append(peak(lambda: super(Measured, self).save(epoch_step)))
+            return True
+
+        def begin(self) -> None:
+            peaks.append(peak(super().begin))
+
     folder = shared_folder()
     with kdist.scope(TABLES):
         fresh()
@@ -364,9 +372,19 @@ def files_are_written_and_read_in_blocks() -> None:
         assert max(peaks) < 0.7, peaks
         other.load_weights(folder / "model.weights.h5")
         assert np.array_equal(*(each.get_layer("words").embeddings.kdist_table.rows for each in (model, other)))
+        peaks = []
+        x, y = np.full((size(), LENGTH), 7), np.ones((size(), LENGTH, 32), "float32")
+        for trained in (model, made()):
+            backup = Measured(folder / "backup", delete_checkpoint=False)
+            trained.fit(x, y, batch_size=1, verbose=0, callbacks=[backup])
+        assert len(peaks) == 3, peaks  # the second one resumed at the end
+        assert max(peaks) < 1, peaks
+        rows_of_both = [each.get_layer("words").embeddings.kdist_table.rows for each in (model, trained)]
+        assert np.array_equal(*rows_of_both)
+        other.load_weights(folder / "model.weights.h5")
     alone = keras.models.load_model(folder / "model.keras")
     held = alone.get_layer("words").embeddings.numpy()[kdist.rank() :: size()]
-    assert np.array_equal(held, model.get_layer("words").embeddings.kdist_table.rows)
+    assert np.array_equal(held, other.get_layer("words").embeddings.kdist_table.rows)
 
 
 @case
