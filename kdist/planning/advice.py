@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from kdist.planning.memory import ALL_REDUCE, IN_PARTS, SERVERS, TABLE_BYTES, TABLES, Sizes, readable, shares
+from kdist.planning.memory import ALL_REDUCE, BOTH, IN_PARTS, SERVERS, TABLE_BYTES, TABLES, Sizes, readable, shares
 
 REMAT, HALF = 0.45, 0.5
 """What is left of the activations: measured with `keras.RematScope` on an MLP, and in numbers of 16 bits."""
@@ -27,7 +27,8 @@ def advice(sizes: Sizes, ranks: int, memory: int, strategy: str = ALL_REDUCE) ->
     for text, changed, at, under in _changes(sizes, ranks, strategy):
         if peak(changed, at, under) <= memory:
             return text
-    least = peak(dataclasses.replace(_lean(sizes), batch_size=1), ranks, IN_PARTS if ranks > 1 else ALL_REDUCE)
+    under = [under for _, under in _options(sizes)][-1] if ranks > 1 else ALL_REDUCE
+    least = peak(dataclasses.replace(_lean(sizes), batch_size=1), ranks, under)
     return f"nothing here is enough: {readable(least)} at the least on {ranks} ranks; a smaller model"
 
 
@@ -46,26 +47,34 @@ def _changes(sizes: Sizes, ranks: int, strategy: str) -> Iterator[tuple[str, Siz
     """Yields changes, the least first: what to write, and the sizes, ranks and strategy that follow."""
     for batch, smaller in _smaller(sizes):
         yield f"batch_size={batch}", smaller, ranks, strategy
-    is_whole = strategy == ALL_REDUCE and ranks > 1
-    if is_whole:
-        yield IN_PARTS, sizes, ranks, IN_PARTS
-        tables = [(f"{TABLES}={TABLE_BYTES:.0e}".replace("+0", ""), TABLES)] if sizes.tables else []
-        for text, under in tables:
-            yield text, sizes, ranks, under
-            for batch, smaller in _smaller(sizes):
-                yield f"{text}, batch_size={batch}", smaller, ranks, under
+    options = [option for option in _options(sizes) if ranks > 1 and _adds(option[1], strategy)]
+    for text, under in options:
+        yield text, sizes, ranks, under
+    for text, under in options:
         for batch, smaller in _smaller(sizes):
-            yield f"{IN_PARTS}, batch_size={batch}", smaller, ranks, IN_PARTS
-    under = IN_PARTS if is_whole else strategy
-    both = f"{IN_PARTS}, " if is_whole else ""
+            yield f"{text}, batch_size={batch}", smaller, ranks, under
+    text, least = _options(sizes)[-1]
+    under, also = (least, f"{text}, ") if options else (strategy, "")
     small = dataclasses.replace(sizes, batch_size=1)
-    yield f"{both}RematScope, batch_size=1", _lean(small, precision=1.0), ranks, under
-    yield f"{both}RematScope, mixed_bfloat16, batch_size=1", _lean(small), ranks, under
+    yield f"{also}RematScope, batch_size=1", _lean(small, precision=1.0), ranks, under
+    yield f"{also}RematScope, mixed_bfloat16, batch_size=1", _lean(small), ranks, under
     more = [] if strategy == SERVERS else [ranks << place for place in range(1, _MOST_RANKS.bit_length())]
     for at in more:
-        yield f"{IN_PARTS}, -np {at}", sizes, at, IN_PARTS
+        yield f"{text}, -np {at}", sizes, at, least
     for at in more:
-        yield f"{IN_PARTS}, RematScope, mixed_bfloat16, batch_size=1, -np {at}", _lean(small), at, IN_PARTS
+        yield f"{text}, RematScope, mixed_bfloat16, batch_size=1, -np {at}", _lean(small), at, least
+
+
+def _options(sizes: Sizes) -> list[tuple[str, str]]:
+    """Returns the ways to have state in parts, what to write and the strategy; the last one takes the least memory."""
+    tables = f"{TABLES}={TABLE_BYTES:.0e}".replace("+0", "")
+    of_tables = [(tables, TABLES), (f"{IN_PARTS}, {tables}", BOTH)] if sizes.tables and sizes.trained else []
+    return [(IN_PARTS, IN_PARTS), *of_tables]
+
+
+def _adds(option: str, strategy: str) -> bool:
+    """Returns whether a way to have state in parts is a strategy and something more."""
+    return strategy == ALL_REDUCE or (option == BOTH and strategy in (IN_PARTS, TABLES))
 
 
 def _smaller(sizes: Sizes) -> Iterator[tuple[int, Sizes]]:

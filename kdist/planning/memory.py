@@ -8,7 +8,7 @@ from typing import Any
 from kdist.errors import KDistError
 
 ALL_REDUCE, IN_PARTS, SERVERS = "all-reduce", 'shard="optimizer"', "parameter server"
-TABLES = "shard_embeddings"
+TABLES, BOTH = "shard_embeddings", "both in parts"
 TABLE_BYTES = 10**6
 """From which on tables are counted as in parts, and `shard_embeddings` is proposed."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -51,7 +51,8 @@ class Share:
     """What one rank holds under one strategy, in bytes.
 
     Attributes:
-        strategy: str, `"all-reduce"`, `'shard="optimizer"'`, `"shard_embeddings"` or `"parameter server"`.
+        strategy: str, `"all-reduce"`, `'shard="optimizer"'`, `"shard_embeddings"`, `"both in parts"`, which are the two
+            together, or `"parameter server"`.
         rank: str, which ranks hold it, as `"each"`, `"chief"`, `"worker"` or `"server"`.
         weights, gradients, slots, messages, activations, data, process: int, what they take.
     """
@@ -100,14 +101,16 @@ def shares(sizes: Sizes, ranks: int) -> list[Share]:
         slots, sums = round(sizes.slots * part), round(sizes.trained * part)
         found.append(Share(IN_PARTS, "each", sizes.weights, sizes.trained, slots, sums, activations, **common))
     if ranks > 1 and sizes.tables and sizes.trained:  # nothing is trained by evaluate and predict
-        saved = 1 - 1 / ranks  # of what belongs to tables
-        away, slots = round(sizes.tables * saved), round(sizes.slots * saved * sizes.tables / sizes.trained)
-        found.append(
-            Share(
-                TABLES, "each", sizes.weights - away, sizes.trained - away, sizes.slots - slots,
-                sizes.trained - sizes.tables, activations, **common,
-            )
-        )  # fmt: skip
+        away, others = round(sizes.tables * (1 - 1 / ranks)), sizes.trained - sizes.tables
+        slots_of_tables = sizes.slots * sizes.tables / sizes.trained
+        for strategy, of_others in ((TABLES, 1.0), (BOTH, part)):
+            slots = round(slots_of_tables / ranks + (sizes.slots - slots_of_tables) * of_others)
+            found.append(
+                Share(
+                    strategy, "each", sizes.weights - away, sizes.trained - away, slots, round(others * of_others),
+                    activations, **common,
+                )
+            )  # fmt: skip
     if ranks > 2:
         # Each worker holds a copy of arrays, of which the chief sends row numbers.
         found += [

@@ -111,6 +111,16 @@ def test_tables_are_counted_and_proposed():
     assert share.gradients == share.weights
     assert abs(share.slots - 2 * share.weights) <= 32
     assert plan.advice("all-reduce") == "shard_embeddings=1e6"
+    both = next(each for each in plan.shares if each.strategy == "both in parts")
+    assert (both.weights, both.gradients) == (share.weights, share.gradients)
+    assert abs(both.slots - plan.sizes.slots / 4) <= 1
+    assert abs(both.messages - rest / 4) <= 1
+    layers.append(keras.layers.Dense(100_000))
+    wide = keras.Sequential([keras.Input((4,), dtype="int64"), *layers])
+    wide.compile("adam", "mse")
+    plan = kdist.plan(wide, batch_size=8, ranks=64, memory="10MB")
+    for strategy in ("all-reduce", 'shard="optimizer"'):
+        assert plan.advice(strategy) == 'shard="optimizer", shard_embeddings=1e6'
     model.compile(keras.optimizers.Lamb(), "mse")  # which needs whole tables
     assert "shard_embeddings" not in str(kdist.plan(model, batch_size=8, ranks=4))
 
