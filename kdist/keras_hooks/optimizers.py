@@ -25,15 +25,14 @@ _STATE = ("finalize_variable_values", "load_own_variables", "save_own_variables"
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizers in a model's attributes, the compiled one too, each once, in a fixed order."""
     found: dict[int, keras.optimizers.Optimizer] = {}
+    visited: set[int] = set()  # a list may contain itself
 
     def visit(value: Any) -> None:
         if isinstance(value, keras.optimizers.Optimizer):
             found.setdefault(id(value), value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                visit(item)
-        elif isinstance(value, dict):
-            for item in value.values():
+        elif isinstance(value, (list, tuple, dict)) and id(value) not in visited:
+            visited.add(id(value))
+            for item in value.values() if isinstance(value, dict) else value:
                 visit(item)
 
     for layer in layers_of(model):

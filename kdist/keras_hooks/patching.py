@@ -40,7 +40,8 @@ class Patch:
 _TRAINER = "keras.src.backend.tensorflow.trainer"
 _TRAINER_CLASSES = f"{_TRAINER}.TensorFlowTrainer or {_TRAINER}.Trainer"  # the latter from Keras 3.16 on
 _TUNER = "keras_tuner.src"
-_MODEL, _OPTIMIZER = "keras.Model", "keras.optimizers.Optimizer"
+_MODEL = _TRAINER_CLASSES  # a layer that is a trainer, too
+_OPTIMIZER = "keras.optimizers.Optimizer"
 _TENSORFLOW = "kdist._tf_internals"
 _LIFE, _SCOPE, _VERB, _FIT, _PASS, _STEP = "a model's life", "a scope", "a verb", "a fit", "a pass", "a step"
 

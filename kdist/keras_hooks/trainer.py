@@ -53,9 +53,13 @@ def watch_first_fit(is_reported: Callable[[Any], bool]) -> None:
 
 
 def patch_methods(model: keras.Model, wrappers: dict[str, Callable[..., Any]]) -> None:
-    """Replaces a model's methods by wrappers with the same signatures, for the model's life; see `original`."""
+    """Replaces a model's methods by wrappers with the same signatures, for the model's life; see `original`.
+
+    A layer that is a trainer is no `keras.Model`, and has no `save`: methods that its class lacks are left out.
+    """
     for name, wrapper in wrappers.items():
-        patch(model, name, with_signature_of(getattr(type(model), name), wrapper))
+        if hasattr(type(model), name):
+            patch(model, name, with_signature_of(getattr(type(model), name), wrapper))
 
 
 def original(model: keras.Model, name: str) -> Callable[..., Any]:

@@ -57,13 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 lines.append(f"| {file} | {len(of_file)} | {equal} | {expected} |")
                 for test in surprises:
                     print(f"--- {test}\n{failed[test]}", file=sys.stderr, flush=True)
-    table = "\n".join(
-        ["| file | pass plainly | pass on the ranks | expected to differ |", "|---|---:|---:|---:|", *lines]
-    )
-    print(table)
-    if options.out:
-        options.out.write_text(f"# Keras {keras.__version__}'s own tests on {options.ranks} ranks\n\n{table}\n")
+            if options.out:  # so far
+                options.out.write_text(_text(lines, options.ranks))
+    print(_text(lines, options.ranks))
     return 1 if wrong else 0
+
+
+def _text(lines: Sequence[str], ranks: int) -> str:
+    head = ["| file | pass plainly | pass on the ranks | expected to differ |", "|---|---:|---:|---:|"]
+    return "\n".join([f"# Keras {keras.__version__}'s own tests on {ranks} ranks", "", *head, *lines, ""])
 
 
 def files_of(root: Path, only: Sequence[str]) -> list[str]:

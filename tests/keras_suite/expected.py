@@ -10,7 +10,8 @@ NEEDS_TORCH = "imports PyTorch, which the tests of kdist do not install"
 NEEDS_EXPORTERS = "needs ONNX, PyTorch or LiteRT, which the tests of kdist do not install"
 IN_XLA = "updates weights in a tf.function(jit_compile=True): XLA cannot compile messages (docs/limits.md)"
 OTHER_ROWS = "trains on one batch whose parts have different numbers of rows, which kdist refuses to split"
-ONE_FILE = "all ranks delete the one file that the test names"
+ONE_FOLDER = "the ranks share a folder, in which each writes, lists or deletes the test's files by itself"
+WHOLE_FILES = "a save that fails leaves no file: kdist's are whole (docs/saving.md)"
 
 EXPECTED: dict[str, str] = {
     "backup_and_restore_test.py::BackupAndRestoreCallbackTest::test_backup_corrupted": REPLACED,
@@ -22,12 +23,22 @@ EXPECTED: dict[str, str] = {
     "export/litert_torch_test.py": NEEDS_EXPORTERS,
     "export/onnx_test.py": NEEDS_EXPORTERS,
     "export/torch_test.py": NEEDS_EXPORTERS,
+    "file_editor_test.py::SavingTest": ONE_FOLDER,
     "flatten_test.py": NEEDS_CONFTEST,
     "mel_spectrogram_test.py::MelSpectrogramTest::test_mel_spectrogram_basics": OTHER_ROWS,
     "model_checkpoint_test.py::ModelCheckpointTest::test_model_checkpoint_options": OWN_FOLDER,
     "optimizer_test.py::OptimizerTest::test_tf_checkpointing": CHECKPOINT,
     "remote_monitor_test.py": NEEDS_CONFTEST,
-    "string_lookup_test.py::StringLookupTest::test_vocabulary_file": ONE_FILE,
+    "string_lookup_test.py::StringLookupTest::test_vocabulary_file": ONE_FOLDER,
+    "saving_api_test.py::LoadModelTests": ONE_FOLDER,
+    "saving_api_test.py::LoadWeightsTests": ONE_FOLDER,
+    "saving_api_test.py::SaveModelTests::test_save_h5_format": ONE_FOLDER,
+    "saving_lib_test.py::SafeGetH5DatasetTest": ONE_FOLDER,
+    "saving_lib_test.py::SafeZipReadTest": ONE_FOLDER,
+    "saving_lib_test.py::SavingH5IOStoreTest": ONE_FOLDER,
+    "saving_lib_test.py::SavingTest::test_load_model_read_only_system": ONE_FOLDER,
+    "saving_lib_test.py::SavingTest::test_save_model_exception_raised": WHOLE_FILES,
+    "saving_lib_test.py::SavingTest::test_weights_sharding_efficientnet": ONE_FOLDER,
     "swap_ema_weights_test.py": OWN_FOLDER,
 }
 """Parts of the names of tests, and why these differ."""
