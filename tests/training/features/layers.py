@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import kdist
 from kdist._process import open_engine
+from kdist.keras_hooks.trainer import Trainer
 from tests.training.features.registry import feature, simple
 from tests.training.fidelity import (
     BATCH,
@@ -153,3 +154,26 @@ def statistics_written_after_the_update() -> None:
     mean = model.norm.moving_mean.numpy().tolist()
     everyone = open_engine(kdist.cluster_info()).gather_objects(mean)
     assert all(theirs == everyone[0] for theirs in everyone)
+
+
+class TrainedLayer(Trainer, keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
+    """A layer that is a trainer, and no `keras.Model`, as in Keras' own tests; its list contains itself."""
+
+    def __init__(self) -> None:
+        keras.layers.Dense.__init__(self, 2, kernel_initializer="ones")
+        Trainer.__init__(self)
+        self.found: list[Any] = []
+        self.found.append(self.found)
+
+
+@feature
+def a_layer_that_is_a_trainer() -> None:
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = TrainedLayer()
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        data = {"x": x, "y": y, "batch_size": batch}
+        return fit_evaluate_predict(model, data, x, y, batch, shuffle=False)
+
+    both(script)
