@@ -28,3 +28,8 @@ slurm = pytest.mark.skipif(
     bool(missing()) and "KDIST_TEST_SLURM" not in os.environ,
     reason=f"no Slurm can be started: {missing()}",
 )
+
+keras_source = pytest.mark.skipif(
+    not os.environ.get("KDIST_TEST_KERAS_SOURCE"),
+    reason="KDIST_TEST_KERAS_SOURCE names no source distribution of Keras",
+)
