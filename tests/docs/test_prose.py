@@ -107,6 +107,7 @@ SEARCHES = {
     "environment variables": "command_line",
     "kdist run": "command_line",
     "exact": "limits",
+    "glossary": "glossary",
 }
 
 
