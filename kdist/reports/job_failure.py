@@ -6,7 +6,7 @@ import os
 import re
 
 from kdist.restarts.launcher_words import failure_in
-from kdist.restarts.report import Failure, Kind
+from kdist.restarts.report import Failure, Kind, read_place
 
 LABEL = rb"(?:\[\d+,?\d*\]<std(?:err|out)>: ?)?(?:\[rank \d+ [\d:]+\] )?"
 """What horovodrun and `--tee` put before a line, as a regular expression."""
@@ -85,12 +85,13 @@ class JobFailure:
         self.is_known = True
         self._said = self._said or failure
 
-    def summary(self, code: int, output: str | None = None) -> str:
+    def summary(self, code: int, output: str | None = None, directory: str = "") -> str:
         """Returns what failed, and below it how to fix it if kdist knows; empty if nothing is known.
 
         Args:
             code: int, the exit code of the job.
             output: str or `None`, the directory of every rank's output.
+            directory: str, the job's.
         """
         if self._report is not None:
             rank, what, fix = self._report[0].split()[1], self._of_a_rank(*self._report), self._fix
@@ -98,6 +99,8 @@ class JobFailure:
             rank, what, fix = str(self._said.rank), self._of_a_launcher(self._said), _FIX_OF_A_LOSS
             if self._said.kind is Kind.EXIT:
                 what, fix = f"{what}, without a message", _FIX_OF_AN_EXIT
+            if place := read_place(directory, self._said.rank):
+                what += f", last seen in {place}"
         else:
             return ""
         kept = (

@@ -163,6 +163,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         mine = {**self._activity.report(), "asks": self._asks}
+        own_reports.is_at(mine["place"])
         for peer in self._peers.values():
             # Rank 0 gets the whole report; the others need only a heartbeat of rank 0.
             peer.send(mine if self._rank else {"finished": mine["finished"]})

@@ -4,7 +4,7 @@ import pytest
 
 from kdist.reports.job_failure import JobFailure
 from kdist.reports.launcher_boxes import BoxFilter, UnlabelledFilter
-from kdist.restarts.report import Failure, Kind
+from kdist.restarts.report import Failure, Kind, OwnReports
 
 RULE = "-" * 74 + "\n"
 BOX = f"{RULE}prterun detected that one or more processes exited with non-zero status,\nExit code: 3\n{RULE}"
@@ -111,11 +111,16 @@ def test_the_summary_is_of_the_first_report():
     assert summary(REPORT + other).startswith("rank 1 of 2 on host vm raised ValueError in train.py:12")
 
 
-def test_the_summary_of_what_a_launcher_of_kdist_reports():
+def test_the_summary_of_what_a_launcher_of_kdist_reports(tmp_path):
     failure = JobFailure("train.py", host="vm")
     failure.take(Failure(Kind.EXIT, "exited with code 5", 1))
     failure.take(Failure(Kind.SIGNAL, "was killed by signal 15 (SIGTERM)", 0, "b"))
-    assert failure.summary(5).startswith("rank 1 on host vm exited with code 5, without a message; ")
+    exited = "rank 1 on host vm exited with code 5, without a message"
+    assert failure.summary(5).startswith(f"{exited}; ")
+    own = OwnReports(running=tmp_path, rank=1)
+    for place in ("", "`model.fit`, train.py:12", ""):
+        own.is_at(place)
+    assert failure.summary(5, None, str(tmp_path)).startswith(f"{exited}, last seen in `model.fit`, train.py:12; ")
 
 
 # Of horovodrun with Gloo, which labels what ranks print.

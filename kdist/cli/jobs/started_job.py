@@ -208,7 +208,7 @@ class StartedJob:
         for failure in report.read(self.running).failures:
             if failure.from_launcher and failure.rank is not None:
                 self._failure.take(failure)
-        summary = self._failure.summary(code, self._output) if code else ""
+        summary = self._failure.summary(code, self._output, self.running) if code else ""
         if self._output is not None and not summary:
             tell(f"the output of each rank is in {self._output} (rank0.out, rank0.err, ...)")
         for place, line in enumerate(summary.splitlines()):
