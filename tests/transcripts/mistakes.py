@@ -57,6 +57,7 @@ MISTAKES = {
     "too_few_slots": Mistake("run -H localhost:2 -np 4 scope_only.py", 2),
     "unknown_strategy": Mistake("run -np 2 --strategy mip scope_only.py", 2),
     "wrong_value_of_a_variable": Mistake("run -np 2 scope_only.py", 2, {"KDIST_SCALE_LR": "lots"}),
+    "unknown_option_of_mpirun": Mistake("run -np 2 --launcher-args=--no-such-option scope_only.py", 213),
     # Of scripts that do not get as far as TensorFlow.
     "missing_module": Mistake("run -np 2 missing_module.py", 1, is_any_rank=True),
     "bad_option": Mistake("run -np 2 bad_option.py", 1, is_any_rank=True),
@@ -104,7 +105,7 @@ def transcript(name: str) -> str:
 
 
 _OF_KDIST = re.compile(r"(\[kdist\] |kdist( \S+)?: )")
-_OF_A_LAUNCHER = re.compile(r"-{60,}|.*(prterun|mpirun|MPI_ABORT|exit with status code|remaining workers)")
+_OF_A_LAUNCHER = re.compile(r"-{60,}|(?!kdist: ).*(prterun|mpirun|MPI_ABORT|exit with status code|remaining workers)")
 _TRACEBACK = "Traceback (most recent call last):"
 _MARKERS = re.compile(r"[\s~^]+")  # below a line of a traceback, from Python 3.11 on
 # What a busy machine says: of a start that is slow, of ranks that share cores.

@@ -189,7 +189,14 @@ class StartedJob:
             self._watched.read(self.running)
         if received:
             tell(f"{signal.Signals(received[0]).name}: the job has ended", after_output=True)
-        return self._reported(code if self._monitor.code is None else self._monitor.code)
+        code = self._reported(code if self._monitor.code is None else self._monitor.code)
+        if code and not (received or self._failure.is_known or self._watched):
+            tell(
+                f"the job's exit code is {code}, and no rank of this host has reported a failure. Fix: read the lines "
+                "above, which are the launcher's",
+                after_output=True,
+            )
+        return code
 
     def _has_problem(self, marks: scope_marks.Marks) -> bool:
         """Returns whether the job cannot go on, and says why."""
