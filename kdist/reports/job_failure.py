@@ -18,10 +18,15 @@ _ENDS = "ends the job"
 _OF_KDIST = re.compile(LABEL + rb"(?:\[kdist\]|kdist\.errors\.)")
 _FIX = re.compile(rb".*\bFix: (.+)")  # the last one of a line
 _FIX_OF_AN_EXIT = "read its output, and look for what ends a process: `os._exit`, or a library"
+FIX_OF_A_HOST = "check that it runs, and the network that leads to it"
+"""What to do where a host was lost."""
+
 _FIX_OF_A_LOSS = (
     "read its output, and the system log of its host: the kernel kills processes that run out of memory, and "
     "schedulers those that exceed their limits"
 )
+
+_Cause = tuple["int | None", str, str]  # the rank to blame, what failed, how to fix it
 
 
 class JobFailure:
@@ -65,22 +70,21 @@ class JobFailure:
             self._fix = match[1].decode(errors="replace").strip()
 
     def read_launcher(self, text: bytes) -> bool:
-        """Returns whether a launcher's words say which rank failed, and takes it from them.
+        """Returns whether a launcher's words say which rank failed, or which host was lost, and takes it from them.
 
         Args:
             text: bytes, the words.
         """
         failure = failure_in(text.decode(errors="replace"))
-        if failure is None or failure.rank is None:
-            return False
-        self.take(failure)
-        return True
+        if failure is not None:
+            self.take(failure)
+        return failure is not None
 
     def take(self, failure: Failure) -> None:
         """Takes what a launcher has reported, unless one has reported before.
 
         Args:
-            failure: `Failure`, of a rank.
+            failure: `Failure`, of a rank or a host.
         """
         self.is_known = True
         self._said = self._said or failure
@@ -93,30 +97,34 @@ class JobFailure:
             output: str or `None`, the directory of every rank's output.
             directory: str, the job's.
         """
-        if self._report is not None:
-            rank, what, fix = self._report[0].split()[1], self._of_a_rank(*self._report), self._fix
-        elif self._said is not None:
-            rank, what, fix = str(self._said.rank), self._of_a_launcher(self._said), _FIX_OF_A_LOSS
-            if self._said.kind is Kind.EXIT:
-                what, fix = f"{what}, without a message", _FIX_OF_AN_EXIT
-            if place := read_place(directory, self._said.rank):
-                what += f", last seen in {place}"
-        else:
+        if not (cause := self._of_a_rank() or self._of_a_launcher(directory)):
             return ""
-        kept = (
-            f"its output is in {os.path.join(output, f'rank{rank}.err')}, that of the other ranks beside it"
-            if output
-            else "--output DIR keeps the output of each rank"
-        )
+        rank, what, fix = cause
+        kept = "--output DIR keeps the output of each rank"
+        if output:
+            its = f"its output is in {os.path.join(output, f'rank{rank}.err')}, that of the other ranks beside it"
+            kept = f"the output of each rank is in {output}" if rank is None else its
         return f"{what}; the job's exit code is {code}; {kept}" + (f"\nFix: {fix}" if fix else "")
 
-    def _of_a_rank(self, who: str, what: str) -> str:
+    def _of_a_rank(self) -> _Cause | None:
+        if self._report is None:
+            return None
+        who, what = self._report
         line = f" in {self._script}:{self._line_number}" if self._line_number else ""
         if what.startswith(_ENDS):
             cause = re.split(r"\. | Received: ", what[len(_ENDS) :])[0]
             what = f"ended the job{cause or ', for the reason above'}"
-        return f"{who} {what}{line}"
+        return int(who.split()[1]), f"{who} {what}{line}", self._fix
 
-    def _of_a_launcher(self, failure: Failure) -> str:
-        host = failure.host or self._host
-        return f"rank {failure.rank}{f' on host {host}' if host else ''} {failure.text}"
+    def _of_a_launcher(self, directory: str) -> _Cause | None:
+        said = self._said
+        if said is None or said.rank is None:
+            return None if said is None else (None, said.text, FIX_OF_A_HOST)
+        host = said.host or self._host
+        place = read_place(directory, said.rank)
+        is_exit = said.kind is Kind.EXIT
+        who = f"rank {said.rank} on host {host}" if host else f"rank {said.rank}"
+        what = (
+            f"{who} {said.text}{', without a message' if is_exit else ''}{f', last seen in {place}' if place else ''}"
+        )
+        return said.rank, what, _FIX_OF_AN_EXIT if is_exit else _FIX_OF_A_LOSS

@@ -196,12 +196,12 @@ def read(directory: str, lines: Iterable[str] = ()) -> Events:
     return Events(hosts, made_step, tuple(failures), progress, can_leave)
 
 
-def read_place(directory: str, rank: int | None) -> str:
+def read_place(directory: str, rank: int) -> str:
     """Returns where a rank of this host was last seen; empty if unknown.
 
     Args:
         directory: str, the job's.
-        rank: int or `None`, its number.
+        rank: int, its number.
     """
     with contextlib.suppress(OSError):
         return Path(directory, f"{_PLACE}.{rank}").read_text(encoding="utf-8", errors="replace")

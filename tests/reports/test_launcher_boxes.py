@@ -2,7 +2,7 @@
 
 import pytest
 
-from kdist.reports.job_failure import JobFailure
+from kdist.reports.job_failure import FIX_OF_A_HOST, JobFailure
 from kdist.reports.launcher_boxes import BoxFilter, UnlabelledFilter
 from kdist.restarts.report import Failure, Kind, OwnReports
 
@@ -104,6 +104,13 @@ def test_the_summary_of_a_rank_that_only_mpirun_reports():
     exited = f"{RULE}prterun detected that\n\n   Process name: [prterun-vm-7@1,3]\n   Exit code:    5\n{RULE}"
     assert summary(exited).startswith("rank 3 exited with code 5, without a message; ")
     assert summary(f"{exited}{REPORT}").startswith("rank 1 of 2 on host vm raised ValueError in train.py:12")
+
+
+def test_the_summary_of_a_host_that_was_lost():
+    lost = f"{RULE}PRTE has lost communication with a remote daemon.\n  Remote daemon: [p@0,1] on node b\n{RULE}"
+    assert filtered(f"a\n{lost}", 7) == "a\n"
+    assert summary(lost) == f"host b was lost; the job's exit code is 1{HINT}\nFix: {FIX_OF_A_HOST}"
+    assert "; the output of each rank is in logs\n" in summary(lost, "logs")
 
 
 def test_the_summary_is_of_the_first_report():

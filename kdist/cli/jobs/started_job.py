@@ -189,14 +189,8 @@ class StartedJob:
             self._watched.read(self.running)
         if received:
             tell(f"{signal.Signals(received[0]).name}: the job has ended", after_output=True)
-        code = self._reported(code if self._monitor.code is None else self._monitor.code)
-        if code and not (received or self._failure.is_known or self._watched):
-            tell(
-                f"the job's exit code is {code}, and no rank of this host has reported a failure. Fix: read the lines "
-                "above, which are the launcher's",
-                after_output=True,
-            )
-        return code
+        code = code if self._monitor.code is None else self._monitor.code
+        return self._reported(code, is_explained=bool(received or self._watched))
 
     def _has_problem(self, marks: scope_marks.Marks) -> bool:
         """Returns whether the job cannot go on, and says why."""
@@ -208,12 +202,17 @@ class StartedJob:
             append_failure(self.running, Failure(Kind.DISAGREEMENT, problem))
         return bool(problem)
 
-    def _reported(self, code: int) -> int:
+    def _reported(self, code: int, *, is_explained: bool) -> int:
         """Says how the job has ended, and returns its exit code, which is not 0 if a rank was lost."""
+        lost = sorted((name for name in os.listdir(self.running) if name.isdigit()), key=int)
+        if code == 0 and lost and self._has_hosts:
+            # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
+            tell(f"rank {', '.join(lost)} failed, but {self._command.argv[0]} reported success", after_output=True)
+            code, is_explained = 1, True
         for reported in scope_marks.read_report(self.running).encode().splitlines():
             self._failure.read(reported)
         for failure in report.read(self.running).failures:
-            if failure.from_launcher and failure.rank is not None:
+            if failure.from_launcher:
                 self._failure.take(failure)
         summary = self._failure.summary(code, self._output, self.running) if code else ""
         if self._output is not None and not summary:
@@ -222,11 +221,12 @@ class StartedJob:
             tell(line, after_output=place == 0)
         if code == 0 and (remark := scope_marks.read(self.running).remark()):
             tell(remark)
-        lost = sorted((name for name in os.listdir(self.running) if name.isdigit()), key=int)
-        if code == 0 and lost and self._has_hosts:
-            # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
-            tell(f"rank {', '.join(lost)} failed, but {self._command.argv[0]} reported success")
-            return 1
+        if code and not (is_explained or self._failure.is_known):
+            tell(
+                f"the job's exit code is {code}, and no rank of this host has reported a failure. Fix: read the lines "
+                "above, which are the launcher's",
+                after_output=True,
+            )
         return code
 
 
