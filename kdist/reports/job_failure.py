@@ -124,7 +124,6 @@ class JobFailure:
         place = read_place(directory, said.rank)
         is_exit = said.kind is Kind.EXIT
         who = f"rank {said.rank} on host {host}" if host else f"rank {said.rank}"
-        what = (
-            f"{who} {said.text}{', without a message' if is_exit else ''}{f', last seen in {place}' if place else ''}"
-        )
+        how = f"{said.text}, without a message" if is_exit else said.text
+        what = f"{who} {how}, last seen in {place}" if place else f"{who} {how}"
         return said.rank, what, _FIX_OF_AN_EXIT if is_exit else _FIX_OF_A_LOSS
