@@ -114,6 +114,13 @@ class UnlabelledFilter(_LineFilter):
         failure: `JobFailure`, which learns what ranks and horovodrun say.
     """
 
+    def finish(self) -> bytes:
+        """Returns what was held back and is shown in the end."""
+        of_a_rank = b""
+        if _LABELLED.match(self._line):  # it has not ended its last line
+            of_a_rank, self._line, self._num_shown = self._line[self._num_shown :], b"", 0
+        return of_a_rank + super().finish()
+
     def _show(self, line: bytes) -> bytes:
         if _LABELLED.match(line):
             self._failure.read(line.rstrip(b"\n"))

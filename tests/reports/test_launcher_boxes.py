@@ -154,6 +154,10 @@ def test_what_horovodrun_says_is_left_out_once_it_is_known(words, size):
     assert filtered(f"Launching\n{OF_ITS_RANKS}{words}{RANK_0}", size, UnlabelledFilter) == f"Launching\n{RANK_0}"
 
 
+def test_the_last_words_of_a_rank_are_shown():
+    assert filtered(f"{OF_HOROVODRUN}[0]<stdout>:half a line", 7, UnlabelledFilter) == "[0]<stdout>:half a line"
+
+
 def test_what_horovodrun_says_is_shown_where_no_rank_is_named():
     words = "Traceback (most recent call last):\n  File\nValueError: no slots\n"
     assert filtered(RANK_0 + "\n" + words, 7, UnlabelledFilter) == RANK_0 + "\n" + words
