@@ -238,7 +238,8 @@ def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:
         from kdist.reports import failure
 
         hook = failure.install(engine.abort, engine.rank, engine.size, engine.explain)
-        _opened.heartbeat = _start_heartbeat(engine, hook.fail)
+        heartbeat = _opened.heartbeat = _start_heartbeat(engine, hook.fail)
+        hook.may_report = None if heartbeat is None else heartbeat.may_report
     return engine
 
 

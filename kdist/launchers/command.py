@@ -22,11 +22,13 @@ class Command:
         argv: tuple of str, the program and its arguments.
         env: mapping of variable name to value, added to this process's own environment.
         prints_boxes: bool, whether the launcher itself reports a failure, in boxes, after the rank has.
+        prints_labels: bool, whether it labels what ranks print, so that all other lines are its own.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prints_boxes: bool = False
+    prints_labels: bool = False
 
     def __str__(self) -> str:
         return shlex.join([*(f"{name}={value}" for name, value in sorted(self.env.items())), *self.argv])

@@ -80,4 +80,4 @@ def build(
         directory = os.path.dirname(mpirun.path)
         if search_path.split(os.pathsep)[0] != directory:
             settings["PATH"] = os.pathsep.join([directory, search_path])
-    return Command((horovodrun, *options, *extra, *program), {**settings, **(env or {})})
+    return Command((horovodrun, *options, *extra, *program), {**settings, **(env or {})}, prints_labels=True)

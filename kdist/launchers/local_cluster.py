@@ -26,7 +26,6 @@ from kdist.launchers.hosts.host import check_slots
 from kdist.launchers.hosts.ports import free_ports
 from kdist.launchers.nodes import START_TIMEOUT, Node, met
 from kdist.launchers.process import stop_signals
-from kdist.reports.output import REPORT_PREFIX
 from kdist.restarts.launcher_words import killed_by
 from kdist.restarts.report import Failure, Kind, append_failure
 
@@ -213,32 +212,19 @@ def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[i
             continue
         if code < 0 and rank in restarts and all(other for other, _ in ranks.values()):
             continue  # rank 0, the chief, has finished and does not wait for this rank
-        if code < 0:
-            # A process that is killed by a signal reports nothing itself.
-            _LOG.error(
-                "%s%d of %d was killed by %s. Fix: read what it printed, and the system log of its host: the kernel "
-                "kills processes that run out of memory.",
-                REPORT_PREFIX.removeprefix("[kdist] "), rank, np, _name(-code),
-            )  # fmt: skip
-            if restarts.get(rank):
-                restarts[rank] -= 1
-                _LOG.warning("rank %d is restarted", rank)
-                start(rank)
-                continue
-        else:
-            # It may have reported nothing: after `os._exit`, or before kdist was used.
-            _LOG.error("the job ends: rank %d of %d exited with code %d", rank, np, code)
-        if reports is not None:
-            kind, text = (Kind.SIGNAL, killed_by(-code)) if code < 0 else (Kind.EXIT, f"exited with code {code}")
+        # It may have reported nothing: killed by a signal, after `os._exit`, or before kdist was used.
+        kind, text = (Kind.SIGNAL, killed_by(-code)) if code < 0 else (Kind.EXIT, f"exited with code {code}")
+        if code < 0 and restarts.get(rank):
+            restarts[rank] -= 1
+            _LOG.warning("rank %d of %d %s, and is restarted", rank, np, text)
+            start(rank)
+            continue
+        if reports is None:
+            _LOG.error("the job ends: rank %d of %d %s", rank, np, text)
+        else:  # `kdist run` sums it up
             append_failure(reports, Failure(kind, text, rank, platform.node(), from_launcher=True))
         return 128 - code if code < 0 else code
     return 0
-
-
-def _name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"
 
 
 def _terminate(ranks: _Ranks) -> None:

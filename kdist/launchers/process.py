@@ -42,11 +42,16 @@ def run(
         The exit code.
     """
     with received_signals() as received, started(command, stderr) as job:
-        return job.follow(received, on_signal, must_end)
+        code = job.follow(received, on_signal, must_end)
+        if received:
+            _LOG.warning("%s: the job has ended", signal.Signals(received[0]).name)
+        return code
 
 
 @contextlib.contextmanager
-def started(command: Command, stderr: Filter | None = None, *, reads_input: bool = True) -> Iterator[Job]:
+def started(
+    command: Command, stderr: Filter | None = None, stdout: Filter | None = None, *, reads_input: bool = True
+) -> Iterator[Job]:
     """Starts a job, yields it, and leaves no process of it behind.
 
     It inherits the standard streams.
@@ -54,6 +59,7 @@ def started(command: Command, stderr: Filter | None = None, *, reads_input: bool
     Args:
         command: `Command`, which starts the job.
         stderr: `Filter` or `None`, through which the launcher's standard error passes.
+        stdout: the same of its standard output.
         reads_input: bool, whether it inherits standard input, too.
 
     Raises:
@@ -66,6 +72,7 @@ def started(command: Command, stderr: Filter | None = None, *, reads_input: bool
                 command.argv,
                 env={**os.environ, **command.env},
                 stdin=None if reads_input else subprocess.DEVNULL,
+                stdout=None if stdout is None else subprocess.PIPE,
                 stderr=None if stderr is None else subprocess.PIPE,
                 start_new_session=True,
             )
@@ -74,7 +81,7 @@ def started(command: Command, stderr: Filter | None = None, *, reads_input: bool
                 f"The launcher cannot be started. Received: {err} from `{command}`. Expected a program that runs. "
                 "Fix: check that it is installed and executable; `kdist env` shows which one is used."
             ) from err
-        job = Job(process, stderr)
+        job = Job(process, stderr, stdout)
         try:
             guard_session(process.pid)
             yield job
@@ -88,15 +95,19 @@ class Job:
     Args:
         process: `subprocess.Popen`, the launcher.
         stderr: `Filter` or `None`, through which its standard error passes.
+        stdout: the same of its standard output.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], stderr: Filter | None) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], stderr: Filter | None, stdout: Filter | None = None) -> None:
         self._process = process
-        self._reader = threading.Thread(target=_copy, args=(process.stderr, stderr), name="kdist-stderr", daemon=True)
-        self._has_reader = stderr is not None
         self._has_ended = False
-        if self._has_reader:
-            self._reader.start()
+        streams = [(process.stdout, 1, stdout), (process.stderr, 2, stderr)]
+        filtered = [each for each in streams if each[2] is not None]
+        self._readers = [
+            threading.Thread(target=_copy, args=each, name="kdist-output", daemon=True) for each in filtered
+        ]
+        for reader in self._readers:
+            reader.start()
 
     @property
     def is_running(self) -> bool:
@@ -129,7 +140,6 @@ class Job:
             on_signal()
         code = self.end()
         if received:
-            _LOG.warning("%s: the job has ended", signal.Signals(received[0]).name)
             return 128 + received[0]
         if ends:
             return 1
@@ -141,23 +151,23 @@ class Job:
             self._has_ended = True
             end_session(self._process.pid)
             self._process.wait()
-            if self._has_reader:
-                self._reader.join(_GRACE_OF_RANKS)  # a process that outlives the job may hold the pipe
+            for reader in self._readers:
+                reader.join(_GRACE_OF_RANKS)  # a process that outlives the job may hold the pipe
         return self._process.returncode
 
 
-def _copy(reading: IO[bytes], stderr: Filter) -> None:
-    """Copies the launcher's standard error to that of this process, and closes it."""
+def _copy(reading: IO[bytes], target: int, through: Filter) -> None:
+    """Copies the launcher's output to that of this process through a filter, and closes it."""
     with reading:
         while piece := os.read(reading.fileno(), 1 << 16):
-            _write(stderr.feed(piece))
-    _write(stderr.finish())
+            _write(target, through.feed(piece))
+    _write(target, through.finish())
 
 
-def _write(piece: bytes) -> None:
+def _write(target: int, piece: bytes) -> None:
     with contextlib.suppress(OSError):  # a closed terminal must not stop the ranks
         while piece:
-            piece = piece[os.write(2, piece) :]
+            piece = piece[os.write(target, piece) :]
 
 
 def stop_signals() -> list[signal.Signals]:

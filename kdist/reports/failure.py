@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from kdist.reports.output import REPORT_PREFIX
+from kdist.reports.output import BEGINS_LINE, REPORT_PREFIX
 from kdist.reports.scope_marks import own_scopes
 from kdist.reports.traceback_text import traceback_text
 from kdist.restarts.report import Kind, own_reports
@@ -22,7 +22,7 @@ INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C ended
 # Seconds that a rank waits before it reports an error, because another rank may report the cause and end the job.
 _DELAY = 1.0
 _DELAY_ON_ALL_RANKS = 2.0  # where rank 0 is known to raise the same error
-_DELAY_OF_CONSEQUENCES = 5.0  # where this rank fails because another one did
+_DELAY_OF_CONSEQUENCES = 5.0  # where this rank fails because another one did, or another one reports a failure
 _EXIT_TIMEOUT = 10.0  # seconds after which a process that does not exit is ended
 
 OUTPUT_DELAY = 0.3
@@ -39,11 +39,13 @@ class FailureHook:
         rank: int, this process's number.
         size: int, the number of processes.
         explain: `None`, or a function of an error that returns a more precise one or `None`.
+        may_report: `None`, or a function that returns whether no other rank reports a failure.
         before_abort: `None`, or a function of the exit code that is called after the report and before `abort`.
         previous: the hook that was set before; it prints the traceback if it is not Python's own.
     """
 
     explain: Callable[[BaseException], BaseException | None] | None = None
+    may_report: Callable[[], bool] | None = None
     before_abort: Callable[[int], None] | None = None
 
     def __init__(self, abort: Callable[[int], NoReturn], rank: int, size: int):
@@ -64,9 +66,10 @@ class FailureHook:
             time.sleep(_DELAY_OF_CONSEQUENCES)
         elif self.rank > 0:
             time.sleep(_DELAY_ON_ALL_RANKS if getattr(error, "on_all_ranks", False) else _DELAY)
+        is_reported = True
         with contextlib.suppress(Exception):
-            self._report(kind, error, trace, explained)
-        time.sleep(OUTPUT_DELAY)
+            is_reported = self._report(kind, error, trace, explained)
+        time.sleep(OUTPUT_DELAY if is_reported else _DELAY_OF_CONSEQUENCES)
         self.end(code)
 
     def end(self, code: int) -> NoReturn:
@@ -95,8 +98,9 @@ class FailureHook:
         limit = threading.Timer(_EXIT_TIMEOUT, os._exit, [1])
         limit.daemon = True
         limit.start()
-        if message:
-            self._write(f"{self._header()} ends the job: {message}\n")
+        report = f"{self._header()} ends the job: {message}\n"
+        if message and own_scopes.failed(report):
+            sys.stderr.write(BEGINS_LINE + report)
             time.sleep(OUTPUT_DELAY)
         self.end(1)
 
@@ -106,27 +110,29 @@ class FailureHook:
         error: BaseException,
         trace: TracebackType | None,
         explained: BaseException | None,
-    ) -> None:
+    ) -> bool:
+        """Reports the error, unless another rank reports one; returns whether it has."""
         report(error, is_consequence=getattr(explained or error, "is_consequence", False))
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        # One write each, so that the lines of two ranks do not mix.
+        is_printed_here = self.previous is sys.__excepthook__
         if isinstance(error, SystemExit):
             message = "" if isinstance(error.code, int) else f": {error.code}"
-            self._write(f"{self._header()} exited with code {exit_code(error)}{message}\n")
+            text, is_printed_here = f"{self._header()} exited with code {exit_code(error)}{message}\n", True
         else:
-            header = f"{self._header()} raised {kind.__name__}:\n"
-            if self.previous is sys.__excepthook__:
-                self._write(header + traceback_text(kind, error, trace, os.environ))
-            else:
-                self._write(header)
-                self.previous(kind, error, trace)
+            trace_text = traceback_text(kind, error, trace, os.environ) if is_printed_here else ""
+            text = f"{self._header()} raised {kind.__name__}:\n{trace_text}"
+        # Before the write, which may block for ever.
+        if not (own_scopes.failed(text) and (self.may_report is None or self.may_report())):
+            if own_scopes.directory is not None and self.rank > 0:  # what has no mark goes to its file alone
+                sys.stderr.write(text.replace(REPORT_PREFIX, "kdist, another rank having reported a failure: rank ", 1))
+            return False
+        sys.stderr.write(BEGINS_LINE + text)  # one write, so that the lines of two ranks do not mix
+        if not is_printed_here:
+            self.previous(kind, error, trace)
         if explained is not None:
             sys.stderr.write(f"[kdist] Explanation: {explained}\n")
-
-    def _write(self, report: str) -> None:
-        own_scopes.failed(report)  # before the write, which may block for ever
-        sys.stderr.write(report)
+        return True
 
     def _header(self) -> str:
         return f"{REPORT_PREFIX}{self.rank} of {self.size} on host {platform.node()}"

@@ -1,4 +1,4 @@
-"""Reports the first rank that died without an error message, under launchers that then kill the ranks that could.
+"""Detects the first rank that died without an error message, under launchers that then kill the ranks that could.
 
 Hydra, the mpirun of MPICH and Intel MPI, names a process id or nothing. So each rank registers with `kdist run`, which
 sees which one exits first.
@@ -14,14 +14,12 @@ import platform
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from kdist.reports.failure import OUTPUT_DELAY
-from kdist.reports.output import REPORT_PREFIX
 from kdist.restarts.launcher_words import killed_by
 from kdist.restarts.report import Failure, Kind, append_failure
 
@@ -190,11 +188,6 @@ class FailureMonitor:
         number, _, host = rank.name.partition(" of ")
         host = host.rpartition(" ")[2]
         append_failure(self._directory, Failure(kind, how, int(number), host, from_launcher=True))
-        with contextlib.suppress(OSError, ValueError):  # stderr is closed
-            sys.stderr.write(
-                f"{REPORT_PREFIX}{rank.name} {how} without an error message. Fix: read its output and the system log "
-                "of its host; the kernel kills processes that run out of memory.\n"
-            )
         if code is not None and rank.files:
             time.sleep(OUTPUT_DELAY)
             with contextlib.suppress(OSError):

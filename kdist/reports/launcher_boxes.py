@@ -1,48 +1,40 @@
-"""Leaves out what Open MPI's mpirun says of a failure that a rank has reported, and sums the failure up."""
+"""Leaves out what the launchers that are not kdist's say of a failure, once it is known what failed."""
 
 from __future__ import annotations
 
-import os
 import re
 
-from kdist.restarts.launcher_words import failure_in
-from kdist.restarts.report import Kind
+from kdist.reports.job_failure import LABEL, JobFailure
+from kdist.reports.output import without_startup_lines
 
-_LABEL = rb"(?:\[rank \d+ [\d:]+\] )?"  # of --tee
-_REPORT = re.compile(
-    _LABEL + rb"\[kdist\] (rank \d+ of \d+ on host \S+) (raised [\w.]+|(?:exited with code \d+|ends the job)(?:: .*)?)"
-)
-_ENDS = "ends the job"
-_OF_KDIST = re.compile(_LABEL + rb"(?:\[kdist\]|kdist\.errors\.)")
-_FIX = re.compile(rb".*\bFix: (.+)")  # the last one of a line
-_LINES_OF_A_CAUSE = 3  # of a sentence about a rank, in a box
+_WIDTH_OF_MPIRUN = 74
 _RULE = re.compile(rb"-{60,}\r?\n")
+_RULE_OF_MPIRUN = re.compile(rb"-{%d}\r?\n" % _WIDTH_OF_MPIRUN)
 _OF_MPIRUN = re.compile(rb"prterun|mpirun|MPI_ABORT|PRTE")
+_SAYS_NOTHING = re.compile(rb"Primary job\s+terminated normally, but")  # a box of Open MPI 4; another one follows it
 _ERROR_OF_MPIRUN = re.compile(rb"\[[^\]\s]+:\d+\] PMIX ERROR")
 _MAX_LINES = 40  # of a box; with more it is none
 
+_LABELLED = re.compile(rb"\[\d+,?\d*\]<std(?:err|out)>:")
+_OF_A_SHELL = re.compile(rb"\[\d+,?\d*\]<stderr>: ?(?:Killed|Terminated)\s*")  # in which horovodrun starts a rank
+_OF_A_LOSS = re.compile(LABEL + rb"(?:.*Local rendezvous is aborting with status: |\t \[\[\{\{)")  # of TensorFlow's
+_WORDS_OF_AN_END = rb"Process \d+ exit with status code -?\d+\.|Terminating remaining workers after failure of Process"
+_AFTER_A_LINE = re.compile(rb"(?:%s).*" % _WORDS_OF_AN_END)  # which a rank has not ended
+_OF_AN_END = re.compile(rb"-{60,}|Traceback \(most recent|%s" % _WORDS_OF_AN_END)
 
-class BoxFilter:
-    """A filter of the launcher's standard error. Before a rank has reported a failure, all passes through at once.
+
+class _LineFilter:
+    """A filter of a stream by whole lines; the beginning of a line is shown where that is allowed.
 
     Args:
-        script: str, the script, of which the summary gives the line.
+        failure: `JobFailure`, which learns what ranks and the launcher say.
     """
 
-    def __init__(self, script: str = "") -> None:
-        self._frame = re.compile(_LABEL + rb'  File "%s", line (\d+)' % re.escape(os.path.abspath(script).encode()))
-        self._script = os.path.basename(script)
+    def __init__(self, failure: JobFailure) -> None:
+        self._failure = failure
+        self._held: list[bytes] = []  # whole lines
         self._line = b""  # the last one, if it has not ended
-        self._box: list[bytes] = []
-        self._report: tuple[str, str] | None = None
-        self._line_number = ""
-        self._fix = ""
-        self._last: list[bytes] = []  # of the lines before a report
-        self._is_known = False
-
-    def know(self) -> None:
-        """Leaves out boxes from now on: kdist itself has said what failed."""
-        self._is_known = True
+        self._num_shown = 0  # bytes of it that have been shown
 
     def feed(self, piece: bytes) -> bytes:
         """Returns what is shown of the next output.
@@ -50,90 +42,94 @@ class BoxFilter:
         Args:
             piece: bytes.
         """
-        shown = b"" if self._is_known else piece
         *lines, rest = (self._line + piece).split(b"\n")
-        for place, line in enumerate(lines):
-            if self._is_known:
-                shown += self._show(line + b"\n")
-            else:
-                self._look(line)
-                if self._is_known:  # from the next line on
-                    tail = b"\n".join([*lines[place + 1 :], rest])
-                    shown = piece[: len(piece) - len(tail)] if len(tail) <= len(piece) else b""
+        shown = b""
+        for line in lines:
+            shown += self._show(line + b"\n")[self._num_shown :]
+            self._num_shown = 0
         self._line = rest
+        beginning = self._shown_beginning(rest)
+        shown += beginning[self._num_shown :]
+        self._num_shown = max(self._num_shown, len(beginning))
         return shown
 
     def finish(self) -> bytes:
         """Returns what was held back and is shown in the end."""
-        held = b"".join(self._box) + (self._line if self._is_known else b"")
+        held = b"".join(self._held) + self._line[self._num_shown :]
+        self._held, self._line, self._num_shown = [], b"", 0
         # mpirun's last box may end in a NUL.
-        return b"" if _OF_MPIRUN.search(held) or not held.strip(b" \0\r\n") else held
-
-    def summary(self, code: int, output: str | None = None) -> str:
-        """Returns what failed, and below it how to fix it if kdist knows; empty if nothing is known.
-
-        Args:
-            code: int, the exit code of the job.
-            output: str or `None`, the directory of every rank's output.
-        """
-        if self._report is None:
-            return ""
-        rank = self._report[0].split()[1]
-        kept = (
-            f"its output is in {os.path.join(output, f'rank{rank}.err')}, that of the other ranks beside it"
-            if output
-            else "--output DIR keeps the output of each rank"
-        )
-        fix = f"\nFix: {self._fix}" if self._fix else ""
-        return f"{self._failure()}; the job's exit code is {code}; {kept}{fix}"
-
-    def _failure(self) -> str:
-        if self._report is None:
-            return ""
-        who, what = self._report
-        line = f" in {self._script}:{self._line_number}" if self._line_number else ""
-        how = what
-        if what.startswith(_ENDS):
-            cause = re.split(r"\. | Received: ", what[len(_ENDS) :])[0]
-            how = f"ended the job{cause or ', for the reason above'}"
-        return f"{who} {how}{line}"
-
-    def _look(self, line: bytes) -> None:
-        if match := _REPORT.match(line):
-            self._report = match[1].decode(), match[2].decode()
-            self._is_known = True
-            self._look_for_fix(line)
-            return
-        self._last = [*self._last, line][-_LINES_OF_A_CAUSE:]
-        failure = failure_in(b"\n".join(self._last).decode(errors="replace"))
-        if failure is None or failure.rank is None:
-            return
-        where = f" on host {failure.host}" if failure.host else ""
-        if failure.kind is Kind.SIGNAL:
-            self._report = f"rank {failure.rank}{where}", failure.text
-            self._fix = (
-                "read its output, and the system log of its host: the kernel kills processes that run out of memory, "
-                "and schedulers those that exceed their limits"
-            )
-        else:
-            self._report = f"rank {failure.rank}{where}", f"{failure.text}, without a message"
-            self._fix = "read its output, and look for what ends a process: `os._exit`, or a library"
-
-    def _look_for_fix(self, line: bytes) -> None:
-        if _OF_KDIST.match(line) and (match := _FIX.match(line)):
-            self._fix = match[1].decode(errors="replace").strip()
+        return b"" if not held.strip(b" \0\r\n") or self._is_known(held) else held
 
     def _show(self, line: bytes) -> bytes:
-        if not self._box:
-            if _RULE.fullmatch(line):
-                self._box = [line]
+        """Returns what is shown after a line has ended."""
+        raise NotImplementedError
+
+    def _shown_beginning(self, line: bytes) -> bytes:
+        """Returns what is shown of a line before it has ended."""
+        raise NotImplementedError
+
+    def _is_known(self, words: bytes) -> bool:
+        """Returns whether what the launcher says is known, now that it has been read."""
+        return self._failure.read_launcher(words) or self._failure.is_known
+
+
+class BoxFilter(_LineFilter):
+    """A filter of the standard error of Open MPI's mpirun: it leaves out boxes that say what is known.
+
+    Before anything is known, all passes through at once, but what may be a box that names the rank that failed.
+
+    Args:
+        failure: `JobFailure`, which learns what ranks and boxes say.
+    """
+
+    def _show(self, line: bytes) -> bytes:
+        if not self._held:
+            # A script's own line of that length waits for its next line; others are shown at once.
+            if (_RULE if self._failure.is_known else _RULE_OF_MPIRUN).fullmatch(line) and not self._num_shown:
+                self._held = [line]
                 return b""
-            if match := self._frame.match(line):
-                self._line_number = match[1].decode()
-            self._look_for_fix(line)
-            return b"" if _ERROR_OF_MPIRUN.match(line) else line
-        self._box.append(line)
-        if not _RULE.fullmatch(line) and len(self._box) < _MAX_LINES:
+            self._failure.read(line.rstrip(b"\n"))
+            return b"" if self._failure.is_known and _ERROR_OF_MPIRUN.match(line) else line
+        self._held.append(line)
+        is_box = self._failure.is_known or _OF_MPIRUN.search(self._held[1]) or _SAYS_NOTHING.search(self._held[1])
+        if is_box and not _RULE.fullmatch(line) and len(self._held) < _MAX_LINES:
             return b""
-        box, self._box = b"".join(self._box), []
-        return b"" if _OF_MPIRUN.search(box) else box
+        box, self._held = b"".join(self._held), []
+        return b"" if self._is_known(box) else box
+
+    def _shown_beginning(self, line: bytes) -> bytes:
+        may_be_rule = not line.strip(b"-") and len(line) <= _WIDTH_OF_MPIRUN
+        return b"" if self._failure.is_known or self._held or may_be_rule else line
+
+    def _is_known(self, words: bytes) -> bool:
+        return bool(_SAYS_NOTHING.search(words) or (_OF_MPIRUN.search(words) and super()._is_known(words)))
+
+
+class UnlabelledFilter(_LineFilter):
+    """A filter of a stream of horovodrun's, which labels what ranks print: other lines are its own.
+
+    What it says when the job ends is held back, and left out if it is known what failed.
+
+    Args:
+        failure: `JobFailure`, which learns what ranks and horovodrun say.
+    """
+
+    def finish(self) -> bytes:
+        """Returns what was held back and is shown in the end."""
+        of_a_rank = b""
+        if _LABELLED.match(self._line):  # it has not ended its last line
+            of_a_rank, self._line, self._num_shown = self._line[self._num_shown :], b"", 0
+        return of_a_rank + super().finish()
+
+    def _show(self, line: bytes) -> bytes:
+        if _LABELLED.match(line):
+            self._failure.read(line.rstrip(b"\n"))
+            return b"" if _OF_A_SHELL.fullmatch(line) or _OF_A_LOSS.match(line) else _AFTER_A_LINE.sub(b"", line)
+        if self._held or self._failure.is_known or _OF_AN_END.match(line):
+            self._held.append(line)
+            return b""
+        return without_startup_lines(line)  # rank 0 shows them
+
+    def _shown_beginning(self, line: bytes) -> bytes:
+        is_progress_bar = _LABELLED.match(line) and b"\r" in line
+        return _AFTER_A_LINE.sub(b"", line) if is_progress_bar else b""

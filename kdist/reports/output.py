@@ -15,11 +15,15 @@ from typing import NoReturn
 REPORT_PREFIX = "[kdist] rank "
 """The beginning of a failing rank's report."""
 
+BEGINS_LINE = "\n"
+"""What comes before a text at the end of a job: rank 0 may have left a line without an end, such as a progress bar."""
+
 # What makes a buffered stderr be shown: kdist's reports, and those of Python's faulthandler.
 _FAILURE_MARKS = (REPORT_PREFIX.encode(), b"Fatal Python error: ")
-# What TensorFlow's C++ code writes below its errors: the CPU, the GPUs that there are not.
+# What TensorFlow's C++ code writes below its errors: the CPU, the GPUs that there are not, the end of a dataset.
 _STARTUP_LINE = re.compile(
-    rb"^(?:WARNING: All log messages before absl::InitializeLog.*|[IW]\d{4} \d\d:\d\d:\d\d.*|"
+    rb"^(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I .*|\t \[\[\{\{node IteratorGetNext\}\}\]\]|"
+    rb"WARNING: All log messages before absl::InitializeLog.*|[IW]\d{4} \d\d:\d\d:\d\d.*|"
     rb"[IWE]0{4} 00:00:\d+\.\d+ .*(?:cudart|cuda_platform|cpu_feature_guard|cuInit|gpu_device).*|"
     rb"To enable the following instructions:.*rebuild TensorFlow.*)\n",
     re.MULTILINE,
@@ -116,7 +120,7 @@ def _copy(reading: int, shown: int, file: int, until_failure: bool, label: str) 
 
 
 def without_startup_lines(text: bytes) -> bytes:
-    """Returns what a rank has written without what TensorFlow says at each start: rank 0 has shown it.
+    """Returns what a rank has written without what TensorFlow says on every rank: rank 0 has shown it.
 
     Args:
         text: bytes.

@@ -60,15 +60,21 @@ class OwnScopes:
         if not self.was_entered and not self.trains_alone:
             self._mark(_NEVER_WITH_KERAS if used_keras else _NEVER)
 
-    def failed(self, report: str) -> None:
-        """Records the report of a failure, unless another rank's is there.
+    def failed(self, report: str) -> bool:
+        """Records the report of a failure, unless another rank's is there; returns whether it is not.
 
         Args:
             report: str, as printed.
         """
         if self.directory is not None:
-            with contextlib.suppress(OSError), (self.directory / _REPORT).open("x", encoding="utf-8") as file:
-                file.write(report)
+            try:
+                with (self.directory / _REPORT).open("x", encoding="utf-8") as file:
+                    file.write(report)
+            except FileExistsError:
+                return False
+            except OSError:  # on another host than `kdist run`
+                pass
+        return True
 
     def _mark(self, kind: str) -> None:
         if self.directory is not None:

@@ -20,6 +20,7 @@ LINE_PREFIX = "[kdist-event] "
 """The beginning of a line of standard error that is an event."""
 
 _FILE = "events.jsonl"  # in the job's directory
+_PLACE = "place"  # of a rank, in the job's directory
 _MAX_TEXT = 1000  # characters of a message: a line must be written at once
 
 
@@ -76,6 +77,19 @@ class OwnReports:
     rank: int = 0
     job: str = ""
     is_resized: bool = False
+    _place: str = ""
+
+    def is_at(self, place: str) -> None:
+        """Records where this rank is, for a `kdist run` of its host, which may find it killed.
+
+        Args:
+            place: str, a method and a line of the script; empty if unknown.
+        """
+        if self.running is None or place in ("", self._place):
+            return
+        self._place = place
+        with contextlib.suppress(OSError):
+            (self.running / f"{_PLACE}.{self.rank}").write_text(place, encoding="utf-8")
 
     def reached_scope(self) -> None:
         """Reports that this rank has entered a scope."""
@@ -180,6 +194,18 @@ def read(directory: str, lines: Iterable[str] = ()) -> Events:
             else:
                 failures.append(Failure(**{**event, "kind": Kind(event["kind"])}))
     return Events(hosts, made_step, tuple(failures), progress, can_leave)
+
+
+def read_place(directory: str, rank: int) -> str:
+    """Returns where a rank of this host was last seen; empty if unknown.
+
+    Args:
+        directory: str, the job's.
+        rank: int, its number.
+    """
+    with contextlib.suppress(OSError):
+        return Path(directory, f"{_PLACE}.{rank}").read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _encoded(failure: Failure) -> dict[str, Any]:

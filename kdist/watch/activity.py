@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from kdist._user_code import UNKNOWN_LINE, is_users, user_line
+from kdist._user_code import UNKNOWN_LINE, is_kdists, is_users, user_line
 from kdist.watch.failure_detector import IN_A_GRAPH
 
 _LINE_AFTER = 1.0  # seconds without a change, after which a report has the line of the script
@@ -168,9 +168,13 @@ def _main_stack() -> list[tuple[FrameType, int]]:
 
 
 def _other_threads() -> list[FrameType]:
-    """Returns the innermost frames of the other Python threads: a user's generator runs in a thread of TensorFlow."""
+    """Returns the innermost frames of the other Python threads: a user's generator runs in a thread of TensorFlow.
+
+    Those in which kdist itself waits are left out.
+    """
     excluded = {threading.main_thread().ident, threading.get_ident()}
-    return [frame for ident, frame in sys._current_frames().items() if ident not in excluded]
+    frames = [frame for ident, frame in sys._current_frames().items() if ident not in excluded]
+    return [frame for frame in frames if not is_kdists(frame.f_code.co_filename)]
 
 
 def _relevant(stack: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:

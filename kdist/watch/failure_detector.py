@@ -58,6 +58,7 @@ class Failure:
         is_fatal: bool, whether the job must end; otherwise it is a warning.
         ranks: tuple of int, the ranks at fault.
         text: str, the message: received, expected, how to fix it.
+        stacks: str, below it, the stacks of the ranks at fault; empty if unknown.
         kind: `Kind`, what a supervisor makes of it.
     """
 
@@ -65,6 +66,7 @@ class Failure:
     ranks: tuple[int, ...]
     text: str
     kind: Kind = Kind.DISAGREEMENT
+    stacks: str = ""
 
 
 def detect_failure(reports: Sequence[RankReport], stall_timeout: float | None, *, is_strict: bool) -> Failure | None:
@@ -141,7 +143,8 @@ def _mismatch(reports: Sequence[RankReport], skew: float) -> Failure | None:
                     (first.rank, other.rank),
                     f"Ranks make different calls. Received: {_call(first, other)}; {_call(other, first)}. Expected the "
                     "same call with the same tensors on every rank. Fix: look for a branch, a shape or a number of "
-                    f"steps that depends on the rank.{_stacks([first, other])}",
+                    "steps that depends on the rank.",
+                    stacks=_stacks([first, other]),
                 )
     return None
 
@@ -159,7 +162,8 @@ def _deadlock(reports: Sequence[RankReport], skew: float) -> Failure | None:
                     (first.rank, other.rank),
                     f"All ranks wait for each other. Received: {_call(first, first)}; {_call(other, other)}. Expected "
                     "both in one collective, or one to send what the other receives. Fix: let the ranks of a group "
-                    f"make the same calls in the same order, and send before they receive.{_stacks([first, other])}",
+                    "make the same calls in the same order, and send before they receive.",
+                    stacks=_stacks([first, other]),
                 )
     return None
 
@@ -196,8 +200,9 @@ def _stalled(reports: Sequence[RankReport], stall_timeout: float | None, is_stri
         f"{_names(others)} waits in {_place(others[0])} for {seconds:.0f} s. Received: "
         f"{'; '.join(map(_state, at_fault))}. Expected every rank to arrive within stall_timeout={stall_timeout:g} "
         f"s. Fix: {'remove' if fatal else 'check'} what blocks it; kdist.scope(stall_timeout=...) allows more time, "
-        f"None any time.{_stacks(at_fault)}",
+        "None any time.",
         Kind.STALL,
+        _stacks(at_fault),
     )
 
 

@@ -50,11 +50,16 @@ class Heartbeat:
         self._fail = fail
         self._warn = warn
         self._warned: set[tuple[int, ...]] = set()
+        self._warned_stacks = ""
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._peers: dict[socket.socket, _Peer] = {}
         self._listener: socket.socket | None = None
         self._token = ""
+        self._reporter: dict[str, int] = {}  # at rank 0: the first rank that asked
+        self._asks = False  # at another rank
+        self._is_reporter = True
+        self._answered = threading.Event()
 
     def listen(self, *, everywhere: bool) -> dict[str, Any]:
         """Opens the port of rank 0.
@@ -95,6 +100,19 @@ class Heartbeat:
         self._activity.has_finished = True
         self._wake.send(b".")
 
+    def may_report(self, timeout: float = 1.0) -> bool:
+        """Returns whether this rank is the first that asks: of several ranks that fail at once, one reports it.
+
+        Args:
+            timeout: float, seconds. Without an answer of rank 0 by then, this rank may.
+        """
+        if self._rank == 0:
+            return self._reporter.setdefault("rank", 0) == 0
+        self._asks = True
+        self._wake.send(b".")
+        self._answered.wait(timeout)
+        return self._is_reporter
+
     def _run(self) -> None:
         due = time.monotonic()
         while True:
@@ -130,8 +148,13 @@ class Heartbeat:
             elif "failed" in message:
                 time.sleep(_ROOT_FIRST)
                 self._fail("")
+            elif "is_reporter" in message:
+                self._is_reporter = message["is_reporter"]
+                self._answered.set()
             else:
                 peer.last_report = message
+                if message.get("asks"):
+                    peer.send({"is_reporter": self._reporter.setdefault("rank", peer.rank) == peer.rank})
         if peer.is_closed:
             self._selector.unregister(peer.connection)
             peer.connection.close()
@@ -139,14 +162,15 @@ class Heartbeat:
                 del self._peers[peer.connection]
 
     def _beat(self) -> None:
-        mine = self._activity.report()
+        mine = {**self._activity.report(), "asks": self._asks}
+        own_reports.is_at(mine["place"])
         for peer in self._peers.values():
             # Rank 0 gets the whole report; the others need only a heartbeat of rank 0.
             peer.send(mine if self._rank else {"finished": mine["finished"]})
-        others = [peer.report() for peer in self._peers.values() if peer.rank is not None]
-        failure = detect_failure(
-            [_rank_report(self._rank, mine), *others], self.stall_timeout, is_strict=self.is_strict
-        )
+        reports = [_rank_report(self._rank, mine)]
+        reports += [peer.report() for peer in self._peers.values() if peer.rank is not None]
+        reports.sort(key=lambda each: each.rank)
+        failure = detect_failure(reports, self.stall_timeout, is_strict=self.is_strict)
         if failure is not None:
             self._handle(failure)
 
@@ -154,14 +178,16 @@ class Heartbeat:
         if not failure.is_fatal:
             if failure.ranks not in self._warned and self._rank == 0:
                 self._warned.add(failure.ranks)
-                self._warn(failure.text)
+                self._warned_stacks = failure.stacks
+                self._warn(failure.text + failure.stacks)
             return
         if self._rank:
             time.sleep(_ROOT_FIRST * min(self._rank - 1, 3))  # rank 0 has failed: the lowest other rank reports it
         for peer in self._peers.values():
             peer.send({"failed": True})
         own_reports.failed(failure.kind, failure.text, failure.ranks[0])
-        self._fail(failure.text)
+        is_shown = failure.stacks and failure.stacks == self._warned_stacks
+        self._fail(failure.text + ("\n  The stacks are those of the warning above." if is_shown else failure.stacks))
 
 
 class _Peer:

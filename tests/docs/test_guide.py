@@ -12,9 +12,11 @@ import pytest
 import kdist
 from kdist.cli.main import make_parser
 from kdist.strategies.options import TPU, AllReduce, ParameterServer
-from tests.docs import guide
+from tests.docs import guide, site_search
+from tests.docs.test_prose import SEARCHES
 from tests.helpers import spmd
 
+RESULTS = 5  # of a search, that a reader sees at once
 TARGET = "tests.docs.snippet_cases:CASES"
 TEXT = "\n".join(path.read_text() for path in guide.PAGES.values())
 
@@ -53,6 +55,24 @@ def test_the_guide_builds_without_a_warning(tmp_path):
     written = {path.stem for path in tmp_path.glob("*.html")}
     assert set(guide.PAGES) <= written
     assert 'class="highlight-python' in (tmp_path / "reference.html").read_text()
+    index = site_search.read_index(tmp_path)
+    assert len(SEARCHES) >= 30
+    late = {search: page for search, page in SEARCHES.items() if page not in site_search.found(index, search)[:RESULTS]}
+    assert late == {}, "the site's search shows other pages first"
+
+
+def test_a_search_orders_pages_as_the_site_does():
+    index = {
+        "docnames": ["a", "b", "c"],
+        "titles": ["Rank hangs", "Other", "Third"],
+        "alltitles": {"Rank hangs": [[0, None]], "It hangs at the very start of all": [[1, "x"]]},
+        "terms": {"hang": [1, 2], "rank": 2},
+        "titleterms": {"hang": [0, 1], "rank": 0, "ranking": 1},
+    }
+    assert site_search.found(index, "hangs") == ["a", "b", "c"]
+    assert site_search.found(index, "the rank hangs") == ["a", "c"]
+    assert site_search.found(index, "rankin") == ["b"]
+    assert site_search.found(index, "nothing") == site_search.found(index, "the") == []
 
 
 def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):

@@ -82,6 +82,7 @@ SEARCHES = {
     "debugging": "debugging",
     "breakpoint": "debugging",
     "logging": "logging",
+    "out_of_range": "logging",
     "tensorboard": "logging",
     "progress bar": "logging",
     "how many ranks": "performance",
@@ -107,6 +108,7 @@ SEARCHES = {
     "environment variables": "command_line",
     "kdist run": "command_line",
     "exact": "limits",
+    "glossary": "glossary",
 }
 
 

@@ -70,7 +70,7 @@ def test_the_first_failure_ends_the_job_with_its_exit_code() -> None:
 
 def test_a_rank_that_a_signal_kills_is_named() -> None:
     process = start("import time; rank == 2 and os.kill(os.getpid(), 9); time.sleep(300)")
-    assert "rank 2 of 3 was killed by SIGKILL" in ended(process)
+    assert "rank 2 of 3 was killed by signal 9 (SIGKILL)" in ended(process)
     assert process.returncode == 128 + 9
 
 

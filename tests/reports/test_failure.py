@@ -6,6 +6,7 @@ import pytest
 
 from kdist.errors import MismatchError
 from kdist.reports import failure
+from kdist.reports.output import REPORT_PREFIX
 from tests.helpers import spmd
 
 
@@ -73,6 +74,24 @@ def test_other_ranks_report_after_a_delay(tmp_path):
     assert done.output.count("[kdist] rank 2 of 4 on host") == 1
     assert "abort 1 after True" in done.output
     assert done.seconds > 2
+
+
+def test_one_of_several_ranks_reports(tmp_path):
+    """The others write to their files what no terminal shows: it has no mark."""
+    ranks = [
+        "from pathlib import Path",
+        "from kdist.reports.scope_marks import own_scopes",
+        f"own_scopes.directory, failure._DELAY_OF_CONSEQUENCES = Path({str(tmp_path)!r}), 0.5",
+    ]
+    first, second = (script(tmp_path, "os._exit(code)", 2, "\n".join([*ranks, "raise ValueError('a')"])) for _ in "ab")
+    assert first.output.startswith("\n[kdist] rank 2 of 4 on host"), "it begins a line"
+    assert second.output.startswith("kdist, another rank having reported a failure: rank 2 of 4 on host")
+    assert REPORT_PREFIX not in second.output
+    assert first.output.count("ValueError: a") == second.output.count("ValueError: a") == 1
+    assert (first.returncode, second.returncode) == (1, 1)
+    denied = script(tmp_path, "os._exit(code)", 2, "sys.excepthook.may_report = lambda: False\nraise ValueError('a')")
+    assert "ValueError" not in denied.output
+    assert denied.returncode == 1
 
 
 def test_an_interrupt_has_no_report(tmp_path):

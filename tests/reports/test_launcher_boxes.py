@@ -1,8 +1,10 @@
-"""What mpirun says of a failure is left out once a rank has reported it, and nothing else is, in pieces of any size."""
+"""What mpirun and horovodrun say of a known failure is left out, and nothing else is, in pieces of any size."""
 
 import pytest
 
-from kdist.reports.launcher_boxes import BoxFilter
+from kdist.reports.job_failure import FIX_OF_A_HOST, JobFailure
+from kdist.reports.launcher_boxes import BoxFilter, UnlabelledFilter
+from kdist.restarts.report import Failure, Kind, OwnReports
 
 RULE = "-" * 74 + "\n"
 BOX = f"{RULE}prterun detected that one or more processes exited with non-zero status,\nExit code: 3\n{RULE}"
@@ -17,10 +19,10 @@ ValueError: boom
 """
 
 
-def filtered(text, size, script="/work/train.py"):
-    boxes, data = BoxFilter(script), text.encode()
-    shown = b"".join(boxes.feed(data[start : start + size]) for start in range(0, len(data), size))
-    return (shown + boxes.finish()).decode()
+def filtered(text, size, kind=BoxFilter):
+    lines, data = kind(JobFailure("/work/train.py")), text.encode()
+    shown = b"".join(lines.feed(data[start : start + size]) for start in range(0, len(data), size))
+    return (shown + lines.finish()).decode()
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10_000])
@@ -41,20 +43,35 @@ def test_what_is_shown(text, shown, size):
     assert filtered(text, size) == shown
 
 
+KILLED = f"{RULE}prterun noticed that process rank 1 with PID 0 on node vm exited on\nsignal 9 (Killed).\n{RULE}"
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 10_000])
+def test_a_box_that_names_the_rank_is_left_out(size):
+    assert filtered(f"a\n{KILLED}", size) == "a\n"
+    assert filtered(f"a\n{RULE}Primary job  terminated normally, but 1 process\n{RULE}{KILLED}b", size) == "a\nb"
+    for shown in (f"a\n{RULE}mpirun was unable to launch\n{RULE}b", f"a\n{BOX_OF_THE_SCRIPT}b\n", f"--\n{RULE}"):
+        assert filtered(shown, size) == shown
+
+
 def test_output_is_not_held_back_before_a_failure():
-    boxes = BoxFilter()
+    failure = JobFailure()
+    boxes = BoxFilter(failure)
     assert boxes.feed(b"50 %") == b"50 %"
-    assert boxes.feed(b"\r100 %\n" + RULE.encode()) == b"\r100 %\n" + RULE.encode()
-    assert boxes.summary(1) == ""
+    rule = b"-" * 79 + b"\n"
+    assert boxes.feed(b"\r100 %\n" + rule) == b"\r100 %\n" + rule
+    assert failure.summary(1) == ""
 
 
 HINT = "; --output DIR keeps the output of each rank"
 
 
-def summary(text, output=None):
-    boxes = BoxFilter("/work/train.py")
-    boxes.feed(text.encode())
-    return boxes.summary(1, output)
+def summary(text, output=None, kind=BoxFilter):
+    failure = JobFailure("/work/train.py")
+    lines = kind(failure)
+    lines.feed(text.encode())
+    lines.finish()
+    return failure.summary(1, output)
 
 
 def test_the_summary():
@@ -82,8 +99,80 @@ def test_the_summary_ends_with_the_fix_that_kdist_knows():
 
 
 def test_the_summary_of_a_rank_that_only_mpirun_reports():
-    killed = f"{RULE}prterun noticed that process rank 1 with PID 0 on node vm exited on\nsignal 9 (Killed).\n{RULE}"
-    assert summary(killed).startswith("rank 1 on host vm was killed by signal 9 (SIGKILL); the job's exit code is 1")
-    assert "out of memory" in summary(killed).splitlines()[-1]
+    assert summary(KILLED).startswith("rank 1 on host vm was killed by signal 9 (SIGKILL); the job's exit code is 1")
+    assert "out of memory" in summary(KILLED).splitlines()[-1]
     exited = f"{RULE}prterun detected that\n\n   Process name: [prterun-vm-7@1,3]\n   Exit code:    5\n{RULE}"
     assert summary(exited).startswith("rank 3 exited with code 5, without a message; ")
+    assert summary(f"{exited}{REPORT}").startswith("rank 1 of 2 on host vm raised ValueError in train.py:12")
+
+
+def test_the_summary_of_a_host_that_was_lost():
+    lost = f"{RULE}PRTE has lost communication with a remote daemon.\n  Remote daemon: [p@0,1] on node b\n{RULE}"
+    assert filtered(f"a\n{lost}", 7) == "a\n"
+    assert summary(lost) == f"host b was lost; the job's exit code is 1{HINT}\nFix: {FIX_OF_A_HOST}"
+    assert "; the output of each rank is in logs\n" in summary(lost, "logs")
+
+
+def test_the_summary_is_of_the_first_report():
+    other = REPORT.replace("rank 1", "rank 0").replace("12", "20")
+    assert summary(REPORT + other).startswith("rank 1 of 2 on host vm raised ValueError in train.py:12")
+
+
+def test_the_summary_of_what_a_launcher_of_kdist_reports(tmp_path):
+    failure = JobFailure("train.py", host="vm")
+    failure.take(Failure(Kind.EXIT, "exited with code 5", 1))
+    failure.take(Failure(Kind.SIGNAL, "was killed by signal 15 (SIGTERM)", 0, "b"))
+    exited = "rank 1 on host vm exited with code 5, without a message"
+    assert failure.summary(5).startswith(f"{exited}; ")
+    own = OwnReports(running=tmp_path, rank=1)
+    for place in ("", "`model.fit`, train.py:12", ""):
+        own.is_at(place)
+    assert failure.summary(5, None, str(tmp_path)).startswith(f"{exited}, last seen in `model.fit`, train.py:12; ")
+
+
+# Of horovodrun with Gloo, which labels what ranks print.
+RANK_0 = "[0]<stderr>:[kdist] 2 ranks\n[0]<stdout>:\r1/16"
+OF_HOROVODRUN = """Process 1 exit with status code 137.
+Terminating remaining workers after failure of Process 1.
+Traceback (most recent call last):
+  File "horovod/runner/launch.py", line 837, in run_commandline
+RuntimeError: Horovod detected that one or more processes exited with non-zero status. The first process to do so was:
+Process name: 1
+Exit code: 137
+"""
+OF_ITS_RANKS = """[0]<stderr>:W0 local_rendezvous.cc:412] Local rendezvous is aborting with status: UNKNOWN: Horovod
+[0]<stderr>:\t [[{{node kdist_sum}}]]
+[1]<stderr>:Killed
+"""
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 10_000])
+@pytest.mark.parametrize(
+    "words", [OF_HOROVODRUN, f"{RULE}prterun\n   Process name: [prterun-vm-7@1,1]\nExit code: 5\n"]
+)
+def test_what_horovodrun_says_is_left_out_once_it_is_known(words, size):
+    assert filtered(f"Launching\n{OF_ITS_RANKS}{words}{RANK_0}", size, UnlabelledFilter) == f"Launching\n{RANK_0}"
+
+
+def test_the_last_words_of_a_rank_are_shown():
+    assert filtered(f"{OF_HOROVODRUN}[0]<stdout>:half a line", 7, UnlabelledFilter) == "[0]<stdout>:half a line"
+
+
+def test_what_horovodrun_says_is_shown_where_no_rank_is_named():
+    words = "Traceback (most recent call last):\n  File\nValueError: no slots\n"
+    assert filtered(RANK_0 + "\n" + words, 7, UnlabelledFilter) == RANK_0 + "\n" + words
+    assert summary(words, kind=UnlabelledFilter) == ""
+
+
+def test_horovodrun_ends_no_line_of_a_rank():
+    lines = UnlabelledFilter(JobFailure())
+    shown = [lines.feed(piece) for piece in (b"[0]<stdout>:\r1/16", b"Process 0 exit with status code 143.", b"\n")]
+    assert shown == [b"[0]<stdout>:\r1/16", b"", b"\n"]
+
+
+def test_the_summary_of_a_rank_of_horovodrun():
+    assert summary(OF_HOROVODRUN, kind=UnlabelledFilter).startswith("rank 1 was killed by signal 9 (SIGKILL); ")
+    labelled = "".join(f"[1,1]<stderr>: {line}\n" for line in REPORT.splitlines())
+    assert summary(labelled + OF_HOROVODRUN, kind=UnlabelledFilter).startswith(
+        "rank 1 of 2 on host vm raised ValueError in train.py:12; "
+    )

@@ -1,4 +1,4 @@
-"""The mistakes, how each is made, and what is compared of its output: the lines of kdist, without what varies."""
+"""The mistakes, how each is made, and what is compared of its output: what kdist and launchers say."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ MISTAKES = {
     "too_few_slots": Mistake("run -H localhost:2 -np 4 scope_only.py", 2),
     "unknown_strategy": Mistake("run -np 2 --strategy mip scope_only.py", 2),
     "wrong_value_of_a_variable": Mistake("run -np 2 scope_only.py", 2, {"KDIST_SCALE_LR": "lots"}),
+    "unknown_option_of_mpirun": Mistake("run -np 2 --launcher-args=--no-such-option scope_only.py", 213),
     # Of scripts that do not get as far as TensorFlow.
     "missing_module": Mistake("run -np 2 missing_module.py", 1, is_any_rank=True),
     "bad_option": Mistake("run -np 2 bad_option.py", 1, is_any_rank=True),
@@ -65,6 +66,10 @@ MISTAKES = {
     "breakpoint_on_two_ranks": Mistake("run -np 2 breakpoint_on_two_ranks.py", 0),
     "interrupted": Mistake("run -np 2 interrupted.py", 130),
     "rank_killed": Mistake("run -np 2 rank_killed.py", 137),
+    "rank_killed_over_collectives": Mistake("run -np 2 --strategy collective rank_killed.py", 137),
+    "rank_killed_over_horovod": Mistake("run -np 2 --strategy horovod rank_killed.py", 137),
+    "rank_killed_over_gloo": Mistake("run -np 2 --strategy horovod --launcher-args=--gloo rank_killed.py", 1),
+    "all_but_one_raise": Mistake("run -np 3 --strategy collective all_but_one_raise.py", 1, is_any_rank=True),
     "rank_exits_without_a_word": Mistake("run -np 2 rank_exits_without_a_word.py", 5),
     # Of whole trainings.
     "misspelled_variable": Mistake("run -np 1 scope_only.py", 0, {"KDIST_SCALE_RL": "linear"}),
@@ -100,6 +105,7 @@ def transcript(name: str) -> str:
 
 
 _OF_KDIST = re.compile(r"(\[kdist\] |kdist( \S+)?: )")
+_OF_A_LAUNCHER = re.compile(r"-{60,}|(?!kdist: ).*(prterun|mpirun|MPI_ABORT|exit with status code|remaining workers)")
 _TRACEBACK = "Traceback (most recent call last):"
 _MARKERS = re.compile(r"[\s~^]+")  # below a line of a traceback, from Python 3.11 on
 # What a busy machine says: of a start that is slow, of ranks that share cores.
@@ -107,7 +113,7 @@ _OF_A_BUSY_MACHINE = re.compile(r"have not started|no rank has reached kdist.sco
 
 
 def said_by_kdist(output: str, *, is_any_rank: bool) -> list[str]:
-    """Returns the lines of kdist and the tracebacks that it printed, once each, without what varies.
+    """Returns the lines of kdist and of launchers, and the tracebacks, without what varies.
 
     Args:
         output: str, of a job.
@@ -121,9 +127,9 @@ def said_by_kdist(output: str, *, is_any_rank: bool) -> list[str]:
             continue
         is_part = in_traceback and not _MARKERS.fullmatch(line)
         in_traceback = in_traceback and line.startswith(" ")
-        if (is_part or _OF_KDIST.match(line)) and not _OF_A_BUSY_MACHINE.search(line):
+        if (is_part or _OF_KDIST.match(line) or _OF_A_LAUNCHER.match(line)) and not _OF_A_BUSY_MACHINE.search(line):
             said.append(_without_what_varies(line, is_any_rank=is_any_rank))
-    return list(dict.fromkeys(said))
+    return said
 
 
 def _without_what_varies(line: str, *, is_any_rank: bool) -> str:

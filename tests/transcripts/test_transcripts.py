@@ -46,6 +46,8 @@ ValueError: boom
 my own line
 kdist: PID 77 took 12.5 s
 kdist: PID 78 took 3 s
+prterun noticed that process rank 1
+[0]<stdout>: Process 1 exit with status code 1.
 kdist run: error: unknown
 """
     said = said_by_kdist(output, is_any_rank=True)
@@ -55,6 +57,9 @@ kdist run: error: unknown
         "    fit()",
         "ValueError: boom",
         "kdist: PID took N s",
+        "kdist: PID took N s",
+        "prterun noticed that process rank 1",
+        "[0]<stdout>: Process 1 exit with status code 1.",
         "kdist run: error: unknown",
     ]
     assert said_by_kdist(output, is_any_rank=False)[0].startswith("[kdist] rank 1 of 2")

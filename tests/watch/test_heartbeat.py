@@ -6,6 +6,7 @@ import time
 import pytest
 
 from kdist.watch.activity import Activity, describe_collective
+from kdist.watch.failure_detector import Failure
 from kdist.watch.heartbeat import Heartbeat
 
 
@@ -64,6 +65,38 @@ def test_a_rank_that_dies_ends_the_job(ranks):
     assert "rank 1 died" in root.failures[0]
     until(lambda: other.failures)
     assert "rank 0 died" in other.failures[0], "as far as rank 1 knows"
+
+
+def test_of_ranks_that_fail_at_once_the_first_that_asks_reports():
+    first, second, third = several = [Rank(rank, 3) for rank in range(3)]
+    address = first.heartbeat.listen(everywhere=False)
+    for each in (second, third):
+        each.heartbeat.connect(address)
+    for each in several:
+        each.heartbeat.start()
+    assert [each.heartbeat.may_report(timeout=20.0) for each in (third, second, first, third)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_without_an_answer_a_rank_reports():
+    alone = Rank(1)
+    began = time.monotonic()
+    assert alone.heartbeat.may_report(timeout=0.1)
+    assert time.monotonic() - began >= 0.1
+
+
+def test_stacks_are_shown_once(ranks):
+    root, _ = ranks
+    for is_fatal in (False, True):
+        root.heartbeat._handle(Failure(is_fatal, (1,), "rank 1 is late.", stacks="\n  train.py:3"))
+    assert root.warnings == ["rank 1 is late.\n  train.py:3"]
+    assert root.failures == ["rank 1 is late.\n  The stacks are those of the warning above."]
+    root.heartbeat._handle(Failure(True, (1,), "rank 1 is late.", stacks="\n  train.py:4"))
+    assert root.failures[1] == "rank 1 is late.\n  train.py:4"
 
 
 def test_rank_0_is_reached_at_one_of_its_addresses():

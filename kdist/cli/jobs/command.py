@@ -159,7 +159,8 @@ def _by_local_cluster(job: _Job) -> Command:
 
 def _by_roles(job: _Job) -> Command:
     if job.local and not job.extra:
-        return local_cluster.build(sys.executable, job.program, np=job.np, env=job.env, ps=job.ps or 1)
+        ps = job.ps or 1
+        return local_cluster.build(sys.executable, job.program, np=job.np, env=job.env, ps=ps, reports=job.reports)
     if job.ps is not None:
         raise LaunchError(
             f"--ps is not supported on several hosts, where mpirun starts the ranks. Received: --ps {job.ps}. Expected "

@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import platform
+import signal
 from collections.abc import Callable, Iterator, Sequence
 
 from kdist.cli.jobs.command import build
@@ -21,8 +23,9 @@ from kdist.launchers.process import Job
 from kdist.launchers.standby import Standby
 from kdist.reports import scope_marks
 from kdist.reports.first_failure import FailureMonitor
-from kdist.reports.launcher_boxes import BoxFilter
-from kdist.restarts import request
+from kdist.reports.job_failure import JobFailure
+from kdist.reports.launcher_boxes import BoxFilter, UnlabelledFilter
+from kdist.restarts import report, request
 from kdist.restarts.event_lines import Muted
 from kdist.restarts.report import Failure, Kind, append_failure
 
@@ -50,6 +53,11 @@ class JobToStart:
         """Whether the user has named hosts."""
         return bool(self.options.hosts or self.options.hostfile)
 
+    @property
+    def is_on_several_hosts(self) -> bool:
+        """Whether ranks may be on another host than this one."""
+        return self.has_hosts or self.node is not None or is_scheduled(os.environ)
+
 
 @contextlib.contextmanager
 def started(
@@ -68,11 +76,10 @@ def started(
         stack.callback(request.remove, running)
         begin, address, waiting = contextlib.ExitStack(), "", None
         if standby:
-            is_remote = what.has_hosts or is_scheduled(os.environ)
-            waiting = stack.enter_context(contextlib.closing(Standby(everywhere=is_remote)))
+            waiting = stack.enter_context(contextlib.closing(Standby(everywhere=what.is_on_several_hosts)))
             begin.callback(waiting.begin)
             address = waiting.address
-        reports, placement = (None, None) if watched is None else (running, watched.placement)
+        placement = None if watched is None else watched.placement
         is_resized = placement is not None
         program = what.program(
             output=output,
@@ -81,19 +88,21 @@ def started(
             resizes=is_resized,
             standby=address,
         )
-        command = build(what.options, program, reports, what.node, placement)
+        command = build(what.options, program, running, what.node, placement)
         if output is not None and not standby:
             make_directory(output)
         monitor = stack.enter_context(contextlib.closing(FailureMonitor(running)))
-        boxes = BoxFilter(what.script)
-        shown = boxes if command.prints_boxes else None
+        failure = JobFailure(what.script, "" if what.is_on_several_hosts else platform.node())
+        boxes = BoxFilter(failure) if command.prints_boxes else None
+        shown = UnlabelledFilter(failure) if command.prints_labels else boxes
         stderr = shown if watched is None else watched.filtered(shown)
         if standby and stderr is not None:  # the job that runs owns the terminal
             stderr = muted = Muted(stderr)
             begin.callback(muted.unmute)
-        job = stack.enter_context(process.started(command, stderr, reads_input=not standby))
+        stdout = UnlabelledFilter(failure) if command.prints_labels else None
+        job = stack.enter_context(process.started(command, stderr, stdout, reads_input=not standby))
         yield StartedJob(
-            command, job, running, monitor, boxes, output, watched, begin.close, waiting, has_hosts=what.has_hosts
+            command, job, running, monitor, failure, output, watched, begin.close, waiting, has_hosts=what.has_hosts
         )
 
 
@@ -105,7 +114,7 @@ class StartedJob:
         job: `Job`, its processes.
         running: str, the job's directory.
         monitor: `FailureMonitor`, of its ranks on this host.
-        boxes: `BoxFilter`, which knows what the launcher says.
+        failure: `JobFailure`, which knows what ranks and the launcher say.
         output: str or `None`, the directory of the ranks' output.
         watched: `Watched` or `None`, what a supervisor learns of the job.
         begin: function that lets its ranks begin, if they wait.
@@ -122,7 +131,7 @@ class StartedJob:
         job: Job,
         running: str,
         monitor: FailureMonitor,
-        boxes: BoxFilter,
+        failure: JobFailure,
         output: str | None,
         watched: Watched | None,
         begin: Callable[[], object],
@@ -134,7 +143,7 @@ class StartedJob:
         self._job = job
         self.running = running
         self._monitor = monitor
-        self._boxes = boxes
+        self._failure = failure
         self._begin = begin
         self._standby = standby
         self._has_hosts = has_hosts
@@ -178,34 +187,46 @@ class StartedJob:
         self._monitor.close()
         if self._watched is not None:
             self._watched.read(self.running)
-        return self._reported(code if self._monitor.code is None else self._monitor.code)
+        if received:
+            tell(f"{signal.Signals(received[0]).name}: the job has ended", after_output=True)
+        code = code if self._monitor.code is None else self._monitor.code
+        return self._reported(code, is_explained=bool(received or self._watched))
 
     def _has_problem(self, marks: scope_marks.Marks) -> bool:
         """Returns whether the job cannot go on, and says why."""
         problem = marks.problem()
         if problem:
             self._monitor.mute()
-            self._boxes.know()
-            tell(problem)
+            self._failure.is_known = True
+            tell(problem, after_output=True)
             append_failure(self.running, Failure(Kind.DISAGREEMENT, problem))
         return bool(problem)
 
-    def _reported(self, code: int) -> int:
+    def _reported(self, code: int, *, is_explained: bool) -> int:
         """Says how the job has ended, and returns its exit code, which is not 0 if a rank was lost."""
-        if not self._command.prints_boxes:
-            self._boxes.feed(scope_marks.read_report(self.running).encode())
-        summary = self._boxes.summary(code, self._output) if code else ""
-        if self._output is not None and not summary:
-            tell(f"the output of each rank is in {self._output} (rank0.out, rank0.err, ...)")
-        for line in summary.splitlines():
-            tell(line)
-        if code == 0 and (remark := scope_marks.read(self.running).remark()):
-            tell(remark)
         lost = sorted((name for name in os.listdir(self.running) if name.isdigit()), key=int)
         if code == 0 and lost and self._has_hosts:
             # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
-            tell(f"rank {', '.join(lost)} failed, but {self._command.argv[0]} reported success")
-            return 1
+            tell(f"rank {', '.join(lost)} failed, but {self._command.argv[0]} reported success", after_output=True)
+            code, is_explained = 1, True
+        for reported in scope_marks.read_report(self.running).encode().splitlines():
+            self._failure.read(reported)
+        for failure in report.read(self.running).failures:
+            if failure.from_launcher:
+                self._failure.take(failure)
+        summary = self._failure.summary(code, self._output, self.running) if code else ""
+        if self._output is not None and not summary:
+            tell(f"the output of each rank is in {self._output} (rank0.out, rank0.err, ...)")
+        for place, line in enumerate(summary.splitlines()):
+            tell(line, after_output=place == 0)
+        if code == 0 and (remark := scope_marks.read(self.running).remark()):
+            tell(remark)
+        if code and not (is_explained or self._failure.is_known):
+            tell(
+                f"the job's exit code is {code}, and no rank of this host has reported a failure. Fix: read the lines "
+                "above, which are the launcher's",
+                after_output=True,
+            )
         return code
 
 

@@ -1,0 +1,129 @@
+"""What `kdist run` knows of a job's failure, from what ranks and launchers say, and the summary of it."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from kdist.restarts.launcher_words import failure_in
+from kdist.restarts.report import Failure, Kind, read_place
+
+LABEL = rb"(?:\[\d+,?\d*\]<std(?:err|out)>: ?)?(?:\[rank \d+ [\d:]+\] )?"
+"""What horovodrun and `--tee` put before a line, as a regular expression."""
+
+_REPORT = re.compile(
+    LABEL + rb"\[kdist\] (rank \d+ of \d+ on host \S+) (raised [\w.]+|(?:exited with code \d+|ends the job)(?:: .*)?)"
+)
+_ENDS = "ends the job"
+_OF_KDIST = re.compile(LABEL + rb"(?:\[kdist\]|kdist\.errors\.)")
+_FIX = re.compile(rb".*\bFix: (.+)")  # the last one of a line
+_FIX_OF_AN_EXIT = "read its output, and look for what ends a process: `os._exit`, or a library"
+FIX_OF_A_HOST = "check that it runs, and the network that leads to it"
+"""What to do where a host was lost."""
+
+_FIX_OF_A_LOSS = (
+    "read its output, and the system log of its host: the kernel kills processes that run out of memory, and "
+    "schedulers those that exceed their limits"
+)
+
+_Cause = tuple["int | None", str, str]  # the rank to blame, what failed, how to fix it
+
+
+class JobFailure:
+    """The failure of a job: a rank's own report, else what a launcher says of a rank.
+
+    Args:
+        script: str, the script, of which the summary gives the line.
+        host: str, this host if all ranks run on it, else empty.
+
+    Attributes:
+        is_known: bool, whether it is known what failed.
+    """
+
+    def __init__(self, script: str = "", host: str = "") -> None:
+        self.is_known = False
+        self._frame = re.compile(LABEL + rb'  File "%s", line (\d+)' % re.escape(os.path.abspath(script).encode()))
+        self._script = os.path.basename(script)
+        self._host = host
+        self._report: tuple[str, str] | None = None  # of a rank
+        self._has_other = False  # whether another rank's report followed
+        self._said: Failure | None = None  # by a launcher
+        self._line_number = ""
+        self._fix = ""
+
+    def read(self, line: bytes) -> None:
+        """Reads the next line that ranks print. The first report counts, with the traceback that follows it.
+
+        Args:
+            line: bytes, without its end.
+        """
+        if match := _REPORT.match(line):
+            self._has_other = self._report is not None
+            if self._report is None:
+                self._report = match[1].decode(), match[2].decode()
+                self.is_known = True
+        if self._report is None or self._has_other:
+            return
+        if match := self._frame.match(line):
+            self._line_number = match[1].decode()
+        if _OF_KDIST.match(line) and (match := _FIX.match(line)):
+            self._fix = match[1].decode(errors="replace").strip()
+
+    def read_launcher(self, text: bytes) -> bool:
+        """Returns whether a launcher's words say which rank failed, or which host was lost, and takes it from them.
+
+        Args:
+            text: bytes, the words.
+        """
+        failure = failure_in(text.decode(errors="replace"))
+        if failure is not None:
+            self.take(failure)
+        return failure is not None
+
+    def take(self, failure: Failure) -> None:
+        """Takes what a launcher has reported, unless one has reported before.
+
+        Args:
+            failure: `Failure`, of a rank or a host.
+        """
+        self.is_known = True
+        self._said = self._said or failure
+
+    def summary(self, code: int, output: str | None = None, directory: str = "") -> str:
+        """Returns what failed, and below it how to fix it if kdist knows; empty if nothing is known.
+
+        Args:
+            code: int, the exit code of the job.
+            output: str or `None`, the directory of every rank's output.
+            directory: str, the job's.
+        """
+        if not (cause := self._of_a_rank() or self._of_a_launcher(directory)):
+            return ""
+        rank, what, fix = cause
+        kept = "--output DIR keeps the output of each rank"
+        if output:
+            its = f"its output is in {os.path.join(output, f'rank{rank}.err')}, that of the other ranks beside it"
+            kept = f"the output of each rank is in {output}" if rank is None else its
+        return f"{what}; the job's exit code is {code}; {kept}" + (f"\nFix: {fix}" if fix else "")
+
+    def _of_a_rank(self) -> _Cause | None:
+        if self._report is None:
+            return None
+        who, what = self._report
+        line = f" in {self._script}:{self._line_number}" if self._line_number else ""
+        if what.startswith(_ENDS):
+            cause = re.split(r"\. | Received: ", what[len(_ENDS) :])[0]
+            what = f"ended the job{cause or ', for the reason above'}"
+        return int(who.split()[1]), f"{who} {what}{line}", self._fix
+
+    def _of_a_launcher(self, directory: str) -> _Cause | None:
+        said = self._said
+        if said is None or said.rank is None:
+            return None if said is None else (None, said.text, FIX_OF_A_HOST)
+        host = said.host or self._host
+        place = read_place(directory, said.rank)
+        is_exit = said.kind is Kind.EXIT
+        who = f"rank {said.rank} on host {host}" if host else f"rank {said.rank}"
+        how = f"{said.text}, without a message" if is_exit else said.text
+        what = f"{who} {how}, last seen in {place}" if place else f"{who} {how}"
+        return said.rank, what, _FIX_OF_AN_EXIT if is_exit else _FIX_OF_A_LOSS
