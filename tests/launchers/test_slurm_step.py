@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from kdist.errors import ClusterError
-from kdist.launchers.slurm_step import first_node, host_of, port_of
+from kdist.launchers.hosts.slurm_nodes import first_node, host_of
+from kdist.launchers.slurm_step import port_of
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds; a generous guard
