@@ -89,6 +89,22 @@ def test_ranks_of_two_nodes_train_as_one_process_over_pmi2(cluster: slurm.Slurm)
     assert "2 ranks train together over mpi, started by Slurm" in done.outputs[0], done.outputs[0]
 
 
+def test_ranks_agree_on_how_they_talk_where_a_node_lacks_mpi4py(
+    cluster: slurm.Slurm, script: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "lacks").mkdir()
+    (tmp_path / "lacks" / "sitecustomize.py").write_text("import sys; sys.modules['mpi4py'] = None")
+    train = shlex.join([sys.executable, str(script), str(tmp_path)])
+    lacks = f"PYTHONPATH={shlex.quote(str(tmp_path / 'lacks'))}:$PYTHONPATH"
+    task = f"if [ $SLURM_PROCID = 1 ]; then export {lacks}; fi; exec {train}"
+    done = spmd.launch(["bash", "-c", task], 2, launcher="srun_pmi2", env=cluster.env, timeout=120)
+    assert done.returncode == 0, done.output
+    assert "the nodes differ in what they have" in done.output, done.output
+    talk = "2 ranks train together over collective, started by Slurm, whose nodes differ: mpi on n0; collective on n1"
+    assert talk in done.output, done.output
+    assert len(losses(done.output)) == 2
+
+
 def test_a_rank_that_is_killed_ends_the_step(cluster: slurm.Slurm, script: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(script), str(tmp_path), "fault"]
     env = {**cluster.env, "KDIST_STRATEGY": "collective"}
