@@ -33,6 +33,7 @@ TOGETHER = (
     "adam-few-tf_data",
     "lamb-ragged-tf_data_unknown",
     "float32_as_one_process",
+    "weights_and_slots_are_on_the_device",
     # XLA.
     "jit_compile",
     "jit_compile_is_off_where_messages_are_sent_before",
@@ -71,7 +72,7 @@ MESSAGES = (
 RESUMED = ("in_an_epoch_arrays", "in_an_epoch_tf_data", "told_to_go_in_an_epoch")
 DETERMINISTIC = {"TF_DETERMINISTIC_OPS": "1"}  # they compare bits
 
-ON_GPUS = ("variables_are_on_the_gpu", "memory_grows")
+ON_GPUS = ("memory_grows",)
 A_GPU_EACH = ("each_rank_has_its_own_gpu", "nccl_carries_gradients")
 
 ENGINES = ("mpi", "collective", "horovod over gloo")

@@ -72,11 +72,11 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_a_part_of_it_on_cpus(tmp_path: Path) -> None:
     out = tmp_path / "table.md"
-    cases = ["float32_as", "case_broadcast_keeps", "mixed_precision", "steps_take"]
+    cases = ["float32_as", "weights_and_slots", "case_broadcast_keeps", "mixed_precision", "steps_take"]
     assert full.main(["--device", "cpu", "--engines", "mpi", "--cases", *cases, "--out", str(out)]) == 0, (
         out.read_text()
     )
     table = out.read_text()
     assert "on no GPU: " in table
-    assert "3 passed, 0 failed" in table
+    assert "4 passed, 0 failed" in table
     assert "| ranks share CPUs | mixed_precision_scales_as_one | passed |" in table
