@@ -83,7 +83,7 @@ def bounds(config: str) -> dict[str, tuple[str, str]]:
     return {name: (low, high) for name, low, high in re.findall(r"^ +(\w+)>=([\d.]+),<([\d.]+)$", config, re.MULTILINE)}
 
 
-def tested(script: str) -> dict[str, tuple[str, str]]:
+def installed(script: str) -> dict[str, tuple[str, str]]:
     """Returns the same, as of what tests/run installs: its oldest versions, and those after its current ones."""
 
     def versions(name: str) -> dict[str, str]:
@@ -101,11 +101,11 @@ def tested(script: str) -> dict[str, tuple[str, str]]:
 
 def test_both_ends_of_the_versions_that_are_allowed_are_tested():
     config, script = (ROOT / "setup.cfg").read_text(), (ROOT / "tests" / "run").read_text()
-    assert bounds(config) == tested(script)
+    assert bounds(config) == installed(script)
     for name in ("keras", "tensorflow"):  # a bound that is moved alone is seen
-        assert bounds(re.sub(rf"{name}>=(\d+)", rf"{name}>=1\1", config)) != tested(script)
-        assert bounds(re.sub(rf"({name}.*)<(\d+)", r"\1<1\2", config)) != tested(script)
-        assert bounds(re.sub(rf"({name}.*),.*", r"\1", config)) != tested(script)
+        assert bounds(re.sub(rf"{name}>=(\d+)", rf"{name}>=1\1", config)) != installed(script)
+        assert bounds(re.sub(rf"({name}.*)<(\d+)", r"\1<1\2", config)) != installed(script)
+        assert bounds(re.sub(rf"({name}.*),.*", r"\1", config)) != installed(script)
 
 
 def test_a_package_that_setup_cfg_forgets_is_seen(tree, tmp_path):
