@@ -99,11 +99,11 @@ class Preempt(AllRanksCallback):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        is_second = self._received is not None
-        if is_second and now < self._received_at + _SAME_NOTICE:
+        is_over = self._fit is None or self._fit.is_over(frame)
+        if not is_over and self._received is not None and now < self._received_at + _SAME_NOTICE:
             return
         # A second signal has its usual effect, and so has one after a `fit` that raised.
-        if is_second or self._fit is None or self._fit.is_over(frame):
+        if is_over or self._received is not None:
             self.clean_up()
             os.kill(os.getpid(), number)
             return
