@@ -12,7 +12,8 @@ class Preemption(Preempt):
 
     After a signal to any rank, all ranks finish the same step (the vote is sent in a step's own message), save by
     `kdist.callbacks.BackupAndRestore`, or else by `keras.callbacks.ModelCheckpoint`, and raise `SystemExit`. After the
-    last step of an epoch, the epoch and its validation end first. A second signal has its usual effect.
+    last step of an epoch, the epoch and its validation end first. A second signal, a second later or more, has its
+    usual effect.
 
     `kdist run --restarts 3 --max-np M` asks for the same when it can start a larger job.
 

@@ -16,9 +16,17 @@ from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.cluster.slurm import has_pmi
 from kdist.engines.engine import Engine
-from kdist.errors import ClusterError, ScopeError
+from kdist.errors import ClusterError, KDistError, ScopeError
 from kdist.strategies.options import START_TIMEOUT
-from kdist.strategies.selection import ENGINES, MPI_LAUNCHERS, PARAMETER_SERVER, Selection, choose
+from kdist.strategies.selection import (
+    ENGINES,
+    MPI_LAUNCHERS,
+    PARAMETER_SERVER,
+    Selection,
+    agreed,
+    choose,
+    differing,
+)
 from kdist.watch.heartbeat import Heartbeat
 from kdist.watch.startup_timeout import startup_timeout
 
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kdist")
 
 _NO_TIMEOUT = 30 * 86400.0  # seconds
+_AGREE_TIMEOUT = 60.0  # seconds in which the tasks of a Slurm step must come, which starts them together
 
 # What to do where the launcher and the engine have different numbers of ranks.
 _SIZE_FIX = (
@@ -158,6 +167,46 @@ def select_strategy(word: str, info: ClusterInfo, *, is_synchronous: bool = Fals
     return choose(word, info, num_gpus=num_gpus, horovod_on_gpus=has_nccl, has_mpi=has_mpi)
 
 
+def select_together(word: str, info: ClusterInfo, *, is_synchronous: bool = False) -> Selection:
+    """Selects the strategy as `select_strategy` does, the same on all ranks of a Slurm step over several nodes.
+
+    What a node lacks, mpi4py or GPUs, would else let its ranks wait for ever for others that talk another way.
+
+    Collective: every rank must call this, in the same order.
+    """
+    own = select_strategy(word, info, is_synchronous=is_synchronous)
+    # Without PMI all nodes take the same; MPI needs no way over TCP, so one that is closed only costs time.
+    if word != "auto" or info.launcher != "slurm" or info.size == info.local_size or not has_pmi(os.environ):
+        return own
+    if _opened.selection is None:
+        _opened.selection = _agreed(own, info)
+    return _opened.selection
+
+
+def _agreed(own: Selection, info: ClusterInfo) -> Selection:
+    from kdist.launchers.slurm_step import words_of_all
+    from kdist.reports.log import show_log
+
+    show_log(info)
+    try:
+        strategies = words_of_all(info, os.environ, _AGREE_TIMEOUT, own.strategy)
+    except KDistError as error:
+        if info.is_chief:
+            _log.warning(
+                "the nodes could not compare how their ranks talk: rank 0 takes %s. KDIST_STRATEGY=%s asks for it "
+                "without a comparison. Received: %s", own.strategy, own.strategy, error,
+            )  # fmt: skip
+        return own
+    together = agreed(own, strategies)
+    if together is not own and info.is_chief:
+        _log.warning(
+            "the nodes differ in what they have, and all ranks take collective. Received: %s. Expected the same on "
+            "each node. Fix: install on each what `srun kdist env` shows to be missing, mpi4py or GPUs; or set "
+            "KDIST_STRATEGY.", differing(strategies),
+        )  # fmt: skip
+    return together
+
+
 def _has_horovod_with_nccl() -> bool:
     if importlib.util.find_spec("horovod") is None:
         return False
@@ -171,6 +220,7 @@ class _Opened:
     """The engine of this process. There is one only: MPI and Horovod cannot be initialised twice."""
 
     engine: Engine | None = None
+    selection: Selection | None = None  # of all ranks of a Slurm step
     heartbeat: Heartbeat | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -220,7 +270,7 @@ def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:
     if name == "auto":
         # Before any scope, or without one, the environment chooses the engine.
         word = os.environ.get("KDIST_STRATEGY", "auto")
-        name = "single" if info.size == 1 else select_strategy(word if word in ENGINES else "auto", info).strategy
+        name = "single" if info.size == 1 else select_together(word if word in ENGINES else "auto", info).strategy
     if name == PARAMETER_SERVER:
         raise ScopeError(
             "Parameter-server training has no collectives. Received: kdist.barrier() or kdist.chief_first() in a "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kdist import _arguments
 from kdist._arguments import AUTO_STALL_TIMEOUT
-from kdist._process import cluster_info, open_engine, select_strategy, set_stall_timeout
+from kdist._process import cluster_info, open_engine, select_together, set_stall_timeout
 from kdist._scope_context import ScopeContext
 from kdist._suggestions import with_suggestions
 from kdist.cluster.info import ClusterInfo
@@ -124,7 +124,7 @@ def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
             show_log(info)
             logger.warning("the variable %s is unknown, and has no effect. Fix: did you mean %s?", name, meant)
         word = asked if isinstance(asked, str) else asked.word
-        selection = select_strategy(word, info, is_synchronous=isinstance(asked, AllReduce))
+        selection = select_together(word, info, is_synchronous=isinstance(asked, AllReduce))
         if selection.strategy == "single":
             own_scopes.is_alone()
             yield _default_strategy(info)

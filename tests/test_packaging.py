@@ -1,5 +1,6 @@
 """What a wheel holds: the package, its callbacks under kdist, its types, and nothing else."""
 
+import re
 import shutil
 import sys
 import tarfile
@@ -75,6 +76,36 @@ def test_the_versions_agree():
     changes = (ROOT / "CHANGELOG.md").read_text()
     assert f"\n## {kdist.__version__} - " in changes
     assert f"\nversion: {kdist.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def bounds(config: str) -> dict[str, tuple[str, str]]:
+    """Returns the first version of each package that setup.cfg allows, and the first that it does not."""
+    return {name: (low, high) for name, low, high in re.findall(r"^ +(\w+)>=([\d.]+),<([\d.]+)$", config, re.MULTILINE)}
+
+
+def installed(script: str) -> dict[str, tuple[str, str]]:
+    """Returns the same, as of what tests/run installs: its oldest versions, and those after its current ones."""
+
+    def versions(name: str) -> dict[str, str]:
+        (line,) = re.findall(rf"^{name}=\((.*)\)$", script, re.MULTILINE)
+        return dict(re.findall(r"'(\w+)==([\d.]+)\.\*'", line))
+
+    def after(version: str) -> str:
+        major, minor = version.split(".")
+        return f"{major}.{int(minor) + 1}"
+
+    oldest, current = versions("oldest"), versions("current")
+    assert oldest.keys() == current.keys() == {"keras", "tensorflow"}
+    return {name: (oldest[name], after(current[name])) for name in oldest}
+
+
+def test_both_ends_of_the_versions_that_are_allowed_are_tested():
+    config, script = (ROOT / "setup.cfg").read_text(), (ROOT / "tests" / "run").read_text()
+    assert bounds(config) == installed(script)
+    for name in ("keras", "tensorflow"):  # a bound that is moved alone is seen
+        assert bounds(re.sub(rf"{name}>=(\d+)", rf"{name}>=1\1", config)) != installed(script)
+        assert bounds(re.sub(rf"({name}.*)<(\d+)", r"\1<1\2", config)) != installed(script)
+        assert bounds(re.sub(rf"({name}.*),.*", r"\1", config)) != installed(script)
 
 
 def test_a_package_that_setup_cfg_forgets_is_seen(tree, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -53,3 +54,38 @@ def test_a_barrier_of_parameter_servers_is_refused(monkeypatch):
     monkeypatch.setattr(_process, "_opened", _process._Opened())  # another test may have opened this process's engine
     with pytest.raises(ScopeError, match="no collectives"):
         kdist.barrier()
+
+
+@pytest.fixture
+def task(monkeypatch):
+    """Makes this process rank 0 of a step over two nodes, whose other rank never comes."""
+    variables = {
+        "SLURM_CLUSTER_NAME": f"test{os.getpid()}",
+        "SLURM_JOB_ID": "78",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "localhost,127.0.0.2",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "PMI_RANK": "0",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(_process, "_opened", _process._Opened())
+    monkeypatch.setattr(_process, "_AGREE_TIMEOUT", 0.5)
+    return kdist.cluster_info()
+
+
+def test_nodes_that_cannot_meet_take_what_they_have(task, caplog):
+    assert _process.select_together("auto", task).strategy == "mpi"
+    assert "the nodes could not compare how their ranks talk: rank 0 takes mpi" in caplog.text
+    assert "rank 1 is missing" in caplog.text
+    caplog.clear()
+    assert _process.select_together("auto", task).strategy == "mpi"
+    assert not caplog.text  # they tried once
+
+
+def test_what_is_asked_for_is_not_compared(task, caplog):
+    assert _process.select_together("collective", task).strategy == "collective"
+    assert not caplog.text

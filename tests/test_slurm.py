@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ class Steps(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         with (folder / f"steps{kdist.rank()}").open("a") as file:
             file.write(".")
-        time.sleep(0.02)
+        time.sleep(0.3 if "slow" in sys.argv else 0.02)
 x = np.random.default_rng(0).normal(size=(640, 4)).astype("float32")
 with kdist.scope(scale_lr=None):
     keras.utils.set_random_seed(1)
@@ -88,6 +89,22 @@ def test_ranks_of_two_nodes_train_as_one_process_over_pmi2(cluster: slurm.Slurm)
     assert "2 ranks train together over mpi, started by Slurm" in done.outputs[0], done.outputs[0]
 
 
+def test_ranks_agree_on_how_they_talk_where_a_node_lacks_mpi4py(
+    cluster: slurm.Slurm, script: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "lacks").mkdir()
+    (tmp_path / "lacks" / "sitecustomize.py").write_text("import sys; sys.modules['mpi4py'] = None")
+    train = shlex.join([sys.executable, str(script), str(tmp_path)])
+    lacks = f"PYTHONPATH={shlex.quote(str(tmp_path / 'lacks'))}:$PYTHONPATH"
+    task = f"if [ $SLURM_PROCID = 1 ]; then export {lacks}; fi; exec {train}"
+    done = spmd.launch(["bash", "-c", task], 2, launcher="srun_pmi2", env=cluster.env, timeout=120)
+    assert done.returncode == 0, done.output
+    assert "the nodes differ in what they have" in done.output, done.output
+    talk = "2 ranks train together over collective, started by Slurm, whose nodes differ: mpi on n0; collective on n1"
+    assert talk in done.output, done.output
+    assert len(losses(done.output)) == 2
+
+
 def test_a_rank_that_is_killed_ends_the_step(cluster: slurm.Slurm, script: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(script), str(tmp_path), "fault"]
     env = {**cluster.env, "KDIST_STRATEGY": "collective"}
@@ -100,50 +117,93 @@ def test_a_rank_that_is_killed_ends_the_step(cluster: slurm.Slurm, script: Path,
     assert waited < 10 * spmd.PATIENCE, done.output
 
 
-def test_a_batch_job_that_is_preempted_goes_on(cluster: slurm.Slurm, script: Path, tmp_path: Path) -> None:
-    """The example's batch script starts again after exit code 75, and ends as `kdist run` in an allocation does."""
-    output = tmp_path / "output"
-    sizes = ("--ntasks-per-node=1", "--cpus-per-task=1")
-    env = {
-        **spmd.RANK_ENVIRONMENT,
-        "KDIST_VENV": str(Path(sys.executable).parents[1]),
-        "SLURM_MPI_TYPE": "none",  # on one host, two nodes' PMIx servers clash
-    }
-    submit = ["sbatch", "--parsable", *sizes, f"--output={output}", "examples/clusters/slurm.sh"]
-    number = cluster.ask(*submit, str(script), str(tmp_path), env=env).strip()
+class Batch:
+    """A batch job that was submitted.
 
-    def said() -> str:
-        return output.read_text() if output.exists() else ""
+    Args:
+        cluster: `Slurm`.
+        output: path, where what it says goes.
+        command: sequence of str, after `sbatch`.
+    """
 
-    def state() -> str:
-        return cluster.ask("squeue", "--noheader", "--states=all", "--format=%T %r", f"--jobs={number}").strip()
+    def __init__(self, cluster: slurm.Slurm, output: Path, *command: str) -> None:
+        env = {
+            **spmd.RANK_ENVIRONMENT,
+            "KDIST_VENV": str(Path(sys.executable).parents[1]),
+            "SLURM_MPI_TYPE": "none",  # on one host, two nodes' PMIx servers clash
+        }
+        sizes = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1")
+        self._cluster, self._output = cluster, output
+        self.number = cluster.ask("sbatch", "--parsable", *sizes, f"--output={output}", *command, env=env).strip()
 
-    def wait_for(is_so: Callable[[], bool]) -> None:
+    def said(self) -> str:
+        return self._output.read_text() if self._output.exists() else ""
+
+    def state(self) -> str:
+        wanted = ("--noheader", "--states=all", "--format=%T %r", f"--jobs={self.number}")
+        return self._cluster.ask("squeue", *wanted).strip()
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
         limit, failed = time.monotonic() + 120 * spmd.PATIENCE, 0
         while not is_so():
-            failed = failed + 1 if state().startswith("FAILED") else 0
-            assert failed < 50, f"{said()}\n{cluster.logs()}"  # for a moment, a job that is started again has failed
-            assert time.monotonic() < limit, f"{state()}\n{said()}"
+            failed = failed + 1 if self.state().startswith("FAILED") else 0
+            # For a moment, a job that is started again has failed.
+            assert failed < 50, f"{self.said()}\n{self._cluster.logs()}"
+            assert time.monotonic() < limit, f"{self.state()}\n{self.said()}"
             time.sleep(0.1)
 
-    wait_for(lambda: steps(tmp_path) > 10)
-    cluster.ask("scancel", "--signal=USR1", number)
-    wait_for(lambda: state() == "PENDING BeginTime")
-    stopped_at = steps(tmp_path)
-    assert stopped_at < 160
-    assert "exiting with code 75" in said(), said()
-    # Slurm would wait for two minutes; within a second, the nodes take the job for the one that they have ended.
-    time.sleep(2)
-    cluster.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
-    wait_for(lambda: state().startswith("COMPLETED"))
-    assert "training resumes from" in said(), said()
-    assert steps(tmp_path) == 160
-    assert re.search(r"0: +training +2 ranks together, all-reduce over collective: started by Slurm", said()), said()
 
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    command = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2", str(script), str(whole)]
+@pytest.fixture(scope="module")
+def whole(cluster: slurm.Slurm, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Returns the losses of a training that nothing interrupts, by `kdist run` in an allocation."""
+    folder = tmp_path_factory.mktemp("whole")
+    script = folder / "train.py"
+    script.write_text(TRAIN)
+    command = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2", str(script), str(folder)]
     done = cluster.run("salloc", "--nodes=2", "--ntasks=2", *command)
     assert done.returncode == 0, done.output
     assert "2 ranks train together over mpi, started by Open MPI" in done.output, done.output
-    assert losses(said()) == [pytest.approx(losses(done.output)[0], rel=1e-5)] * 2
+    return losses(done.output)[0]
+
+
+def test_a_batch_job_that_is_preempted_goes_on(
+    cluster: slurm.Slurm, script: Path, tmp_path: Path, whole: list[float]
+) -> None:
+    """The example's batch script starts again after exit code 75, and ends as `kdist run` in an allocation does."""
+    job = Batch(cluster, tmp_path / "output", "examples/clusters/slurm.sh", str(script), str(tmp_path))
+    job.wait_for(lambda: steps(tmp_path) > 10)
+    cluster.ask("scancel", "--signal=USR1", job.number)
+    job.wait_for(lambda: job.state() == "PENDING BeginTime")
+    assert steps(tmp_path) < 160
+    assert "exiting with code 75" in job.said(), job.said()
+    # Slurm would wait for two minutes; within a second, the nodes take the job for the one that they have ended.
+    time.sleep(2)
+    cluster.ask("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+    job.wait_for(lambda: job.state().startswith("COMPLETED"))
+    said = job.said()
+    assert "training resumes from" in said, said
+    assert steps(tmp_path) == 160
+    assert re.search(r"0: +training +2 ranks together, all-reduce over collective: started by Slurm", said), said
+    assert losses(said) == [pytest.approx(whole, rel=1e-5)] * 2
+
+
+def test_a_job_at_its_time_limit_has_saved_and_the_next_goes_on(
+    cluster: slurm.Slurm, script: Path, tmp_path: Path, whole: list[float]
+) -> None:
+    """Slurm's own limit: two SIGTERM within milliseconds, SIGKILL after KillWait, and no second start of the job."""
+
+    def train(*words: str) -> str:
+        command = [sys.executable, str(script), str(tmp_path), *words]
+        return f"--wrap=srun --cpu-bind=none {shlex.join(command)}"
+
+    first = Batch(cluster, tmp_path / "first", "--time=10", train("slow"))
+    first.wait_for(lambda: steps(tmp_path) > 3)
+    cluster.ask("scontrol", "update", f"JobId={first.number}", "EndTime=now")  # Slurm looks twice a minute
+    first.wait_for(lambda: first.state() == "TIMEOUT TimeLimit")
+    assert 3 < steps(tmp_path) < 160
+    assert "SIGTERM on rank 0, SIGTERM on rank 1: saved after step" in first.said(), first.said()
+    second = Batch(cluster, tmp_path / "second", "--time=10", train())
+    second.wait_for(lambda: second.state().startswith("COMPLETED"))
+    assert "training resumes from" in second.said(), second.said()
+    assert steps(tmp_path) == 160
+    assert losses(second.said()) == [pytest.approx(whole, rel=1e-5)] * 2

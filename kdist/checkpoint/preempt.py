@@ -8,6 +8,7 @@ import os
 import signal
 import string
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -23,6 +24,7 @@ from kdist.restarts.report import Kind, own_reports
 
 logger = logging.getLogger("kdist")
 
+_SAME_NOTICE = 1.0  # seconds: at a job's time limit, Slurm sends SIGTERM twice within milliseconds
 _LARGER = "a larger job"  # where a signal's name stands, if `kdist run` asked for that
 
 
@@ -38,6 +40,7 @@ class Preempt(AllRanksCallback):
         self._handlers: dict[int, Any] = {}
         self._fit: RunningFit | None = None
         self._received: str | None = None
+        self._received_at = 0.0
         self._request: str | None = None  # of `kdist run`, and why
         self._epoch = 0
 
@@ -95,12 +98,16 @@ class Preempt(AllRanksCallback):
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        is_over = self._fit is None or self._fit.is_over(frame)
+        if not is_over and self._received is not None and now < self._received_at + _SAME_NOTICE:
+            return
         # A second signal has its usual effect, and so has one after a `fit` that raised.
-        if self._received is not None or self._fit is None or self._fit.is_over(frame):
+        if is_over or self._received is not None:
             self.clean_up()
             os.kill(os.getpid(), number)
             return
-        self._received = signal.Signals(number).name
+        self._received, self._received_at = signal.Signals(number).name, now
         self.session.votes.cast("preempt")
 
     def _read_request(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kdist._process import select_strategy
+from kdist.cli.cores import NUMA, in_words, numa_nodes
 from kdist.cli.quiet_import import import_quietly
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
@@ -95,7 +96,7 @@ def _settings(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} (those that this process may use)"
+    yield "cores", in_words(os.sched_getaffinity(0), os.cpu_count() or 1, numa_nodes(NUMA))
     try:
         import_quietly(["tensorflow", "keras"])
         import keras

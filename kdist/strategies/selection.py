@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import StrategyError
@@ -139,6 +139,38 @@ def choose(
         '`kdist run -np N script.py`, or choose strategy="single" (KDIST_STRATEGY=single) to train each '
         "process independently."
     )
+
+
+def agreed(own: Selection, strategies: Sequence[tuple[str, str]]) -> Selection:
+    """Returns what all ranks of a Slurm step take.
+
+    Args:
+        own: `Selection`, of this rank.
+        strategies: sequence of pairs, each rank's node and the strategy that it would take.
+
+    Returns:
+        `own`, if all take the same one, and else TensorFlow's collective ops, which need nothing that a node may lack.
+
+    Example:
+    >>> agreed(Selection("mpi", "started by Slurm"), [("n0", "mpi"), ("n1", "collective")]).strategy
+    'collective'
+    """
+    if len({strategy for _, strategy in strategies}) == 1:
+        return own
+    return Selection("collective", f"started by Slurm, whose nodes differ: {differing(strategies)}")
+
+
+def differing(strategies: Sequence[tuple[str, str]]) -> str:
+    """Returns in words which nodes would take which strategy.
+
+    Example:
+    >>> differing([("n0", "mpi"), ("n0", "mpi"), ("n1", "collective"), ("n2", "mpi")])
+    'mpi on n0, n2; collective on n1'
+    """
+    nodes: dict[str, dict[str, None]] = {}
+    for node, strategy in strategies:
+        nodes.setdefault(strategy, {})[node] = None
+    return "; ".join(f"{strategy} on {', '.join(those)}" for strategy, those in nodes.items())
 
 
 def _preferred(num_gpus: int, horovod_on_gpus: bool, has_mpi: bool) -> tuple[list[str], str]:

@@ -34,7 +34,8 @@ def startup_timeout(seconds: float, rank: int, size: int, fail: Callable[[str], 
         if has_started.wait(warn_after):
             return
         _LOG.warning(
-            "rank %d of %d waits for ranks that have not started: those that do not log this. %.0f s are left",
+            "rank %d of %d waits for ranks that have not started: those that do not log this. If all log it, the "
+            "network that they chose does not connect them. %.0f s are left",
             *(rank, size, seconds - warn_after),
         )
         if not has_started.wait(seconds - warn_after):

@@ -423,6 +423,7 @@ def told_to_go(kind: str, rank: int, place: tuple[int, int | None]) -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if (self.epoch, batch) == place and kdist.rank() == rank:
                 os.kill(os.getpid(), signal.SIGUSR1)
+                os.kill(os.getpid(), signal.SIGUSR1)  # as Slurm does at a time limit
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if (epoch, None) == place and kdist.rank() == rank:

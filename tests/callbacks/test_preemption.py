@@ -1,8 +1,44 @@
 """A job that is told to go ends with the code that its scheduler waits for; test_backup_and_restore.py has the rest."""
 
+import os
+import signal
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import kdist
+from kdist.checkpoint import preempt
 from tests.callbacks.interruptions import preempt_training
 from tests.helpers.jobs import job
 
 
 def test_the_jobs_exit_code(tmp_path):
     preempt_training(tmp_path / "backup", job("mpi", 2))
+
+
+def test_a_second_signal_has_its_usual_effect(tmp_path):
+    usual = []
+
+    def tell(batch, logs):
+        for _ in range(2):  # two at once are one
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert not usual
+        time.sleep(preempt._SAME_NOTICE)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: usual.append(number))
+    try:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        callbacks = [
+            keras.callbacks.LambdaCallback(on_train_batch_end=tell),
+            kdist.callbacks.BackupAndRestore(tmp_path / "backup"),
+            kdist.callbacks.Preemption(),
+        ]
+        with pytest.raises(SystemExit, match="75"):
+            model.fit(np.zeros((2, 1)), np.zeros((2, 1)), batch_size=1, verbose=0, callbacks=callbacks)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert usual == [signal.SIGUSR1]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.helpers.jobs import Job
+from tests.helpers.spmd import Result
 
 CASES_A_LAUNCH = 20  # so that one case that hangs costs one launch's time limit, and no more
 
@@ -19,13 +20,14 @@ class Campaign:
 
     Args:
         out: path or `None`, where the table goes, after each check: one that is stopped leaves what it has.
+        head: str, in Markdown, what stands above the table.
 
     Attributes:
         errors: list of str, in Markdown, of what failed.
     """
 
-    def __init__(self, out: Path | None = None) -> None:
-        self._out = out
+    def __init__(self, out: Path | None = None, head: str = "") -> None:
+        self._out, self._head = out, head
         self.errors: list[str] = []
         self._outcomes: dict[tuple[str, str], dict[str, str]] = {}
         self._columns: list[str] = []
@@ -41,6 +43,7 @@ class Campaign:
         names: Sequence[str],
         *,
         timeout: float,
+        given: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         """Runs some of a target's cases on a job.
@@ -50,16 +53,17 @@ class Campaign:
             column: str, what the job is called.
             on: `Job`.
             target: str, as for `spmd.run`.
-            names: sequence of str, the cases.
+            names: sequence of str, the cases; a text that one returns on rank 0 stands beside "passed".
             timeout: float, seconds that a launch may take.
+            given: str or `None`, as for `spmd.run`.
             env: mapping, environment variables on top.
         """
         for start in range(0, len(names), CASES_A_LAUNCH):
             some = names[start : start + CASES_A_LAUNCH]
-            result = on.run(target, only=some, timeout=timeout, env=env)
+            result = on.run(target, only=some, timeout=timeout, given=given, env=env)
             for name in some:
                 self._processor_time[f"{part}: {name} on {column}"] = result.processor_time(name)
-                self.attempt(part, name, column, functools.partial(result.check, name))
+                self.attempt(part, name, column, functools.partial(_value, result, name))
         print(f"{part} on {column}: done after {time.monotonic() - self._started:.0f} s", file=sys.stderr)
 
     def slowest(self, count: int = 10) -> str:
@@ -89,6 +93,7 @@ class Campaign:
         head = ["part", "case", *self._columns]
         failed = cells.count("failed")
         lines = [
+            *([self._head, ""] if self._head else []),
             f"{len(cells) - failed} passed, {failed} failed",
             "",
             _row(head),
@@ -97,6 +102,10 @@ class Campaign:
             "",
         ]
         return "\n".join([*lines, *self.errors]) + "\n"
+
+
+def _value(result: Result, name: str) -> object:
+    return result.values(name)[0]
 
 
 def _row(cells: Sequence[str]) -> str:

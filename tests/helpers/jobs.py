@@ -27,12 +27,24 @@ class Job:
     python: str = sys.executable
 
     def run(
-        self, target: str, *, only: Sequence[str], timeout: float, env: Mapping[str, str] | None = None
+        self,
+        target: str,
+        *,
+        only: Sequence[str],
+        timeout: float,
+        given: str | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> spmd.Result:
         """Runs some of a target's cases on every rank; see `spmd.run`."""
-        env = {"KDIST_STRATEGY": self.strategy, **(env or {})}
         return spmd.run(
-            target, self.ranks, only=only, launcher=self.launcher, python=self.python, env=env, timeout=timeout
+            target,
+            self.ranks,
+            given=given,
+            only=only,
+            launcher=self.launcher,
+            python=self.python,
+            env={"KDIST_STRATEGY": self.strategy, **(env or {})},
+            timeout=timeout,
         )
 
     def launch(self, arguments: Sequence[str], *, timeout: float) -> spmd.Finished:

@@ -68,6 +68,13 @@ def missing() -> str:
     return "" if os.geteuid() == 0 else "the daemons of Slurm need root"
 
 
+def version() -> str:
+    """Returns the version of the Slurm that is installed."""
+    program = _program("slurmctld")
+    assert program is not None
+    return subprocess.run([program, "-V"], capture_output=True, text=True, timeout=30, check=True).stdout.split()[-1]
+
+
 class Slurm:
     """A running Slurm.
 

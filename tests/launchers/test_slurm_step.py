@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from kdist.errors import ClusterError
-from kdist.launchers.slurm_step import first_node, host_of, port_of
+from kdist.launchers.hosts.slurm_nodes import first_node, host_of
+from kdist.launchers.slurm_step import port_of
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds; a generous guard
@@ -42,7 +43,7 @@ def step(size: int = 3, **changed: str) -> dict[str, str]:
     }
 
 
-def start(rank: int, env: dict[str, str], timeout: float = LIMIT) -> subprocess.Popen[str]:
+def start(rank: int, env: dict[str, str], timeout: float = LIMIT, program: str = RANK) -> subprocess.Popen[str]:
     own = {
         "SLURM_PROCID": str(rank),
         "SLURM_NODEID": str(int(rank > 0)),
@@ -50,7 +51,7 @@ def start(rank: int, env: dict[str, str], timeout: float = LIMIT) -> subprocess.
         "SLURMD_NODENAME": "127.0.0.2" if rank else "localhost",
     }
     return subprocess.Popen(
-        [sys.executable, "-c", RANK, str(timeout)],
+        [sys.executable, "-c", program, str(timeout)],
         env={**os.environ, **env, **own},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -60,8 +61,10 @@ def start(rank: int, env: dict[str, str], timeout: float = LIMIT) -> subprocess.
 
 
 @contextlib.contextmanager
-def started(ranks: list[int], env: dict[str, str], timeout: float = LIMIT) -> Iterator[list[subprocess.Popen[str]]]:
-    processes = [start(rank, env, timeout) for rank in ranks]
+def started(
+    ranks: list[int], env: dict[str, str], timeout: float = LIMIT, program: str = RANK
+) -> Iterator[list[subprocess.Popen[str]]]:
+    processes = [start(rank, env, timeout, program) for rank in ranks]
     try:
         yield processes
     finally:
@@ -82,6 +85,21 @@ def test_all_ranks_learn_all_addresses() -> None:
     assert words == ["word of 0", "word of 1", "word of 2"]
     assert [address.rpartition(":")[0] for address in addresses] == ["localhost", "127.0.0.2", "127.0.0.2"]
     assert len(set(addresses)) == 3
+
+
+WORDS = """
+import json, os
+from kdist.cluster import detect
+from kdist.launchers.slurm_step import words_of_all
+info = detect(os.environ)
+print(json.dumps(words_of_all(info, os.environ, 60, f"word of {info.rank}")))
+"""
+
+
+def test_all_ranks_learn_a_word_of_each() -> None:
+    with started([1, 0], step(size=2), program=WORDS) as processes:
+        said = [json.loads(ended(process)) for process in processes]
+    assert said == [[["localhost", "word of 0"], ["127.0.0.2", "word of 1"]]] * 2
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

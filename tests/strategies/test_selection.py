@@ -10,7 +10,7 @@ from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.cluster.slurm import has_pmi
 from kdist.errors import StrategyError
-from kdist.strategies.selection import MPI_LAUNCHERS, choose
+from kdist.strategies.selection import MPI_LAUNCHERS, Selection, agreed, choose
 from tests.cluster import environments
 
 
@@ -197,3 +197,11 @@ def test_parameter_servers_in_one_process_are_keras_own_code() -> None:
 def test_parameter_servers_under_a_launcher_without_roles_are_refused() -> None:
     with pytest.raises(StrategyError, match="Fix: "):
         choose("parameter_server", ClusterInfo(launcher="horovod", size=4))
+
+
+def test_ranks_of_nodes_that_differ_take_what_no_node_lacks():
+    own = Selection("mpi", "started by Slurm")
+    assert agreed(own, [("n0", "mpi"), ("n1", "mpi")]) is own
+    taken = agreed(own, [("n0", "mpi"), ("n0", "mpi"), ("n1", "collective"), ("n2", "mpi")])
+    assert taken.strategy == "collective"
+    assert taken.why == "started by Slurm, whose nodes differ: mpi on n0, n2; collective on n1"

@@ -97,6 +97,10 @@ def float8_layers() -> None:
 
 @feature
 def float32_smoke() -> None:
+    in_float32(rtol=1e-5)
+
+
+def in_float32(rtol: float) -> None:
     x, y = (a.astype("float32") for a in rows("ragged"))
 
     def script(batch: int) -> dict[str, Any]:
@@ -105,7 +109,7 @@ def float32_smoke() -> None:
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
         return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
 
-    both(script, rtol=1e-5)
+    both(script, rtol=rtol)
 
 
 @feature
