@@ -36,6 +36,7 @@ EXPECTED: dict[str, str] = {
     "saving_lib_test.py::SafeGetH5DatasetTest": ONE_FOLDER,
     "saving_lib_test.py::SafeZipReadTest": ONE_FOLDER,
     "saving_lib_test.py::SavingH5IOStoreTest": ONE_FOLDER,
+    "saving_lib_test.py::SavingTest::test_load_model_exception_raised": ONE_FOLDER,
     "saving_lib_test.py::SavingTest::test_load_model_read_only_system": ONE_FOLDER,
     "saving_lib_test.py::SavingTest::test_save_model_exception_raised": WHOLE_FILES,
     "saving_lib_test.py::SavingTest::test_weights_sharding_efficientnet": ONE_FOLDER,
