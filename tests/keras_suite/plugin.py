@@ -47,8 +47,10 @@ def in_the_scope(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     places = itertools.count()
 
     def get_temp_dir(self: Any) -> str:
-        """Returns a directory that the ranks share, as on a cluster: a script names it."""
-        place = Path(REQUEST["out"]).parent / f"{zlib.crc32(self.id().encode())}-{next(places)}"
+        """Returns a directory that the ranks share, as on a cluster where a script names it."""
+        # Tests of files write, list and delete them by themselves on each rank.
+        of_rank = f"-{RANK}" if ".saving." in self.id() else ""
+        place = Path(REQUEST["out"]).parent / f"{zlib.crc32(self.id().encode())}-{next(places)}{of_rank}"
         place.mkdir(exist_ok=True)
         return str(place)
 
