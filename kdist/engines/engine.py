@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from kdist._tf_internals import is_compiled_by_xla
 from kdist.errors import EngineError
 from kdist.watch.activity import Activity
 
@@ -301,6 +300,8 @@ class Engine(abc.ABC):
         """Raises `EngineError` if collectives are refused now; every engine calls this before it sends anything."""
         if self.size == 1:
             return
+        from kdist._tf_internals import is_compiled_by_xla  # not before an engine sends something: it loads TensorFlow
+
         if is_compiled_by_xla():
             raise EngineError(
                 "A function that XLA compiles sends a message between ranks, which XLA cannot compile. Received: a "
