@@ -308,7 +308,8 @@ class HorovodEngine(Engine):
             with tf.control_dependencies([begun]):
                 received = operation([first, *others], name=_name(kind, tensors), ignore_name_scope=True)
             self._progress.end(received)
-            sizes.append(tf.size(received[0]))
+            # Not `tf.size`, which is a constant where the shape is known, and depends on nothing.
+            sizes.append(tf.raw_ops.Size(input=received[0]))
             for result, shape in zip(received, shapes, strict=True):
                 result.set_shape(shape)
             return received

@@ -82,7 +82,7 @@ def test_workers_that_are_killed_together_are_both_restarted(tmp_path):
     done = run(tmp_path, TOGETHER)
     assert done.returncode == 0, done.output
     for rank in (1, 2):
-        assert f"rank {rank} is restarted" in done.output
+        assert f"rank {rank} of 4 was killed by signal 9 (SIGKILL), and is restarted" in done.output
 
 
 # A worker dies when the launcher has seen the end of the chief, which waits for nobody.
