@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -25,6 +26,10 @@ _VALID: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or (isinstance(value, str) and value == "auto") or is_positive(value),
         '"auto", seconds, above 0, or None for no limit',
     ),
+    "micro_batches": (
+        lambda value: value is None or (isinstance(value, numbers.Integral) and value is not True and int(value) > 0),
+        "an integer above 0, or None for the number of ranks",
+    ),
 }
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -34,6 +39,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "warmup_epochs": "auto",
     "auto_shard": True,
     "stall_timeout": "auto",
+    "micro_batches": None,
 }
 
 # Texts of environment variables for arguments that are booleans.
@@ -44,7 +50,7 @@ def _number_or_word(text: str) -> str | float | None:
     if text.lower() == "none":
         return None
     try:
-        return float(text)
+        return int(text) if text.isdecimal() else float(text)
     except ValueError:
         return text
 
@@ -154,6 +160,23 @@ def _check_values(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
             received = f"{variable}={env[variable]!r}" if variable in env else f"{name}={chosen[name]!r}"
             raise StrategyError(
                 f"`{name}` is invalid. Received: {received}. Expected {expected}. Fix: use one of these."
+            )
+    _check_micro_batches(chosen)
+
+
+def _check_micro_batches(chosen: Mapping[str, Any]) -> None:
+    if (number := chosen["micro_batches"]) is None:
+        return
+    options = chosen["strategy"]
+    others = {"scale_batch=False": not chosen["scale_batch"], "auto_shard=False": not chosen["auto_shard"]}
+    if isinstance(options, AllReduce):
+        others[f"sync_every={options.sync_every}"] = options.sync_every > 1
+    for other, is_given in others.items():
+        if is_given:
+            raise StrategyError(
+                f"micro_batches contradicts another argument. Received: micro_batches={number} and {other}. Expected "
+                f"one of them: with micro_batches a step takes {number} whole batch(es) of one input, and one update. "
+                f"Fix: omit micro_batches or {other}."
             )
 
 

@@ -51,6 +51,7 @@ def scope(
     warmup_epochs: Literal["auto"] | float = "auto",
     auto_shard: bool = True,
     stall_timeout: Literal["auto"] | float | None = "auto",
+    micro_batches: int | None = None,
 ) -> ScopeContext:
     """Makes the Keras models inside train on all processes of the job exactly as on one.
 
@@ -58,8 +59,8 @@ def scope(
     trained by synchronous data parallelism; a model made in the scope stays distributed after it.
 
     Each argument has an environment variable (`KDIST_STRATEGY`, `KDIST_SCALE_BATCH`, `KDIST_SCALE_LR`,
-    `KDIST_WARMUP_EPOCHS`, `KDIST_AUTO_SHARD`, `KDIST_STALL_TIMEOUT`), which applies where the code has the
-    default.
+    `KDIST_WARMUP_EPOCHS`, `KDIST_AUTO_SHARD`, `KDIST_STALL_TIMEOUT`, `KDIST_MICRO_BATCHES`), which applies where
+    the code has the default.
 
     Collective: every rank must call this, in the same order.
 
@@ -77,6 +78,9 @@ def scope(
         stall_timeout: float or `None`, seconds that a rank may block the others before the job ends with a message that
             names it; `None` for no limit. `"auto"` is 600, and only a warning for a rank that is busy, or in your own
             code (a callback, or between two calls of `fit`).
+        micro_batches: int or `None`, how many of your batches a step of `fit` takes, on any number of ranks, one too:
+            for jobs whose number of ranks changes. By default it is the number of ranks. Fewer ranks than
+            `micro_batches` hold more rows each.
 
     Returns:
         A context manager, which yields the `tf.distribute.Strategy` in use.
@@ -101,6 +105,7 @@ def scope(
         "warmup_epochs": warmup_epochs,
         "auto_shard": auto_shard,
         "stall_timeout": stall_timeout,
+        "micro_batches": micro_batches,
     }
     return ScopeContext(functools.partial(_entered, given))
 
@@ -114,6 +119,7 @@ def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
         if not isinstance(asked, (str, AllReduce, ParameterServer, TPU)):
             _refuse_multi_worker(asked)
             own_scopes.is_alone()
+            _refuse_micro_batches(chosen, type(asked).__name__)
             if chosen["scale_lr"] in ("auto", None):  # the strategy's own conventions, unless the user sets a scale
                 chosen.update(scale_batch=False, scale_lr=None)
             with _passed_through(asked, chosen):
@@ -127,8 +133,16 @@ def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
         selection = select_together(word, info, is_synchronous=isinstance(asked, AllReduce))
         if selection.strategy == "single":
             own_scopes.is_alone()
-            yield _default_strategy(info)
+            if (chosen["micro_batches"] or 1) == 1:
+                yield _default_strategy(info)
+                return
+            if info.size > 1:
+                _refuse_micro_batches(chosen, "'single', by which each rank trains for itself")
+            with _all_reduce(info, selection, chosen) as replicated:
+                yield replicated
             return
+        if selection.strategy in (PARAMETER_SERVER, *PASSED_THROUGH):
+            _refuse_micro_batches(chosen, repr(selection.strategy))
         if selection.strategy == PARAMETER_SERVER:
             own_scopes.is_alone()  # its tasks do not wait for each other
             with _parameter_server(info, asked, chosen) as asynchronous:
@@ -224,6 +238,15 @@ def _refuse_multi_worker(strategy: tf.distribute.Strategy) -> None:
     )
 
 
+def _refuse_micro_batches(chosen: Mapping[str, Any], strategy: str) -> None:
+    if chosen["micro_batches"] is not None:
+        raise StrategyError(
+            "micro_batches is for ranks that train together by all-reduce. Received: "
+            f"micro_batches={chosen['micro_batches']} with {strategy}. Expected 'mpi', 'horovod' or 'collective'. Fix: "
+            "choose one of these, or omit micro_batches."
+        )
+
+
 def _default_strategy(info: ClusterInfo) -> tf.distribute.Strategy:
     """Returns TensorFlow's default strategy, with which Keras runs its own code."""
     import tensorflow as tf
@@ -240,7 +263,7 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     """Opens the scope of several ranks."""
     import keras
 
-    from kdist.data.eager_order import one_order
+    from kdist.data.graphs.eager_order import one_order
     from kdist.data.make_source import split_dataset
     from kdist.keras_hooks.clear_session import scopes_outlive_clear_session
     from kdist.keras_hooks.trainer import is_overridden, watch_models
@@ -261,7 +284,7 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     options = asked if isinstance(asked, AllReduce) else AllReduce()
     own_scopes.waits_for_others()
     engine = open_engine(info, selection.strategy, options.start_timeout)
-    if engine.size == 1:
+    if engine.size == 1 and (chosen["micro_batches"] or 1) == 1:
         yield _default_strategy(info)
         return
     is_strict = chosen["stall_timeout"] != "auto"
@@ -269,12 +292,14 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     scale_lr = chosen["scale_lr"]
     if options.sync_every > 1 and scale_lr == "auto":
         scale_lr = 1.0  # a local step is on the rank's own batch; schedules are still fitted to the epochs
-    settings = Settings(chosen["scale_batch"], scale_lr, chosen["warmup_epochs"], chosen["auto_shard"], options)
+    settings = Settings(
+        chosen["scale_batch"], scale_lr, chosen["warmup_epochs"], chosen["auto_shard"], options, chosen["micro_batches"]
+    )
     check_agreement(engine, "kdist.scope", {name: repr(value) for name, value in settings.values().items()})
     agree_random_state(engine)
     agree_global_seeds(engine)
     seed = input_seed(repr(random.getstate()), 0)
-    if engine.rank == 0:
+    if engine.rank == 0 and engine.size > 1:
         once.info(f"{engine.size} ranks train together over {engine.name}, {selection.why}")
         logger.debug("the launcher's variables: %s", info.reason)
         if engine.local_size > (cores := os.cpu_count() or 1):

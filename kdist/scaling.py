@@ -64,9 +64,7 @@ def _is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def learning_rate_rule(
-    scale_lr: str | float | None, optimizer: str, num_replicas: int, *, scale_batch: bool
-) -> LearningRateRule:
+def learning_rate_rule(scale_lr: str | float | None, optimizer: str, batches_per_step: int) -> LearningRateRule:
     r"""Chooses the multiplier of the learning rate.
 
     With a global batch that is $k$ times as large, the linear rule multiplies the learning rate by $k$, the
@@ -75,8 +73,7 @@ def learning_rate_rule(
     Args:
         scale_lr: `"auto"` (by optimizer), `"linear"`, `"sqrt"`, a positive number, or `None`.
         optimizer: str, the optimizer's class name.
-        num_replicas: int, the factor by which the global batch grows if `scale_batch`.
-        scale_batch: bool, whether the global batch grows with the replicas.
+        batches_per_step: int, the factor by which the global batch is larger than the user's.
 
     Returns:
         The rule.
@@ -97,19 +94,21 @@ def learning_rate_rule(
         )
     if not isinstance(scale_lr, str):
         return LearningRateRule(float(scale_lr), "given", "scale_lr is a number")
-    if not scale_batch or num_replicas == 1:
+    if batches_per_step == 1:
         return LearningRateRule(1.0, "none", "the global batch did not grow")
     if scale_lr == "linear":
-        return LearningRateRule(float(num_replicas), "linear", "set by scale_lr")
+        return LearningRateRule(float(batches_per_step), "linear", "set by scale_lr")
     if scale_lr == "sqrt":
-        return LearningRateRule(math.sqrt(num_replicas), "sqrt", "set by scale_lr")
+        return LearningRateRule(math.sqrt(batches_per_step), "sqrt", "set by scale_lr")
     if optimizer in LINEAR_RULE_OPTIMIZERS:
         return LearningRateRule(
-            float(num_replicas), "linear", f"{optimizer} with a {num_replicas} times larger global batch"
+            float(batches_per_step), "linear", f"{optimizer} with a {batches_per_step} times larger global batch"
         )
     if optimizer in SQRT_RULE_OPTIMIZERS:
         return LearningRateRule(
-            math.sqrt(num_replicas), "sqrt", f"{optimizer} is adaptive; the global batch is {num_replicas} times larger"
+            math.sqrt(batches_per_step),
+            "sqrt",
+            f"{optimizer} is adaptive; the global batch is {batches_per_step} times larger",
         )
     return LearningRateRule(1.0, "none", f"no rule is known for {optimizer}", is_known=False)
 

@@ -21,6 +21,7 @@ DEFAULTS = {
     "warmup_epochs": "auto",
     "auto_shard": True,
     "stall_timeout": "auto",
+    "micro_batches": None,
 }
 
 scalars = st.one_of(
@@ -105,6 +106,10 @@ def test_of_the_environment(env):
         ("stall_timeout", 0),
         ("stall_timeout", "600"),
         ("stall_timeout", "never"),
+        ("micro_batches", 0),
+        ("micro_batches", True),
+        ("micro_batches", 4.0),
+        ("micro_batches", "4"),
     ],
 )
 def test_ambiguous_values_are_refused(name, value):
@@ -152,6 +157,7 @@ def test_invalid_options_are_refused_where_they_are_written(strategy, options):
         ("stall_timeout", "auto"),
         ("stall_timeout", math.inf),
         ("stall_timeout", np.float64(3)),
+        ("micro_batches", np.int64(3)),
     ],
 )
 def test_numbers_of_any_type_are_accepted(name, value):
@@ -160,11 +166,33 @@ def test_numbers_of_any_type_are_accepted(name, value):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("KDIST_STRATEGY", "horovood"), ("KDIST_SCALE_LR", "lineer"), ("KDIST_STALL_TIMEOUT", "5s")],
+    [
+        ("KDIST_STRATEGY", "horovood"),
+        ("KDIST_SCALE_LR", "lineer"),
+        ("KDIST_STALL_TIMEOUT", "5s"),
+        ("KDIST_MICRO_BATCHES", "4.5"),
+    ],
 )
 def test_an_invalid_variable_is_quoted(name, text):
     with pytest.raises(KDistError, match=f"Received: {name}='{text}'"):
         _arguments.check(_arguments.with_environment(DEFAULTS, {name: text}), {name: text})
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"scale_batch": False}, "scale_batch=False"),
+        ({"auto_shard": False}, "auto_shard=False"),
+        ({"strategy": kdist.AllReduce(sync_every=2)}, "sync_every=2"),
+    ],
+)
+def test_micro_batches_with_what_contradicts_them(other, text):
+    with pytest.raises(StrategyError, match=f"Received: micro_batches=4 and {text}"):
+        _arguments.check({**DEFAULTS, "micro_batches": 4, **other}, {})
+
+
+def test_micro_batches_by_a_variable():
+    assert _arguments.with_environment(DEFAULTS, {"KDIST_MICRO_BATCHES": "4"})["micro_batches"] == 4
 
 
 def test_a_misspelled_variable_is_named():

@@ -22,9 +22,9 @@ steps = st.floats(0, 1e6)
 
 @given(replicas)
 def test_linear_for_sgd_and_square_root_for_adaptive_optimizers(n):
-    assert learning_rate_rule("auto", "SGD", n, scale_batch=True).factor == n
+    assert learning_rate_rule("auto", "SGD", n).factor == n
     for optimizer in SQRT_RULE_OPTIMIZERS:
-        assert learning_rate_rule("auto", optimizer, n, scale_batch=True).factor == pytest.approx(math.sqrt(n))
+        assert learning_rate_rule("auto", optimizer, n).factor == pytest.approx(math.sqrt(n))
 
 
 def test_a_rule_is_known_for_every_optimizer_of_keras():
@@ -40,27 +40,26 @@ def test_a_rule_is_known_for_every_optimizer_of_keras():
 
 
 def test_an_unknown_optimizer_is_not_scaled():
-    rule = learning_rate_rule("auto", "MyOwn", 8, scale_batch=True)
+    rule = learning_rate_rule("auto", "MyOwn", 8)
     assert (rule.factor, rule.is_known) == (1.0, False)
     assert "MyOwn" in rule.why
-    assert learning_rate_rule("linear", "MyOwn", 8, scale_batch=True).is_known
+    assert learning_rate_rule("linear", "MyOwn", 8).is_known
 
 
-@given(replicas, st.sampled_from(["auto", "linear", "sqrt", None]))
-def test_a_batch_that_did_not_grow_changes_nothing(n, scale_lr):
-    assert learning_rate_rule(scale_lr, "SGD", n, scale_batch=False).factor == 1.0
-    assert learning_rate_rule(scale_lr, "SGD", 1, scale_batch=True).factor == 1.0
+@pytest.mark.parametrize("scale_lr", ["auto", "linear", "sqrt", None])
+def test_a_batch_that_did_not_grow_changes_nothing(scale_lr):
+    assert learning_rate_rule(scale_lr, "SGD", 1).factor == 1.0
 
 
-@given(factors, replicas, st.booleans())
-def test_a_number_is_the_factor(factor, n, scale_batch):
-    assert learning_rate_rule(factor, "Adam", n, scale_batch=scale_batch).factor == factor
+@given(factors, replicas)
+def test_a_number_is_the_factor(factor, n):
+    assert learning_rate_rule(factor, "Adam", n).factor == factor
 
 
 @pytest.mark.parametrize("scale_lr", ["quadratic", 0, -1.0, math.inf, math.nan, True, [2]])
 def test_an_invalid_rule_is_refused(scale_lr):
     with pytest.raises(ValueError, match=r"`scale_lr` must be .* Received: scale_lr="):
-        learning_rate_rule(scale_lr, "SGD", 2, scale_batch=True)
+        learning_rate_rule(scale_lr, "SGD", 2)
 
 
 @given(st.integers(1, 1000), st.integers(1, 10_000))

@@ -190,6 +190,35 @@ def test_in_one_process_everything_is_keras_own(settings):
     assert model.distribute_strategy is plain.distribute_strategy
 
 
+def test_micro_batches_in_one_process():
+    """A step takes as many batches as on several ranks, and the rate is scaled for them."""
+    x = np.random.default_rng(0).normal(size=(44, 2)).astype("float32")
+    y = x[:, :1] - x[:, 1:]
+    steps = []
+    with kdist.scope(micro_batches=4, warmup_epochs=0):
+        model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        seen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
+        history = model.fit(x, y, batch_size=5, shuffle=False, verbose=0, epochs=2, callbacks=[seen])
+        found = model.evaluate(x, y, batch_size=5, verbose=0)
+    plain = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+    plain.compile(keras.optimizers.SGD(0.04), "mse")
+    expected = plain.fit(x, y, batch_size=20, shuffle=False, verbose=0, epochs=2)
+    assert steps == [0, 1, 2] * 2
+    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
+    np.testing.assert_allclose(model.get_weights()[0], plain.get_weights()[0], rtol=1e-5)
+    np.testing.assert_allclose(found, plain.evaluate(x, y, verbose=0), rtol=1e-5)
+
+
+def test_micro_batches_under_another_strategy_are_refused():
+    own = tf.distribute.OneDeviceStrategy("/cpu:0")
+    with (
+        pytest.raises(StrategyError, match="Received: micro_batches=4 with OneDeviceStrategy"),
+        kdist.scope(own, micro_batches=4),
+    ):
+        pass
+
+
 def test_a_strategy_of_the_user_is_used_unchanged():
     own = tf.distribute.OneDeviceStrategy("/cpu:0")
     with kdist.scope(own) as strategy:

@@ -25,7 +25,7 @@ def effective_rate(path: Path) -> None:
     steps = np.arange(epochs * steps_per_epoch + 1)
     figure, axes = plt.subplots(figsize=(6.4, 3.0), layout="constrained")
     for optimizer, color in (("SGD", ACCENT), ("Adam", "#b45309")):
-        rule = scaling.learning_rate_rule("auto", optimizer, ranks, scale_batch=True)
+        rule = scaling.learning_rate_rule("auto", optimizer, ranks)
         rates = [scaling.warmup_multiplier(step, rule.factor, warmup) for step in steps]
         axes.plot(steps, rates, color=color, linewidth=2)
         axes.annotate(f"{optimizer}: {rule.name}, {rule.factor:g} times", (steps[-1], rates[-1]), (-4, -14), ha="right",

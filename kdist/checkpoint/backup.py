@@ -248,9 +248,9 @@ class Backup(AllRanksCallback):
     # Resuming.
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Resumes an interrupted training; on several ranks `RankSynchronization` calls `begin`."""
+        """Resumes an interrupted training, unless `RankSynchronization` calls `begin`."""
         self.session.check_save_frequency(self.save_freq if self.memory_freq is None else 1)
-        if self.session.engine.size == 1:
+        if not self.session.begins_backups:
             self.begin()
 
     def begin(self) -> None:
@@ -345,8 +345,8 @@ class Backup(AllRanksCallback):
             logger.log(level, "training resumes from %s: epoch %d, %s", name, epoch + 1, place.description)
             if training["ranks"] != engine.size:
                 logger.log(
-                    level, "the checkpoint was saved by %d rank(s) and is resumed by %d: batch, learning rate and "
-                    "position in the data are converted. %s", training["ranks"], engine.size, place.change,
+                    level, "the checkpoint was saved by %d rank(s) and is resumed by %d: %s", training["ranks"],
+                    engine.size, place.change,
                 )  # fmt: skip
             engines = {training["engine"], engine.name}
             if len(engines) > 1 and "single" not in engines:  # engines add in different orders

@@ -12,7 +12,7 @@ import tensorflow as tf
 from kdist.data import sharding
 from kdist.data.array_pipeline import gathered, gathered_by, steps_of_passes
 from kdist.data.batch import Shard, lists_to_tuples
-from kdist.data.fingerprint import row_means, sample_rows
+from kdist.data.graphs.fingerprint import row_means, sample_rows
 from kdist.data.graphs.options import sharded_options
 from kdist.data.sharding import Plan
 from kdist.data.source import Source

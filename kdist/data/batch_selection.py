@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from kdist.data.batch import Rows, Shard, int64
-from kdist.data.graphs.optionals import empty_optional, from_optional, to_optional
+from kdist.data.graphs.optionals import from_optional
 from kdist.data.graphs.pipeline import Pipeline
 from kdist.data.graphs.tail import Tail, is_map, tail_of
-from kdist.data.groups import is_exact, pad_epochs
+from kdist.data.groups import element_of, grouped, is_exact
 from kdist.data.row_selection import select_rows
 from kdist.data.sharding import Plan
 
@@ -73,17 +73,10 @@ def select_batches(pipeline: Pipeline, plan: Plan, rows: Rows) -> Selection:
     return Selection(selected.map(to_shard) if mapped else selected, known, applied if tail.makes_maps_parallel else ())
 
 
-def element_of(spec: Any, arguments: tuple[Any, ...]) -> Any:
-    """Returns the element that `tf.data` passed to a function: it unpacks a plain tuple into the arguments."""
-    return arguments if type(spec) is tuple else arguments[0]
-
-
 def _select_elements(
     dataset: tf.data.Dataset, plan: Plan, finish: Callable[[Any, Any, Any], Any], count: Callable[[Any], Any]
 ) -> tf.data.Dataset:
     """Selects one element of each group of `plan.num_shards`.
-
-    Elements pass through `batch` as optionals, by reference: nothing is copied, shapes may differ.
 
     Args:
         dataset: `tf.data.Dataset` of any elements.
@@ -97,20 +90,13 @@ def _select_elements(
     """
     spec = dataset.element_spec
 
-    def pack(*arguments: Any) -> Any:
-        element = element_of(spec, arguments)
-        return to_optional(element), int64(count(element))
-
     def select(elements: Any, rows: Any) -> Any:
         active = tf.reduce_any(rows[plan.shard_id : plan.shard_id + 1] > 0)
         # The first with any row, where this rank has none.
         position = tf.where(active, int64(plan.shard_id), tf.argmax(tf.cast(rows > 0, tf.int32)))
         return finish(from_optional(spec, elements[position]), active, tf.reduce_sum(rows))
 
-    def empty() -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensors(0).map(lambda _: (empty_optional(), tf.constant(0, tf.int64)))
-
-    return pad_epochs(dataset.map(pack), empty, plan).batch(plan.num_shards).map(select)
+    return grouped(dataset, plan, count).map(select)
 
 
 def _select_samples(tail: Tail, plan: Plan, finish: Callable[[Any, Any, Any], Any]) -> tf.data.Dataset:

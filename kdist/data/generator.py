@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from kdist.data import sharding
 from kdist.data.batch import Rows, Shard, batch_signature, lists_to_tuples
-from kdist.data.fingerprint import fingerprint_of_targets
+from kdist.data.graphs.fingerprint import fingerprint_of_targets
+from kdist.data.joined_batches import joined
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, empty_input_error
 
@@ -29,27 +30,39 @@ def shard_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Shard]:
         end.
     """
     batches = iter(batches)
+    splits_rows = plan.joins_batches or not plan.scale_batch
     for step in itertools.count():
         data, rows, total = None, 0, 0
+        group: list[Any] = []
         for position in range(sharding.group(step, plan)[1]):
             try:
                 batch = next(batches)
             except StopIteration:
                 break
+            if splits_rows:
+                group.append(batch)
+                continue
             batch_rows = Rows(batch)
             count = batch_rows.count(batch)
             total += count
-            if not plan.scale_batch:
-                start, stop = sharding.split_rows(count, plan.num_shards, plan.shard_id)
-                rows = stop - start
-                data = batch_rows.slice(batch, start, stop) if rows else batch_rows.slice(batch, 0, 1)
-            elif position == plan.shard_id:
+            if position == plan.shard_id:
                 data, rows = batch, count
             elif data is None:
                 data = batch_rows.head(batch, 1)
+        if group:
+            data, rows, total = _split(joined(group), plan)
         if data is None:
             return
         yield Shard(data, rows, total)
+
+
+def _split(batch: Any, plan: Plan) -> tuple[Any, int, int]:
+    """Returns this rank's rows of a batch, how many they are, and how many the batch has."""
+    of_batch = Rows(batch)
+    total = int(of_batch.count(batch))
+    start, stop = sharding.split_rows(total, plan.num_shards, plan.shard_id)
+    own = of_batch.slice(batch, start, stop) if stop > start else of_batch.slice(batch, 0, 1)
+    return own, stop - start, total
 
 
 class GeneratorSource(Source):
@@ -88,7 +101,7 @@ class GeneratorSource(Source):
         self._first = first
         self.cardinality = num_batches
         self.is_single_pass = num_batches is None  # an iterable of known length is no generator
-        if not plan.scale_batch:
+        if plan.joins_batches or not plan.scale_batch:
             Rows(first).slice(first, 0, 1)  # raises here, not in the thread that reads the data
         self._dataset = self._build(lists_to_tuples(signature))
 

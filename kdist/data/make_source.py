@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from kdist.data.arrays import ArraySource
 from kdist.data.batch import Rows, Shard
-from kdist.data.fingerprint import is_of_seeds
 from kdist.data.generator import GeneratorSource
+from kdist.data.graphs.fingerprint import is_of_seeds
 from kdist.data.graphs.options import sharded_options
 from kdist.data.per_rank_stream import PerRankStream
 from kdist.data.py_dataset import PyDatasetSource, ShardedPyDataset
@@ -37,6 +37,7 @@ def make_source(
     auto_shard: bool,
     seed: int,
     steps_per_epoch: int | None,
+    micro_batches: int | None = None,
 ) -> Source:
     """Makes this rank's source of what one of Keras' data adapters holds.
 
@@ -47,6 +48,7 @@ def make_source(
         auto_shard: bool, whether kdist shards the input; if not, it is this rank's shard already.
         seed: int, the base of all orders, the same on all ranks.
         steps_per_epoch: int or `None`, the user's own batches in an epoch.
+        micro_batches: int or `None`, the user's own batches in a step, whatever the number of ranks.
 
     Raises:
         DataError: if the input cannot be sharded.
@@ -57,6 +59,7 @@ def make_source(
         scale_batch=scale_batch,
         seed=seed,
         steps_per_epoch=steps_per_epoch,
+        micro_batches=micro_batches,
     )
     dataset = tf_dataset(adapter)
     if dataset is not None:

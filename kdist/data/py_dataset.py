@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from kdist.data import sharding
 from kdist.data.batch import Rows, Shard
-from kdist.data.fingerprint import fingerprint_of_targets
+from kdist.data.graphs.fingerprint import fingerprint_of_targets
+from kdist.data.joined_batches import joined
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, empty_input_error
 from kdist.keras_hooks.data_adapters import PyDatasetAdapter
@@ -136,14 +137,15 @@ class ShardedPyDataset(keras.utils.PyDataset):
         if self.num_steps is not None:
             ahead, step = divmod(step, self.num_steps)
             number += ahead
-        batch_number, active = sharding.batch_of_step(step, total, plan)
+        first, count = sharding.batches_of_step(step, total, plan)
+        numbers = list(range(first, first + max(count, 1)))
         if self._shuffle and total is not None:
-            batch_number = int(_order(total, plan.seed, number)[batch_number])
-        batch = self._batch(batch_number)
+            numbers = _order(total, plan.seed, number)[numbers].tolist()
+        batch = joined([self._batch(each) for each in numbers])
         rows = Rows(batch)
         total = rows.count(batch)
         if plan.scale_batch:
-            return _element(batch if active else rows.head(batch, 1), [total if active else 0, -1])
+            return _element(batch if count else rows.head(batch, 1), [total if count else 0, -1])
         start, stop = sharding.split_rows(total, plan.num_shards, plan.shard_id)
         part = rows.slice(batch, start, stop) if stop > start else rows.slice(batch, 0, 1)
         return _element(part, [stop - start, total])

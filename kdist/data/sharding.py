@@ -16,8 +16,8 @@ Indices = npt.NDArray[np.int64]
 class Plan:
     """How one input is sharded among the ranks.
 
-    A step of the job takes a *group* of the user's consecutive batches: `num_shards` of them when the batch
-    is scaled, one otherwise. Groups restart at each epoch.
+    A step of the job takes a *group* of the user's consecutive batches: `micro_batches` of them; without that number,
+    `num_shards` when the batch is scaled, and one otherwise. Groups restart at each epoch.
 
     Attributes:
         num_shards: int, the number of ranks that the input is sharded among.
@@ -27,6 +27,7 @@ class Plan:
         seed: int, at least 0 and equal on all ranks; every order is derived from it.
         steps_per_epoch: int or `None`, the number of the user's own batches in an epoch; `None` if an epoch
             is one pass over the data.
+        micro_batches: int or `None`, the user's batches in a step, whatever the number of ranks.
     """
 
     num_shards: int = 1
@@ -34,6 +35,7 @@ class Plan:
     scale_batch: bool = True
     seed: int = 0
     steps_per_epoch: int | None = None
+    micro_batches: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard_id < self.num_shards:
@@ -54,7 +56,12 @@ class Plan:
     @property
     def group_size(self) -> int:
         """The number of the user's batches in a full step of the job."""
-        return self.num_shards if self.scale_batch else 1
+        return self.micro_batches or (self.num_shards if self.scale_batch else 1)
+
+    @property
+    def joins_batches(self) -> bool:
+        """Whether a rank's rows of a step are those of several batches, or of a part of them."""
+        return self.micro_batches not in (None, self.num_shards)
 
     @property
     def job_steps_per_epoch(self) -> int | None:
@@ -63,7 +70,7 @@ class Plan:
 
     def unsharded(self) -> Plan:
         """Returns the plan for an input that is this rank's shard already."""
-        return dataclasses.replace(self, num_shards=1, shard_id=0, steps_per_epoch=None)
+        return dataclasses.replace(self, num_shards=1, shard_id=0, steps_per_epoch=None, micro_batches=None)
 
 
 def split_rows(num_rows: int, num_shards: int, shard_id: int) -> tuple[int, int]:
@@ -117,7 +124,7 @@ def num_steps(num_batches: int, plan: Plan) -> int:
     return epochs * plan.job_steps_per_epoch + -(-rest // plan.group_size)
 
 
-def batch_of_step(step: int, num_batches: int | None, plan: Plan) -> tuple[int, bool]:
+def batches_of_step(step: int, num_batches: int | None, plan: Plan) -> tuple[int, int]:
     """Returns which of the user's batches this rank loads at a step.
 
     Args:
@@ -126,16 +133,22 @@ def batch_of_step(step: int, num_batches: int | None, plan: Plan) -> tuple[int, 
         plan: `Plan`.
 
     Returns:
-        `(batch, active)`. A rank that is not active has no batch in this step: it takes one row of the step's first
-        batch, as padding.
+        `(first, count)`: the first of them, counted from the beginning of the pass, and how many follow each other. A
+        rank with none takes one row of `first` as padding.
+
+    Example:
+    >>> plans = [Plan(num_shards=3, shard_id=shard_id, micro_batches=4) for shard_id in range(3)]
+    >>> [batches_of_step(0, 100, plan) for plan in plans]
+    [(0, 2), (2, 1), (3, 1)]
     """
     first, count = group(step, plan)
     if num_batches is not None:
         count = min(count, num_batches - first)
     if not plan.scale_batch:
-        return first, True
-    active = plan.shard_id < count
-    return first + (plan.shard_id if active else 0), active
+        return first, 1
+    each, more = divmod(count, plan.num_shards)  # the first ranks have one more
+    own = each + (plan.shard_id < more)
+    return first + (each * plan.shard_id + min(plan.shard_id, more) if own else 0), own
 
 
 def rows_of_steps(num_samples: int, batch_size: int, plan: Plan) -> tuple[Indices, Indices, Indices, Indices]:

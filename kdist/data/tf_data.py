@@ -8,13 +8,15 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.data.batch import Rows, Shard, batch_signature, int64
-from kdist.data.batch_selection import element_of, select_batches
-from kdist.data.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
+from kdist.data.batch_selection import select_batches
 from kdist.data.graphs.dataset_internals import flat_structure, from_variant, resources_of
+from kdist.data.graphs.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
 from kdist.data.graphs.inspection import batch_sizes, calls_python
 from kdist.data.graphs.options import prefetched, sharded_options
 from kdist.data.graphs.pipeline import Pipeline
 from kdist.data.graphs.tuning import is_tuned
+from kdist.data.groups import element_of
+from kdist.data.joined_batches import join_batches
 from kdist.data.per_rank_stream import PerRankStream
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, empty_input_error
@@ -40,6 +42,13 @@ def tf_data_source(dataset: tf.data.Dataset, plan: Plan, *, auto_shard: bool = T
     """
     policies = tf.data.experimental.AutoShardPolicy
     policy = dataset.options().experimental_distribute.auto_shard_policy
+    if plan.joins_batches and (not auto_shard or policy in (policies.OFF, policies.FILE, policies.HINT)):
+        raise DataError(
+            "Each rank takes batches of its own, and the number of them in a step is the number of ranks. Received: "
+            f"micro_batches={plan.micro_batches} on {plan.num_shards} ranks, and a tf.data pipeline with "
+            f"AutoShardPolicy.{policy.name}. Expected AutoShardPolicy.DATA or AUTO, by which all ranks read the same "
+            "batches. Fix: set one of these, or omit micro_batches."
+        )
     if not auto_shard or policy == policies.OFF:
         return PerRankStream(StreamSource(dataset, plan.unsharded()), plan)
     if policy not in (policies.FILE, policies.HINT):
@@ -124,7 +133,7 @@ class StreamSource(Source):
         rows, options = Rows(spec, self._batch_sizes), tf.data.Options()
         parallel_maps: tuple[Any, ...] = ()
         knows_global_rows, depends_on_seed = True, False
-        if plan.num_shards == 1:
+        if plan.num_shards == 1 and not plan.joins_batches:
 
             def to_shard(*arguments: Any) -> Shard:
                 batch = element_of(spec, arguments)
@@ -134,10 +143,11 @@ class StreamSource(Source):
         else:
             ordered = Pipeline(dataset, plan.seed)
             depends_on_seed = ordered.depends_on_seed
-            if plan.scale_batch:
+            if plan.scale_batch and not plan.joins_batches:
                 shards, knows_global_rows, parallel_maps = select_batches(ordered, plan, rows)
             else:
-                shards = ordered.dataset().map(
+                batches = ordered.dataset()
+                shards = (join_batches(batches, plan, rows) if plan.joins_batches else batches).map(
                     lambda *batch: rows.split(element_of(spec, batch), plan.num_shards, plan.shard_id)
                 )
             options = sharded_options()

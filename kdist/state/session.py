@@ -26,10 +26,12 @@ class TrainingSession:
 
     Attributes:
         has_global_logs: bool, whether an epoch's logs are those of all ranks' samples.
+        begins_backups: bool, whether the session calls `begin` of each `Backup`, once all ranks have it.
         runs_update_pipeline: bool, whether the model's training step runs the stages that callbacks add.
     """
 
     has_global_logs = False
+    begins_backups = False
     runs_update_pipeline = False
 
     def __init__(self, model: keras.Model, engine: Engine | None = None) -> None:

@@ -29,7 +29,7 @@ class Place:
 
     epoch_step: int
     description: str
-    change: str = ""
+    change: str = "batch, learning rate and position in the data are converted"
 
 
 class KerasSchedule(StatePart):

@@ -223,11 +223,10 @@ class EffectiveRates(StatePart):
 
     name = "rates"
 
-    def __init__(self, model: keras.Model, *, scale_lr: str | float | None, scale_batch: bool, size: int) -> None:
+    def __init__(self, model: keras.Model, *, scale_lr: str | float | None, batches_per_step: int) -> None:
         self._model = model
         self._scale_lr = scale_lr
-        self._scale_batch = scale_batch
-        self._size = size
+        self._batches_per_step = batches_per_step
         self._rates: dict[int, EffectiveRate] = {}
 
     def get(self, optimizer: keras.optimizers.Optimizer) -> EffectiveRate:
@@ -240,11 +239,9 @@ class EffectiveRates(StatePart):
                     "with a learning rate for each part. Expected 'auto' or None, which do not scale. Fix: set the "
                     "parts' learning rates, and scale_lr=None."
                 )
-            rule = learning_rate_rule(
-                self._scale_lr, type(optimizer).__name__, self._size, scale_batch=self._scale_batch
-            )
+            rule = learning_rate_rule(self._scale_lr, type(optimizer).__name__, self._batches_per_step)
             # With a larger global batch an epoch has fewer steps: a schedule has to cover the same epochs.
-            stretch = float(self._size) if self._scale_batch and self._scale_lr is not None else 1.0
+            stretch = 1.0 if self._scale_lr is None else float(self._batches_per_step)
             held = {id(innermost(each)) for each in optimizers_of(self._model)}
             self._rates = {
                 key: rate for key, rate in self._rates.items() if key in held

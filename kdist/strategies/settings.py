@@ -18,6 +18,7 @@ class Settings:
         warmup_epochs: `"auto"` or a number of epochs.
         auto_shard: bool, whether kdist shards the data.
         options: `AllReduce`, how gradients are reduced and weights averaged.
+        micro_batches: int or `None`, the user's batches in a step of `fit`, whatever the number of ranks.
     """
 
     scale_batch: bool = True
@@ -25,6 +26,15 @@ class Settings:
     warmup_epochs: str | float = "auto"
     auto_shard: bool = True
     options: AllReduce = AllReduce()
+    micro_batches: int | None = None
+
+    def batches_per_step(self, size: int) -> int:
+        """Returns the number of the user's batches in a step of `fit`.
+
+        Args:
+            size: int, the number of ranks.
+        """
+        return self.micro_batches or (size if self.scale_batch else 1)
 
     def values(self) -> dict[str, Any]:
         """Returns by name what a training depends on: all of it but how the engine is opened."""

@@ -42,6 +42,11 @@ class ScalingOptions:
     scale_lr: str | float | None
     warmup_epochs: str | float
 
+    @property
+    def batches_per_step(self) -> int:
+        """The number of the user's batches in a step."""
+        return self.num_replicas if self.scale_batch else 1
+
 
 @contextlib.contextmanager
 def scaled_models(options: ScalingOptions) -> Iterator[None]:
@@ -75,9 +80,7 @@ class ScaledSession(TrainingSession):
     def __init__(self, model: keras.Model, options: ScalingOptions) -> None:
         super().__init__(model)
         self._options = options
-        self._rates = EffectiveRates(
-            model, scale_lr=options.scale_lr, scale_batch=options.scale_batch, size=options.num_replicas
-        )
+        self._rates = EffectiveRates(model, scale_lr=options.scale_lr, batches_per_step=options.batches_per_step)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Fits with global batches and the scaled learning rate."""

@@ -53,12 +53,14 @@ class ShardedData(StatePart):
         now = self._iterator.resume(before)
         states = [state[f"hook/{number}"].tobytes() for number in range(len(state["hooks"]))]
         adapter.repeat_hooks(list(zip(state["hooks"], states, strict=True)))
-        change = (
-            f"Steps of this epoch: {before.epoch_step} with {before.group_size} batch(es) each correspond to "
-            f"{now.epoch_step} with {now.group_size}."
-            if before.epoch_step
-            else ""
-        )
+        change = "batch, learning rate and position in the data are converted"
+        if before.group_size == now.group_size:
+            change = "a step has the same batches"
+        elif before.epoch_step:
+            change += (
+                f"; steps of this epoch: {before.epoch_step} with {before.group_size} batch(es) each correspond to "
+                f"{now.epoch_step} with {now.group_size}"
+            )
         if not now.epoch_step:
             again = "its beginning" if not before.epoch_step else "its beginning, after less than one step"
             self.place = Place(0, again, change)

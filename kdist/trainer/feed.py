@@ -98,6 +98,8 @@ class Feed:
             DataError: if the ranks cannot read the data in one order.
             MismatchError: if the ranks have different kinds of data.
         """
+        # The first data of a `fit` that does not call Keras' own, too.
+        is_for_training = is_for_training or (verb == "fit" and self._training is None)
         remake = functools.partial(
             make_source,
             adapter,
@@ -105,14 +107,13 @@ class Feed:
             scale_batch=self._settings.scale_batch,
             auto_shard=self._settings.auto_shard,
             steps_per_epoch=steps_per_epoch,
+            micro_batches=self._settings.micro_batches if is_for_training else None,
         )
         self._num_sources += 1
         source = remake(seed=input_seed(self._random_state, self._num_sources))
         check_inputs(verb, adapter, source, self._engine, auto_shard=self._settings.auto_shard)
         if verb == "predict" and self.widths_differ != (widths_differ := not has_fixed_shapes(source)):
             self.widths_differ, self._model.predict_function = widths_differ, None
-        # The first data of a `fit` that does not call Keras' own, too.
-        is_for_training = is_for_training or (verb == "fit" and self._training is None)
         if is_for_training and holds_random_state(source):
             self._holds_random_state = True
         iterator = ShardedEpochIterator(

@@ -58,6 +58,7 @@ class ReplicatedSession(TrainingSession):
     """
 
     has_global_logs = True
+    begins_backups = True
     runs_update_pipeline = True
 
     def __init__(self, model: keras.Model, strategy: AllReduceStrategy, settings: Settings) -> None:
@@ -69,7 +70,7 @@ class ReplicatedSession(TrainingSession):
         self.writes = self.engine.rank == 0
         self.feed = Feed(model, strategy, settings, begin_pass=self._begin_pass, end_pass=self._end_pass)
         self.effective_rates = EffectiveRates(
-            model, scale_lr=settings.scale_lr, scale_batch=settings.scale_batch, size=self.engine.size
+            model, scale_lr=settings.scale_lr, batches_per_step=settings.batches_per_step(self.engine.size)
         )
         self.accumulation = LocalAccumulation(model, self.engine)
         self.options = options = settings.options

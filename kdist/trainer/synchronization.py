@@ -135,6 +135,9 @@ class RankSynchronization(keras.callbacks.Callback):
         sync_every = settings.options.sync_every
         if not settings.auto_shard:
             once.info(f"data: each of {size} ranks has its own (auto_shard=False)")
+        elif (number := settings.micro_batches) is not None:
+            each = f"{batch} x {number} = {batch * number}" if batch else f"{number} of yours"
+            once.info(f"batch: {each} on {size} rank{'s' * (size > 1)} (micro_batches={number})")
         elif settings.scale_batch:
             each = f"{batch} x {size} ranks = {batch * size}" if batch else f"one of yours x {size} ranks"
             once.info(
@@ -143,8 +146,10 @@ class RankSynchronization(keras.callbacks.Callback):
             if own_reports.is_resized:
                 once.warning(
                     "the number of ranks may change, and the global batch with it. Received: scale_batch=True, and "
-                    "--min-np or --max-np. Expected a global batch that stays. Fix: kdist.scope(scale_batch=False), "
-                    "or batch_size=GLOBAL_BATCH // kdist.size(), with which this can be ignored."
+                    "--min-np or --max-np. Expected a global batch that stays. Fix: "
+                    f"kdist.scope(micro_batches={size}), by which a step is {size} of your batches on any number of "
+                    "ranks; kdist.scope(scale_batch=False); or batch_size=GLOBAL_BATCH // kdist.size(), with which "
+                    "this can be ignored."
                 )
         else:
             each = f"{batch} / {size} ranks = {batch / size:g}" if batch else f"each of yours / {size} ranks"

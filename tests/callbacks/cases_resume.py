@@ -21,7 +21,7 @@ from kdist.checkpoint.files import CheckpointDirectory
 from kdist.errors import CheckpointError, ScopeError
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere
-from tests.training.fidelity import BATCH, deterministic_weights, fresh
+from tests.training.fidelity import BATCH, compare, deterministic_weights, fresh, mlp
 
 STEPS = 6  # of an epoch, whatever the number of ranks
 EPOCHS = 3
@@ -513,6 +513,38 @@ def left_for_others() -> None:
             "arrays", str(Path(os.environ[FOLDER], "compressed")), [InterruptAt(1, 3)], scope=_compressed(), width=260
         )
 
+    for kind in WITH_MICRO_BATCHES:
+        folder = str(Path(os.environ[FOLDER], f"{kind}_micro_batches"))
+        backup = kdist.callbacks.BackupAndRestore(folder, save_freq=2, delete_checkpoint=False)
+        with pytest.raises(Interrupted):
+            _with_micro_batches(kind, [InterruptAt(1, 3), backup])
+
+
+WITH_MICRO_BATCHES = ("arrays", "py_dataset", "tf_data")
+
+
+def _with_micro_batches(kind: str, callbacks: list[Any]) -> dict[str, Any]:
+    fresh()
+    with kdist.scope(micro_batches=4):
+        model = mlp()
+        model.compile(_scheduled(), "mse", metrics=["mae"])
+        data = _sized(kind, STEPS * 4 * BATCH - 3)
+        history = model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+    return {"weights": [np.asarray(v) for v in model.weights], "history": history.history}
+
+
+def _taken_up_with_micro_batches() -> None:
+    """As if it had run on this number of ranks from its beginning."""
+    for kind in WITH_MICRO_BATCHES:
+        expected = _with_micro_batches(kind, [])
+        folder = str(Path(os.environ[FOLDER], f"{kind}_micro_batches"))
+        backup = kdist.callbacks.BackupAndRestore(folder, save_freq=100, delete_checkpoint=False)
+        steps: list[int] = []
+        seen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, steps=steps: steps.append(batch))
+        found = _with_micro_batches(kind, [seen, backup])
+        assert steps == [*range(2, STEPS), *range(STEPS)], (kind, steps)
+        compare(expected, found)
+
 
 def _compressed() -> dict[str, Any]:
     return {"strategy": kdist.AllReduce(compression="powersgd", powersgd_rank=1)}
@@ -559,6 +591,7 @@ def taken_up_by_others() -> None:
         if kdist.is_chief():
             assert "2 rank(s)" in "\n".join(lines), "\n".join(lines)
         kdist.barrier()
+    _taken_up_with_micro_batches()
     if ranks > 1:
         _compressed_taken_up_by_others()
 

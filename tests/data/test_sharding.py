@@ -26,20 +26,32 @@ def test_slices_cover_all_rows_and_differ_by_at_most_one(num_rows, num_shards):
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(num_batches=batches, num_shards=shards, scale_batch=st.booleans(), steps=epochs)
-def test_each_batch_is_taken_once_in_order(num_batches, num_shards, scale_batch, steps):
+@given(num_batches=batches, num_shards=shards, scale_batch=st.booleans(), steps=epochs, number=st.none() | shards)
+def test_each_batch_is_taken_once_in_order(num_batches, num_shards, scale_batch, steps, number):
     taken = []
-    ranks = plans(num_shards, scale_batch=scale_batch, steps_per_epoch=steps)
+    ranks = plans(
+        num_shards, scale_batch=scale_batch, steps_per_epoch=steps, micro_batches=scale_batch and number or None
+    )
     for step in range(sharding.num_steps(num_batches, ranks[0])):
-        own = [sharding.batch_of_step(step, num_batches, plan) for plan in ranks]
+        own = [sharding.batches_of_step(step, num_batches, plan) for plan in ranks]
         assert own[0][1], "the first rank always has a batch"
         if scale_batch:
-            taken += [batch for batch, active in own if active]
-            assert {batch for batch, active in own if not active} <= {own[0][0]}
+            taken += [batch for first, count in own for batch in range(first, first + count)]
+            assert {first for first, count in own if not count} <= {own[0][0]}
+            counts = [count for _, count in own]
+            assert counts == sorted(counts, reverse=True)
+            assert counts[0] - counts[-1] <= 1
         else:
             assert len(set(own)) == 1
             taken.append(own[0][0])
     assert taken == list(range(num_batches))
+
+
+@given(num_batches=batches, num_shards=shards, other=shards, steps=epochs, number=shards)
+def test_steps_of_micro_batches_do_not_depend_on_the_ranks(num_batches, num_shards, other, steps, number):
+    plan, another = (Plan(num_shards=n, steps_per_epoch=steps, micro_batches=number) for n in (num_shards, other))
+    assert sharding.num_steps(num_batches, plan) == sharding.num_steps(num_batches, another)
+    assert [sharding.group(step, plan) for step in range(50)] == [sharding.group(step, another) for step in range(50)]
 
 
 @given(num_batches=batches, num_shards=shards, steps=st.integers(1, 12))

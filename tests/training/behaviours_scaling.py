@@ -201,19 +201,25 @@ def the_report_says_old_new_rule_and_why() -> None:
 def a_global_batch_that_may_change_is_warned_of() -> None:
     """Once, by the chief of a job whose number of ranks may change."""
     x, y = data()
-    for is_resized, scale_batch in ((True, True), (True, False), (False, True)):
+    ways: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (True, {}),
+        (True, {"scale_batch": False}),
+        (True, {"micro_batches": 3}),
+        (False, {}),
+    )
+    for is_resized, scope in ways:
         fresh()
         own_reports.is_resized = is_resized
         try:
-            with logged(logging.WARNING) as lines, kdist.scope(scale_batch=scale_batch):
+            with logged(logging.WARNING) as lines, kdist.scope(**scope):
                 for _ in range(2):
                     model = mlp()
                     model.compile(keras.optimizers.SGD(RATE), "mse")
                     model.fit(x, y, batch_size=BATCH, verbose=0)
         finally:
             own_reports.is_resized = False
-        warnings = [line for line in lines if "kdist.scope(scale_batch=False)" in line]
-        assert len(warnings) == (is_resized and scale_batch and kdist.is_chief()), lines
+        warnings = [line for line in lines if f"kdist.scope(micro_batches={size()})" in line]
+        assert len(warnings) == (is_resized and not scope and kdist.is_chief()), lines
 
 
 class TwoOptimizers(keras.Model):
