@@ -114,7 +114,7 @@ def scope(
 def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
     chosen = _arguments.with_environment(given, os.environ)
     _arguments.check(chosen, os.environ)
-    with _single_open_scope():
+    with _single_open_scope(chosen):
         asked = chosen["strategy"]
         if not isinstance(asked, (str, AllReduce, ParameterServer, TPU)):
             _refuse_multi_worker(asked)
@@ -133,7 +133,7 @@ def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
         selection = select_together(word, info, is_synchronous=isinstance(asked, AllReduce))
         if selection.strategy == "single":
             own_scopes.is_alone()
-            if (chosen["micro_batches"] or 1) == 1:
+            if (chosen["micro_batches"] or 1) == 1 or own_scopes.is_planned:
                 yield _default_strategy(info)
                 return
             if info.size > 1:
@@ -170,13 +170,13 @@ _state = _State()
 
 
 @contextlib.contextmanager
-def _single_open_scope() -> Iterator[None]:
+def _single_open_scope(chosen: Mapping[str, Any]) -> Iterator[None]:
     if own_scopes.is_open:
         raise ScopeError(
             "A kdist scope is open already. Received: kdist.scope() inside of kdist.scope(). Expected one at a time. "
             "Fix: close the first one before, or remove the inner one."
         )
-    with own_scopes.entered():
+    with own_scopes.entered(chosen):
         yield
 
 

@@ -190,12 +190,13 @@ def test_in_one_process_everything_is_keras_own(settings):
     assert model.distribute_strategy is plain.distribute_strategy
 
 
-def test_micro_batches_in_one_process():
+@pytest.mark.parametrize("strategy", ["auto", kdist.AllReduce(shard="optimizer")], ids=["whole", "in parts"])
+def test_micro_batches_in_one_process(strategy):
     """A step takes as many batches as on several ranks, and the rate is scaled for them."""
     x = np.random.default_rng(0).normal(size=(44, 2)).astype("float32")
     y = x[:, :1] - x[:, 1:]
     steps = []
-    with kdist.scope(micro_batches=4, warmup_epochs=0):
+    with kdist.scope(strategy, micro_batches=4, warmup_epochs=0):
         model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
         model.compile(keras.optimizers.SGD(0.01), "mse")
         seen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))

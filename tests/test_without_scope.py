@@ -126,7 +126,7 @@ def test_what_follows_from_the_marks_of_ranks(ranks, problem, remark, tmp_path):
     for rank, what in ranks.items():
         own = OwnScopes(directory=tmp_path, rank=rank)
         if what == "waits":
-            with own.entered():
+            with own.entered({}):
                 own.waits_for_others()
         elif what == "alone":
             own.is_alone()

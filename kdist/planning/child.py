@@ -61,7 +61,7 @@ def _sizes(call: FirstCall, way: str) -> Sizes:
     sizes = model_sizes(call.model, call.batch_size, inputs_of(call))
     if not call.verb.startswith(("fit", "train")):
         sizes = dataclasses.replace(sizes, slots=0, trained=0)
-    sizes = dataclasses.replace(sizes, data=call.data)
+    sizes = dataclasses.replace(sizes, data=call.data, batches_per_step=call.batches_per_step)
     held = sizes.weights + sizes.slots + sizes.trained
     if way == COUNT:
         return dataclasses.replace(sizes, process=max(0, before - sizes.data))

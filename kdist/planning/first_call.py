@@ -27,6 +27,7 @@ class FirstCall(BaseException):
         batch: nested arrays, the first batch of the data: `x`, or `(x, y)`, or `(x, y, sample_weight)`.
         batch_size: int, its rows.
         data: int, the bytes of the arrays that were given.
+        batches_per_step: int or `None`, how many such batches all ranks take in a step; `None` for one each.
     """
 
     model: keras.Model
@@ -34,11 +35,13 @@ class FirstCall(BaseException):
     batch: Any
     batch_size: int
     data: int
+    batches_per_step: int | None
 
 
 @contextlib.contextmanager
 def stops_at_first_call() -> Iterator[None]:
     """Raises `FirstCall` instead of the first verb of a model in a scope, or that was made in one."""
+    own_scopes.is_planned = True
     in_scope: set[int] = set()
 
     def made(model: Any) -> None:
@@ -84,7 +87,16 @@ def _stop(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[str
         rows = min(given.get("batch_size") or 32, rows)
     kept = [] if is_whole else [x, y, weight, given.get("validation_data")]
     data = sum(getattr(each, "nbytes", 0) for each in tf.nest.flatten(kept))
-    raise FirstCall(model, verb, tf.nest.map_structure(lambda each: np.asarray(each[:rows]), batch), rows, data)
+    batch = tf.nest.map_structure(lambda each: np.asarray(each[:rows]), batch)
+    raise FirstCall(model, verb, batch, rows, data, _batches_per_step(verb))
+
+
+def _batches_per_step(verb: str) -> int | None:
+    settings = own_scopes.settings
+    if verb.endswith("_on_batch") or not settings["scale_batch"]:
+        return 1  # which is split over the ranks
+    found: int | None = settings["micro_batches"] if verb == "fit" else None
+    return found
 
 
 def _rows(batch: Any) -> int:

@@ -24,13 +24,14 @@ class Sizes:
         trained: int, those that have gradients: the bytes of the gradients.
         slots: int, the state of the optimizer.
         row: int, what the forward pass keeps of one row for the backward pass.
-        batch_size: int, the rows of a step.
+        batch_size: int, the rows of the user's batch.
         data: int, the arrays that the call was given.
         process: int, what the process holds besides: Python, TensorFlow, its graphs. 0 if it was not measured.
         source: str, where `row` is from: `"measured"` or `"estimated"`.
         is_elementwise: bool, whether the optimizer can update a range of a weight.
         largest: int, the bytes of the largest weight.
         tables: int, those of the trained embedding tables that `shard_embeddings` can have in parts.
+        batches_per_step: int or `None`, how many of the user's batches all ranks take in a step; `None` for one each.
     """
 
     weights: int
@@ -44,6 +45,15 @@ class Sizes:
     is_elementwise: bool = True
     largest: int = 0
     tables: int = 0
+    batches_per_step: int | None = None
+
+    def rows(self, ranks: int) -> int:
+        """Returns the most rows of a step on one rank.
+
+        Args:
+            ranks: int, how many ranks train.
+        """
+        return -(-self.batch_size * (self.batches_per_step or ranks) // ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +98,7 @@ def shares(sizes: Sizes, ranks: int) -> list[Share]:
         sizes: `Sizes` of one process.
         ranks: int, how many ranks train.
     """
-    activations = sizes.row * sizes.batch_size
+    activations = sizes.row * sizes.rows(ranks)
     common = {"data": sizes.data, "process": sizes.process}
     part = _part(sizes, ranks)
     found = [

@@ -59,6 +59,7 @@ class Plan:
         return {
             "ranks": self.ranks,
             "batch_size": self.sizes.batch_size,
+            "rows": self.sizes.rows(self.ranks),
             "memory": self.memory,
             "fits": self.fits,
             "activations": self.sizes.source,
@@ -78,7 +79,10 @@ class Plan:
 
     def _lines(self) -> list[str]:
         limit = "" if self.memory is None else f", {readable(self.memory)} for each"
-        lines = [f"{self.ranks} rank(s) of {self.sizes.batch_size} rows{limit}; activations: {self.sizes.source}", ""]
+        lines = [
+            f"{self.ranks} rank(s) of {self.sizes.rows(self.ranks)} rows{limit}; activations: {self.sizes.source}",
+            "",
+        ]
         head = f"{'strategy':<18}{'rank':<7}" + "".join(f"{name:>12}" if name == "activations" else f"{name:>10}"
                                                           for name in (*PARTS, "peak"))  # fmt: skip
         lines.append(head)

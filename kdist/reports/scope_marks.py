@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from kdist.restarts.report import own_reports
 
@@ -22,6 +23,8 @@ class OwnScopes:
         is_open: bool, whether a scope is open now.
         was_entered: bool, whether one ever was.
         trains_alone: bool, whether this process trains without the other ranks on purpose.
+        is_planned: bool, whether `kdist plan` runs the script: every scope is that of one process then.
+        settings: mapping of the names of the last scope's arguments to their values.
         directory: `Path` or `None`, where `kdist run` looks for this rank's marks.
         rank: int, this process's number.
     """
@@ -29,13 +32,20 @@ class OwnScopes:
     is_open: bool = False
     was_entered: bool = False
     trains_alone: bool = False
+    is_planned: bool = False
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     directory: Path | None = None
     rank: int = 0
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Records that a scope is open while the context is."""
+    def entered(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Records that a scope is open while the context is.
+
+        Args:
+            settings: mapping of the names of its arguments to their values.
+        """
         self.is_open = self.was_entered = True
+        self.settings = settings
         own_reports.reached_scope()
         try:
             yield

@@ -43,6 +43,13 @@ def test_servers_need_three_ranks():
     assert all(strategy != "parameter server" for strategy, _ in by_rank(ADAM, 2))
 
 
+@pytest.mark.parametrize(("ranks", "number", "rows"), [(2, None, 64), (2, 1, 32), (3, 4, 86), (8, 4, 32), (1, 4, 256)])
+def test_rows_follow_the_batches_of_a_step(ranks, number, rows):
+    sizes = dataclasses.replace(ADAM, batches_per_step=number)
+    assert sizes.rows(ranks) == rows
+    assert by_rank(sizes, ranks)["all-reduce", "each"].activations == rows * MB
+
+
 @pytest.mark.parametrize(
     ("memory", "change"),
     [

@@ -68,14 +68,15 @@ def planned(tmp_path, source, *options):
 @pytest.mark.starts_processes
 @pytest.mark.timeout(220)
 def test_a_script_that_does_not_fit_is_planned_and_not_trained(tmp_path):
-    done = planned(tmp_path, SCRIPT, "--memory", "10MB", "--json")
+    script = SCRIPT.replace("kdist.scope()", "kdist.scope(micro_batches=3)")
+    done = planned(tmp_path, script, "--memory", "10MB", "--json")
     assert done.returncode == 3, done.output
     assert "TRAINED" not in done.output
     found = json.loads(done.output[done.output.index("{") :])
     (whole, _) = (each["ranks"][0] for each in found["strategies"])
     assert whole["weights"] == WEIGHTS
     assert whole["data"] == 64 * 601 * 4
-    assert found["batch_size"] == 16
+    assert (found["batch_size"], found["rows"]) == (16, 24)  # three batches on two ranks
     assert found["activations"] == "measured"
     assert all("Fix" not in each["advice"] and each["advice"] for each in found["strategies"])
 
