@@ -21,6 +21,12 @@ def slices(num_samples=23):
     return Dataset.from_tensor_slices({"x": rows, "y": rows * 2})
 
 
+def zipped(rows, numbers):
+    """Nested, one of them in a dictionary."""
+    both = Dataset.zip({"row": rows, "others": (numbers, numbers)})
+    return both.map(lambda each: {"x": each["row"]["x"], "y": each["others"][1] * 3})
+
+
 def twice(row):
     return {"x": row["x"], "y": row["y"] * 2}
 
@@ -52,6 +58,8 @@ NUMBERED = {
     "map.batch.repeat": lambda: slices().map(twice).batch(2).repeat(2),
     "map.drop.map.repeat": lambda: slices().map(twice).batch(2, drop_remainder=True).map(small).repeat(2),
     "shuffled batches": lambda: slices().batch(2).map(twice).shuffle(4, seed=1).map(small).skip(1).take(9),
+    "zip": lambda: zipped(slices(), Dataset.range(100)).batch(2),
+    "zip.shuffle.map": lambda: zipped(slices(40).prefetch(1), Dataset.range(29)).shuffle(7, seed=1).map(twice).batch(2),
     "skip.take": lambda: slices().skip(3).map(twice).take(15).batch(2),
 }
 
