@@ -6,28 +6,20 @@ import contextlib
 import os
 from pathlib import Path
 
+LARGER_JOB, NOTICE = "leave", "notice"
+"""Why ranks are asked: for a larger job, or since `kdist run` has received a notice."""
 
-def path_of(directory: str | Path) -> str:
+_WORDS = {NOTICE: "SIGUSR1 to `kdist run`", LARGER_JOB: ""}
+
+
+def path_of(directory: str | Path, why: str) -> str:
     """Returns the path of the file that is the request.
 
     Args:
         directory: str or path, the job's, which need not exist on the host of rank 0.
+        why: str, `LARGER_JOB` or `NOTICE`.
     """
-    return f"{directory}.leave"
-
-
-def make(directory: str | Path, why: str) -> None:
-    """Asks the ranks of a job to leave; rank 0 must be on this host.
-
-    Args:
-        directory: str or path, the job's.
-        why: str, in words.
-    """
-    target = Path(path_of(directory))
-    with contextlib.suppress(OSError):
-        unfinished = Path(directory, target.name)  # in a directory of this user only; a reader must not see half of it
-        unfinished.write_text(why)
-        unfinished.rename(target)
+    return f"{directory}.{why}"
 
 
 def read(directory: Path | None) -> str | None:
@@ -38,10 +30,10 @@ def read(directory: Path | None) -> str | None:
     """
     if directory is None:
         return None
-    with contextlib.suppress(OSError):
-        path = path_of(directory)
-        if os.stat(path).st_uid == os.getuid():  # another user may write to /tmp
-            return Path(path).read_text()
+    for why, words in _WORDS.items():
+        with contextlib.suppress(OSError):
+            if os.stat(path_of(directory, why)).st_uid == os.getuid():  # another user may write to /tmp
+                return words
     return None
 
 
@@ -51,5 +43,6 @@ def remove(directory: str | Path) -> None:
     Args:
         directory: str or path, the job's.
     """
-    with contextlib.suppress(OSError):
-        os.unlink(path_of(directory))
+    for why in _WORDS:
+        with contextlib.suppress(OSError):
+            os.unlink(path_of(directory, why))

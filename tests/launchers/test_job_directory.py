@@ -41,7 +41,7 @@ def test_what_a_killed_process_has_left_is_removed(temporary):
     )
     try:
         left = Path(process.stdout.readline().strip())
-        Path(request.path_of(left)).touch()
+        Path(request.path_of(left, request.NOTICE)).touch()
         with job_directory():
             assert left.is_dir()  # it runs
     finally:

@@ -179,7 +179,9 @@ class Growth:
             tell(f"all ranks are asked to save and leave, for {how}")
             self.wanted = larger
             chief = self._placement.hosts[0].name
-            self._request = reach.Question(self._elastic.agent, [chief], ("touch", request.path_of(running)))
+            self._request = reach.Question(
+                self._elastic.agent, [chief], ("touch", request.path_of(running, request.LARGER_JOB))
+            )
         elif events.made_step and not self._has_warned:
             self._has_warned = True
             tell(

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import platform
 import signal
 from collections.abc import Callable, Iterator, Sequence
 
-from kdist.cli.jobs.command import build
+from kdist.cli.jobs.command import build, hosts_of, launcher_arguments
 from kdist.cli.jobs.message import tell
 from kdist.cli.jobs.watched import Watched
 from kdist.errors import LaunchError
 from kdist.launchers import process
 from kdist.launchers.command import Command
+from kdist.launchers.hosts import reach
 from kdist.launchers.hosts.host import is_scheduled
 from kdist.launchers.job_directory import job_directory
 from kdist.launchers.nodes import Node
@@ -101,9 +103,14 @@ def started(
             begin.callback(muted.unmute)
         stdout = UnlabelledFilter(failure) if command.prints_labels else None
         job = stack.enter_context(process.started(command, stderr, stdout, reads_input=not standby))
+        hosts = hosts_of(what.options) if placement is None else placement.hosts
+        chief = hosts[0].name if hosts else platform.node()
+        agent = reach.agent(launcher_arguments(what.options), os.environ)
+        touch = ("touch", request.path_of(running, request.NOTICE))
         yield StartedJob(
-            command, job, running, monitor, failure, output, watched, begin.close, waiting, has_hosts=what.has_hosts
-        )
+            command, job, running, monitor, failure, output, watched, begin.close, waiting, has_hosts=what.has_hosts,
+            ask_to_leave=functools.partial(reach.Question, agent, [chief], touch),
+        )  # fmt: skip
 
 
 class StartedJob:
@@ -120,6 +127,7 @@ class StartedJob:
         begin: function that lets its ranks begin, if they wait.
         standby: `Standby` or `None`, where they wait.
         has_hosts: bool, whether it may lose a host.
+        ask_to_leave: function that asks all ranks to save and leave, through the host of rank 0.
 
     Attributes:
         running: the same.
@@ -138,6 +146,7 @@ class StartedJob:
         standby: Standby | None,
         *,
         has_hosts: bool,
+        ask_to_leave: Callable[[], reach.Question],
     ) -> None:
         self._command = command
         self._job = job
@@ -147,6 +156,7 @@ class StartedJob:
         self._begin = begin
         self._standby = standby
         self._has_hosts = has_hosts
+        self._ask_to_leave = ask_to_leave
         self._output = output
         self._watched = watched
 
@@ -168,14 +178,11 @@ class StartedJob:
         slow_start = scope_marks.SlowStart()
         self._begin()
 
-        is_asked = False
+        notice = _Notice(self._ask_to_leave)
 
         def must_end() -> bool:
-            nonlocal is_asked
-            if notices and not is_asked:
-                is_asked = True
-                request.make(self.running, "SIGUSR1 to `kdist run`")
-                tell("SIGUSR1: rank 0, if it is on this host, is asked that all ranks save and leave (Preemption)")
+            if notices:
+                notice.pass_on()
             if meanwhile is not None:
                 meanwhile(self.running)
             marks = scope_marks.read(self.running)
@@ -184,6 +191,7 @@ class StartedJob:
             return self._has_problem(marks)
 
         code = self._job.follow(received, self._monitor.mute, must_end)
+        notice.close()
         self._monitor.close()
         if self._watched is not None:
             self._watched.read(self.running)
@@ -228,6 +236,30 @@ class StartedJob:
                 after_output=True,
             )
         return code
+
+
+class _Notice:
+    """A notice to `kdist run`, by which all ranks are asked to save and leave, once."""
+
+    def __init__(self, ask: Callable[[], reach.Question]) -> None:
+        self._ask = ask
+        self._asked: reach.Question | None = None
+        self._is_passed_on = False
+
+    def pass_on(self) -> None:
+        """Asks the ranks, and says it if their host does not answer; does not wait."""
+        if self._asked is None:
+            self._asked = self._ask()
+            tell("SIGUSR1: all ranks are asked to save and leave (kdist.callbacks.Preemption)")
+        elif not self._is_passed_on and self._asked.is_over():
+            self._is_passed_on = True
+            if not self._asked.answering:
+                tell("the host of rank 0 does not answer: the ranks do not know that they are asked to leave")
+
+    def close(self) -> None:
+        """Asks no more."""
+        if self._asked is not None:
+            self._asked.close()
 
 
 def make_directory(path: str) -> None:
