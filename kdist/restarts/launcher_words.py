@@ -11,6 +11,7 @@ from kdist.restarts.report import Failure, Kind
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+)\s+exited on\s+signal (\d+)")
 _LOST_HOST = re.compile(r"has lost communication with a remote daemon.*?Remote daemon:[^\n]*? on node (\S+)", re.DOTALL)
 _EXITED = re.compile(r"Process name: (?:\[\S+,)?(\d+)\]?\s+Exit (?:code|status): +(-?\d+)")
+_EXITED_EARLY = re.compile(r"Process (\d+) exit with status code (-?\d+)\.")  # horovodrun's other stream
 _HOROVOD_PREFIX = re.compile(r"^\[\d+,?\d*\]<std(?:err|out)>:", re.MULTILINE)
 
 
@@ -25,7 +26,7 @@ def failure_in(text: str) -> Failure | None:
         return _killed(int(found[3]), int(found[1]), found[2])
     if found := _LOST_HOST.search(text):
         return Failure(Kind.LOST, f"host {found[1]} was lost", None, found[1], from_launcher=True)
-    if found := _EXITED.search(text):
+    if found := _EXITED.search(text) or _EXITED_EARLY.search(text):
         code = int(found[2])
         if code < 0 or is_signal(code):
             return _killed(abs(code) % 128, int(found[1]))

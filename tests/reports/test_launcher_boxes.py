@@ -164,6 +164,18 @@ def test_what_horovodrun_says_is_shown_where_no_rank_is_named():
     assert summary(words, kind=UnlabelledFilter) == ""
 
 
+def test_horovodruns_streams_end_in_any_order():
+    """Each of them says what failed, and is read in a thread of its own."""
+    early, traceback, late = OF_HOROVODRUN.partition("Traceback")
+    late = traceback + late
+    for first, second in ((early, late), (late, early)):
+        failure = JobFailure()
+        for words in (first, second):
+            lines = UnlabelledFilter(failure)
+            assert lines.feed(words.encode()) + lines.finish() == b"", words
+        assert failure.summary(137).startswith("rank 1 was killed by signal 9 (SIGKILL); ")
+
+
 def test_horovodrun_ends_no_line_of_a_rank():
     lines = UnlabelledFilter(JobFailure())
     shown = [lines.feed(piece) for piece in (b"[0]<stdout>:\r1/16", b"Process 0 exit with status code 143.", b"\n")]
