@@ -520,7 +520,7 @@ def left_for_others() -> None:
             _with_micro_batches(kind, [InterruptAt(1, 3), backup])
 
 
-WITH_MICRO_BATCHES = ("arrays", "py_dataset", "tf_data")
+WITH_MICRO_BATCHES = ("arrays", "tf_data")
 
 
 def _with_micro_batches(kind: str, callbacks: list[Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def launches(request, tmp_path_factory):
                     each,
                     only=only[each],
                     env={cases.FOLDER: str(left)},
-                    timeout=570 if each == 2 else 240,
+                    timeout=570,
                 )
         return done[ranks]
 
