@@ -55,8 +55,8 @@ def scope(
 ) -> ScopeContext:
     """Makes the Keras models inside train on all processes of the job exactly as on one.
 
-    In one process nothing changes: models run Keras' own code. Among several, models made or used in the scope are
-    trained by synchronous data parallelism; a model made in the scope stays distributed after it.
+    In one process nothing changes without `micro_batches`: models run Keras' own code. Among several, models made or
+    used in the scope are trained by synchronous data parallelism; a model made in the scope stays distributed after it.
 
     Each argument has an environment variable (`KDIST_STRATEGY`, `KDIST_SCALE_BATCH`, `KDIST_SCALE_LR`,
     `KDIST_WARMUP_EPOCHS`, `KDIST_AUTO_SHARD`, `KDIST_STALL_TIMEOUT`, `KDIST_MICRO_BATCHES`), which applies where
@@ -132,14 +132,14 @@ def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
         word = asked if isinstance(asked, str) else asked.word
         selection = select_together(word, info, is_synchronous=isinstance(asked, AllReduce))
         if selection.strategy == "single":
-            own_scopes.is_alone()
-            if (chosen["micro_batches"] or 1) == 1 or own_scopes.is_planned:
-                yield _default_strategy(info)
+            if info.size == 1 and not _is_plain(chosen):
+                with _all_reduce(info, selection, chosen) as replicated:
+                    yield replicated
                 return
-            if info.size > 1:
+            if not _is_plain(chosen):
                 _refuse_micro_batches(chosen, "'single', by which each rank trains for itself")
-            with _all_reduce(info, selection, chosen) as replicated:
-                yield replicated
+            own_scopes.is_alone()
+            yield _default_strategy(info)
             return
         if selection.strategy in (PARAMETER_SERVER, *PASSED_THROUGH):
             _refuse_micro_batches(chosen, repr(selection.strategy))
@@ -238,6 +238,11 @@ def _refuse_multi_worker(strategy: tf.distribute.Strategy) -> None:
     )
 
 
+def _is_plain(chosen: Mapping[str, Any]) -> bool:
+    """Returns whether one process trains as without kdist."""
+    return own_scopes.is_planned or chosen["micro_batches"] in (None, 1)
+
+
 def _refuse_micro_batches(chosen: Mapping[str, Any], strategy: str) -> None:
     if chosen["micro_batches"] is not None:
         raise StrategyError(
@@ -284,7 +289,7 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     options = asked if isinstance(asked, AllReduce) else AllReduce()
     own_scopes.waits_for_others()
     engine = open_engine(info, selection.strategy, options.start_timeout)
-    if engine.size == 1 and (chosen["micro_batches"] or 1) == 1:
+    if engine.size == 1 and _is_plain(chosen):
         yield _default_strategy(info)
         return
     is_strict = chosen["stall_timeout"] != "auto"
@@ -292,8 +297,14 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     scale_lr = chosen["scale_lr"]
     if options.sync_every > 1 and scale_lr == "auto":
         scale_lr = 1.0  # a local step is on the rank's own batch; schedules are still fitted to the epochs
+    number = chosen["micro_batches"]
     settings = Settings(
-        chosen["scale_batch"], scale_lr, chosen["warmup_epochs"], chosen["auto_shard"], options, chosen["micro_batches"]
+        chosen["scale_batch"],
+        scale_lr,
+        chosen["warmup_epochs"],
+        chosen["auto_shard"],
+        options,
+        micro_batches=None if number is None else int(number),  # it may be NumPy's, and goes into checkpoints
     )
     check_agreement(engine, "kdist.scope", {name: repr(value) for name, value in settings.values().items()})
     agree_random_state(engine)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from kdist.data.sharding import split_rows
 from kdist.errors import DataError
 
 
@@ -127,6 +128,21 @@ class Rows:
         rows = total * (int64(shard_id) + 1) // num_shards - start
         start = tf.where(rows > 0, start, 0)
         return Shard(self.slice(batch, start, start + tf.maximum(rows, 1)), rows, total)
+
+    def split_eagerly(self, batch: Any, num_shards: int, shard_id: int) -> Shard:
+        """Returns what `split` does of arrays or eager tensors, with ints: no operation of TensorFlow's counts.
+
+        Args:
+            batch: structure of arrays or tensors.
+            num_shards: int, the number of slices.
+            shard_id: int, which slice.
+
+        Raises:
+            DataError: if it is not known which leaves have rows.
+        """
+        total = int(self.count(batch))
+        start, stop = split_rows(total, num_shards, shard_id)
+        return Shard(self.slice(batch, *((start, stop) if stop > start else (0, 1))), stop - start, total)
 
     def _lengths(self, batch: Any) -> Any:
         leaves = tf.nest.flatten(batch)

@@ -50,19 +50,11 @@ def shard_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Shard]:
             elif data is None:
                 data = batch_rows.head(batch, 1)
         if group:
-            data, rows, total = _split(joined(group), plan)
+            batch = joined(group)
+            data, rows, total = Rows(batch).split_eagerly(batch, plan.num_shards, plan.shard_id)
         if data is None:
             return
         yield Shard(data, rows, total)
-
-
-def _split(batch: Any, plan: Plan) -> tuple[Any, int, int]:
-    """Returns this rank's rows of a batch, how many they are, and how many the batch has."""
-    of_batch = Rows(batch)
-    total = int(of_batch.count(batch))
-    start, stop = sharding.split_rows(total, plan.num_shards, plan.shard_id)
-    own = of_batch.slice(batch, start, stop) if stop > start else of_batch.slice(batch, 0, 1)
-    return own, stop - start, total
 
 
 class GeneratorSource(Source):

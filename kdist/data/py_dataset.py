@@ -146,9 +146,8 @@ class ShardedPyDataset(keras.utils.PyDataset):
         total = rows.count(batch)
         if plan.scale_batch:
             return _element(batch if count else rows.head(batch, 1), [total if count else 0, -1])
-        start, stop = sharding.split_rows(total, plan.num_shards, plan.shard_id)
-        part = rows.slice(batch, start, stop) if stop > start else rows.slice(batch, 0, 1)
-        return _element(part, [stop - start, total])
+        part = rows.split_eagerly(batch, plan.num_shards, plan.shard_id)
+        return _element(part.data, [part.rows, part.global_rows])
 
     def _batch(self, number: int) -> Any:
         batch = self._py_dataset[number]

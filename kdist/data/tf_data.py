@@ -42,7 +42,7 @@ def tf_data_source(dataset: tf.data.Dataset, plan: Plan, *, auto_shard: bool = T
     """
     policies = tf.data.experimental.AutoShardPolicy
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    if plan.joins_batches and (not auto_shard or policy in (policies.OFF, policies.FILE, policies.HINT)):
+    if plan.joins_batches and policy in (policies.OFF, policies.FILE, policies.HINT):
         raise DataError(
             "Each rank takes batches of its own, and the number of them in a step is the number of ranks. Received: "
             f"micro_batches={plan.micro_batches} on {plan.num_shards} ranks, and a tf.data pipeline with "

@@ -58,8 +58,11 @@ def stops_at_first_call() -> Iterator[None]:
         for verb in VERBS:
             patch(model, verb, lambda *args, _verb=verb, **kwargs: _stop(model, _verb, args, kwargs))
 
-    with watched(_trainer(), VERBS, made, used):
-        yield
+    try:
+        with watched(_trainer(), VERBS, made, used):
+            yield
+    finally:
+        own_scopes.is_planned = False
 
 
 def _trainer() -> type:

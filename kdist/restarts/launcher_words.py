@@ -11,7 +11,7 @@ from kdist.restarts.report import Failure, Kind
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+)\s+exited on\s+signal (\d+)")
 _LOST_HOST = re.compile(r"has lost communication with a remote daemon.*?Remote daemon:[^\n]*? on node (\S+)", re.DOTALL)
 _EXITED = re.compile(r"Process name: (?:\[\S+,)?(\d+)\]?\s+Exit (?:code|status): +(-?\d+)")
-_EXITED_EARLY = re.compile(r"Process (\d+) exit with status code (-?\d+)\.")  # horovodrun's other stream
+_EXITED_EARLY = re.compile(r"Process (\d+) exit with status code (-?\d+)\.")  # horovodrun, on stdout
 _HOROVOD_PREFIX = re.compile(r"^\[\d+,?\d*\]<std(?:err|out)>:", re.MULTILINE)
 
 

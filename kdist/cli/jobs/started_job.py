@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import os
 import platform
 import signal
@@ -91,6 +90,10 @@ def started(
             standby=address,
         )
         command = build(what.options, program, running, what.node, placement)
+        hosts = hosts_of(what.options) if placement is None else placement.hosts
+        agent = reach.agent(launcher_arguments(what.options), os.environ)
+        notice = _Notice(running, agent, hosts[0].name if hosts else "", is_elsewhere=what.is_on_several_hosts)
+        stack.callback(notice.close)
         if output is not None and not standby:
             make_directory(output)
         monitor = stack.enter_context(contextlib.closing(FailureMonitor(running)))
@@ -103,13 +106,9 @@ def started(
             begin.callback(muted.unmute)
         stdout = UnlabelledFilter(failure) if command.prints_labels else None
         job = stack.enter_context(process.started(command, stderr, stdout, reads_input=not standby))
-        hosts = hosts_of(what.options) if placement is None else placement.hosts
-        chief = hosts[0].name if hosts else platform.node()
-        agent = reach.agent(launcher_arguments(what.options), os.environ)
-        touch = ("touch", request.path_of(running, request.NOTICE))
         yield StartedJob(
-            command, job, running, monitor, failure, output, watched, begin.close, waiting, has_hosts=what.has_hosts,
-            ask_to_leave=functools.partial(reach.Question, agent, [chief], touch),
+            command, job, running, monitor, failure, output, watched, begin.close, waiting, notice,
+            has_hosts=what.has_hosts,
         )  # fmt: skip
 
 
@@ -126,8 +125,8 @@ class StartedJob:
         watched: `Watched` or `None`, what a supervisor learns of the job.
         begin: function that lets its ranks begin, if they wait.
         standby: `Standby` or `None`, where they wait.
+        notice: `_Notice`, which is passed on to its ranks.
         has_hosts: bool, whether it may lose a host.
-        ask_to_leave: function that asks all ranks to save and leave, through the host of rank 0.
 
     Attributes:
         running: the same.
@@ -144,9 +143,9 @@ class StartedJob:
         watched: Watched | None,
         begin: Callable[[], object],
         standby: Standby | None,
+        notice: _Notice,
         *,
         has_hosts: bool,
-        ask_to_leave: Callable[[], reach.Question],
     ) -> None:
         self._command = command
         self._job = job
@@ -156,7 +155,7 @@ class StartedJob:
         self._begin = begin
         self._standby = standby
         self._has_hosts = has_hosts
-        self._ask_to_leave = ask_to_leave
+        self._notice = notice
         self._output = output
         self._watched = watched
 
@@ -178,11 +177,9 @@ class StartedJob:
         slow_start = scope_marks.SlowStart()
         self._begin()
 
-        notice = _Notice(self._ask_to_leave)
-
         def must_end() -> bool:
             if notices:
-                notice.pass_on()
+                self._notice.pass_on()
             if meanwhile is not None:
                 meanwhile(self.running)
             marks = scope_marks.read(self.running)
@@ -191,7 +188,7 @@ class StartedJob:
             return self._has_problem(marks)
 
         code = self._job.follow(received, self._monitor.mute, must_end)
-        notice.close()
+        self._notice.close()
         self._monitor.close()
         if self._watched is not None:
             self._watched.read(self.running)
@@ -239,22 +236,32 @@ class StartedJob:
 
 
 class _Notice:
-    """A notice to `kdist run`, by which all ranks are asked to save and leave, once."""
+    """A notice to `kdist run`, by which all ranks are asked to save and leave, once, through the host of rank 0.
 
-    def __init__(self, ask: Callable[[], reach.Question]) -> None:
-        self._ask = ask
+    Args:
+        running: str, the job's directory.
+        agent: sequence of str, by which hosts are reached.
+        chief: str, the host of rank 0; empty if no hosts are named, and it is taken for this one.
+        is_elsewhere: bool, whether rank 0 may be on another host than this one.
+    """
+
+    def __init__(self, running: str, agent: Sequence[str], chief: str, *, is_elsewhere: bool) -> None:
+        self._agent, self._chief = agent, chief or platform.node()
+        self._command = ("touch", request.path_of(running, request.NOTICE))
+        self._is_known = bool(chief) or not is_elsewhere
         self._asked: reach.Question | None = None
         self._is_passed_on = False
 
     def pass_on(self) -> None:
         """Asks the ranks, and says it if their host does not answer; does not wait."""
         if self._asked is None:
-            self._asked = self._ask()
-            tell("SIGUSR1: all ranks are asked to save and leave (kdist.callbacks.Preemption)")
+            self._asked = reach.Question(self._agent, [self._chief], self._command)
+            who = "all ranks are" if self._is_known else "rank 0, if it is on this host, and all ranks through it, are"
+            tell(f"SIGUSR1: {who} asked to save and leave (kdist.callbacks.Preemption)")
         elif not self._is_passed_on and self._asked.is_over():
             self._is_passed_on = True
             if not self._asked.answering:
-                tell("the host of rank 0 does not answer: the ranks do not know that they are asked to leave")
+                tell(f"{self._chief} does not answer, where rank 0 is: the ranks do not know that they are to leave")
 
     def close(self) -> None:
         """Asks no more."""
