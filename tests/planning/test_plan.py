@@ -68,7 +68,7 @@ def planned(tmp_path, source, *options):
 @pytest.mark.starts_processes
 @pytest.mark.timeout(220)
 def test_a_script_that_does_not_fit_is_planned_and_not_trained(tmp_path):
-    script = SCRIPT.replace("kdist.scope()", "kdist.scope(micro_batches=3)")
+    script = SCRIPT.replace("kdist.scope()", 'kdist.scope("mpi", micro_batches=3)')
     done = planned(tmp_path, script, "--memory", "10MB", "--json")
     assert done.returncode == 3, done.output
     assert "TRAINED" not in done.output
