@@ -78,10 +78,14 @@ def train(
     program = ("-m", "tests.restarts.training", os.fspath(folder), *ways)
     done = run(*options, *program, timeout=LIMIT * (len(ways) + 1), python=python, env=env)
     assert done.returncode == 0, done.output[-6000:]
-    with np.load(folder / "result.npz") as saved:
-        result = {name: saved[name] for name in saved.files}
     attempts = json.loads((folder / "out" / "restarts.json").read_text())["attempts"]
-    return Trained(attempts, result, done.output)
+    return Trained(attempts, result_of(folder), done.output)
+
+
+def result_of(folder: Path) -> Mapping[str, npt.NDArray[Any]]:
+    """Returns the history and the weights that a training has left in a folder, by name."""
+    with np.load(folder / "result.npz") as saved:
+        return {name: saved[name] for name in saved.files}
 
 
 def causes(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, int | None]]:

@@ -1,8 +1,9 @@
 """A training that breaks, each time it is started in another way: `python -m tests.restarts.training FOLDER WAY...`.
 
-It goes on from its backup. Each way breaks one start, on rank 1, or on the rank that it names: `kill@0`. After the last
-one training ends, and the chief writes its history and its weights. `BACKUP_SETTINGS` has arguments of the backup, as
-JSON; with `LOSE_DISK`, the second start finds no backup on disk, and the third a damaged one.
+It goes on from its backup. Each way breaks one start: `KIND[@RANK[:STEP[+SECONDS]]]`, on rank 1 and in step 3 if not
+said; `kill@0:5+0.02` kills rank 0 0.02 s after its fifth step, and step 0 is the beginning of the scope. After the
+last one training ends, and the chief writes its history and its weights. `BACKUP_SETTINGS` has arguments of the backup,
+as JSON; with `LOSE_DISK`, the second start finds no backup on disk, and the third a damaged one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,36 +32,51 @@ class Broken(keras.callbacks.Callback):
     """Breaks a rank in one of this start's steps.
 
     Args:
-        way: str, `"kill"`, `"crash"`, `"stop"`, `"raise"` or `"preempt"`, and the rank, if not 1. `"late-kill"` is a
+        way: str, as above. The kinds are `"kill"`, `"crash"`, `"stop"`, `"raise"` and `"preempt"`; `"late-kill"` is a
             kill once the next start waits on standby, `"wait"` waits in each step from then on.
     """
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        kind, _, rank = way.partition("@")
-        self._way = kind if kdist.rank() == int(rank or 1) else ""
-        self._steps = 0
+        kind, _, where = way.partition("@")
+        rank, _, moment = where.partition(":")
+        step, _, delay = moment.partition("+")
+        self._kind = kind if kdist.rank() == int(rank or 1) else ""
+        self._step, self._delay = int(step or STEP), float(delay or 0)
+        self._steps = -1
+        self._next_step()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Breaks, if it is time."""
-        self._steps += 1
-        if self._way == "wait" and self._steps >= STEP:
+        self._next_step()
+
+    def _next_step(self) -> None:
+        self._steps = self._steps + 1
+        if self._kind == "wait" and self._steps >= self._step:
             Path(sys.argv[1], "waits").touch()
             time.sleep(1)
-        if self._steps != STEP:
+        if not self._kind or self._steps != self._step:
             return
-        if self._way == "late-kill":
-            wait_for_standby()
-        if self._way in ("kill", "late-kill"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self._way == "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if self._way == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if self._way == "raise":
-            raise OSError("the disk is gone")
-        if self._way == "preempt":
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self._delay and self._kind in SIGNALS:  # wherever training is by then: in a save, in a collective
+            timer = threading.Timer(self._delay, break_down, [self._kind])
+            timer.daemon = True
+            timer.start()
+        else:
+            break_down(self._kind)
+
+
+SIGNALS = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "stop": signal.SIGSTOP, "preempt": signal.SIGTERM}
+
+
+def break_down(kind: str) -> None:
+    """Breaks this process."""
+    if kind == "late-kill":
+        wait_for_standby()
+        kind = "kill"
+    if kind == "raise":
+        raise OSError("the disk is gone")
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
 
 
 def wait_for_standby() -> None:
@@ -116,6 +133,7 @@ def main() -> None:
         starts = Path(folder, f"starts{kdist.rank()}")
         number = len(starts.read_text()) if starts.exists() else 0
         starts.write_text("." * (number + 1))
+        kdist.barrier()  # both ranks count each start
         Path(folder, f"started{kdist.rank()}").write_text(str(process_start()))
         if number and "LOSE_DISK" in os.environ and kdist.is_chief():
             shutil.rmtree(Path(folder, "backup"))
