@@ -25,6 +25,17 @@ SHAPES = [(), (0,), (1,), (7,), (2, 3), (3, 0, 2), (4, 1, 5)]
 
 LARGE = 1_000_003  # elements: several pieces of a large message, and a remainder
 
+SWEEPS = (
+    "case_allreduce_sums_every_dtype_and_shape",
+    "case_allgather_concatenates_unequal_first_dimensions",
+    "case_alltoall_sends_each_row_to_its_rank",
+    "case_broadcast_gives_each_roots_values",
+    "case_inputs_are_left_alone_and_results_are_the_callers_own",
+    "case_reduce_scatter_sums_every_dtype_and_shape",
+    "case_what_a_graph_sends_is_the_same_afterwards",
+)
+"""What is slow and much the same on other numbers of ranks and with other MPIs: an engine runs it on one job."""
+
 
 def both_ways(function):
     """Yields `(how, function)`: called eagerly, and in a `tf.function`."""

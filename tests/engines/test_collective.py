@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kdist.launchers.local_cluster import configurations
-from tests.engines.conformance import GROUPS
+from tests.engines.conformance import GROUPS, SWEEPS
 from tests.helpers import spmd
 
 CONFORMANCE = "tests.engines.conformance"
@@ -20,14 +20,18 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 90  # seconds; a generous guard
 
 
-@pytest.fixture(scope="module", params=[(2, "engine"), (3, "engine_over_the_network")], ids=str)
+JOBS = [(2, "engine"), (3, "engine_over_the_network")]
+CELLS = [(job, case) for job in JOBS for case in spmd.names(CONFORMANCE) if job[0] == 2 or case not in SWEEPS]
+
+
+@pytest.fixture(scope="module")
 def conforming(request):
     ranks, made = request.param
     only = spmd.selected(request)
     return spmd.run(CONFORMANCE, ranks, given=f"{OWN}:{made}", only=only, launcher="local_cluster", timeout=300)
 
 
-@pytest.mark.parametrize("case", spmd.names(CONFORMANCE))
+@pytest.mark.parametrize(("conforming", "case"), CELLS, indirect=["conforming"], ids=str)
 def test_conformance(conforming, case):
     conforming.check(case)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kdist.errors import EngineNotFoundError
+from tests.engines.conformance import SWEEPS
 from tests.helpers import needs, spmd
 
 pytestmark = needs.horovod
@@ -19,13 +20,17 @@ CASES = f"tests.engines.conformance,{OWN}"
 GLOO, MPI = "horovodrun_gloo", "mpirun"
 
 
-@pytest.fixture(scope="module", params=[(2, MPI, "engine"), (3, GLOO, "engine_over_the_network")], ids=str)
+JOBS = [(2, MPI, "engine"), (3, GLOO, "engine_over_the_network")]
+CELLS = [(job, case) for job in JOBS for case in spmd.names(CASES) if job[0] == 2 or case not in SWEEPS]
+
+
+@pytest.fixture(scope="module")
 def launched(request):
     ranks, launcher, made = request.param
     return spmd.run(CASES, ranks, given=f"{OWN}:{made}", only=spmd.selected(request), launcher=launcher, timeout=240)
 
 
-@pytest.mark.parametrize("case", spmd.names(CASES))
+@pytest.mark.parametrize(("launched", "case"), CELLS, indirect=["launched"], ids=str)
 def test_case(launched, case):
     launched.check(case)
     if case == "case_whether_ranks_share_memory":  # those of MPI do, and those of Gloo test the other way

@@ -249,14 +249,17 @@ def names(target: str) -> list[str]:
 
 
 def selected(request: Any, parameter: str = "case") -> list[str]:
-    """Returns the cases that pytest is about to run in the requesting module, so that `-k` launches only those."""
-    return list(
-        dict.fromkeys(
-            item.callspec.params[parameter]
-            for item in request.session.items
-            if item.module is request.module and parameter in getattr(item, "callspec", _NoParameters).params
-        )
-    )
+    """Returns the cases that pytest is about to run in the requesting module, so that `-k` launches only those.
+
+    A fixture with parameters gets those of the tests that have its parameter.
+    """
+    own = {request.fixturename: request.param} if hasattr(request, "param") else {}
+    params = [
+        getattr(item, "callspec", _NoParameters).params
+        for item in request.session.items
+        if item.module is request.module
+    ]
+    return list(dict.fromkeys(each[parameter] for each in params if parameter in each and own.items() <= each.items()))
 
 
 def batch_with(case: str, cases: Sequence[str], size: int = 40) -> list[str]:
