@@ -195,9 +195,8 @@ def resumed(
     assert_equal_everywhere(found)
 
 
-def between_epochs() -> None:
-    for kind in ("arrays", "tf_data", "py_dataset"):
-        resumed(kind, [(0, None)], {"save_freq": "epoch"})
+def between_epochs(kind: str) -> None:
+    resumed(kind, [(0, None)], {"save_freq": "epoch"})
 
 
 def in_an_epoch(kind: str) -> None:
@@ -205,43 +204,44 @@ def in_an_epoch(kind: str) -> None:
     resumed(kind, [(0, 3), (1, 0 if kind == "arrays_steps" else 4)])
 
 
-def what_is_kept_beside_the_model() -> None:
-    """What compression has left out, summed over the ranks, and an outer momentum; whoever saves goes on with that."""
-    residual, velocity = "residual/", "velocity/"
-    for kept, options in (
-        (residual, {"compression": "powersgd", "powersgd_rank": 1}),
-        (residual, {"compression": "topk", "topk_ratio": 0.2}),
-        (velocity, {"sync_every": 3, "outer_learning_rate": 0.7, "outer_momentum": 0.9}),
-    ):
-        scope = {"strategy": kdist.AllReduce(**options)}
-        trained = functools.partial(train, "arrays", scope=scope, width=260, save_freq=4)
-        folder, expected = shared_folder(), trained(shared_folder(), others())
-        for place in ((0, 3), (1, 2)):  # right after a save, and two steps later
-            with pytest.raises(Interrupted):
-                trained(folder, [InterruptAt(*place), *others()])
-        assert trained(folder, others()) == expected, options
-        if kdist.is_chief():
-            _, saved = CheckpointDirectory(folder).read()
-            assert any(array.any() for name, array in saved["slots"].items() if name.startswith(kept))
+KEPT = {
+    "power_sgd": ("residual/", {"compression": "powersgd", "powersgd_rank": 1}),
+    "top_k": ("residual/", {"compression": "topk", "topk_ratio": 0.2}),
+    "outer_momentum": ("velocity/", {"sync_every": 3, "outer_learning_rate": 0.7, "outer_momentum": 0.9}),
+}
+"""What slots of a checkpoint are called beside the optimizer's, and the arguments of the strategy that keeps them."""
 
 
-def the_newest_is_damaged() -> None:
+def what_is_kept_beside_the_model(kept: str, options: dict[str, Any]) -> None:
+    """What compression has left out, summed over the ranks, or an outer momentum; whoever saves goes on with that."""
+    scope = {"strategy": kdist.AllReduce(**options)}
+    trained = functools.partial(train, "arrays", scope=scope, width=260, save_freq=4)
+    folder, expected = shared_folder(), trained(shared_folder(), others())
+    for place in ((0, 3), (1, 2)):  # right after a save, and two steps later
+        with pytest.raises(Interrupted):
+            trained(folder, [InterruptAt(*place), *others()])
+    assert trained(folder, others()) == expected, options
+    if kdist.is_chief():
+        _, saved = CheckpointDirectory(folder).read()
+        assert any(array.any() for name, array in saved["slots"].items() if name.startswith(kept))
+
+
+def the_newest_is_damaged(damage: Callable[[Path], None]) -> None:
     """The one before it is used, and that is said; nothing is deleted."""
     expected = uninterrupted("arrays")
-    for damage in (_cut_off, _flip, _take_away):
-        folder = shared_folder()
-        with pytest.raises(Interrupted):
-            train("arrays", folder, [InterruptAt(1, 3), *others()])
-        newest = checkpoints(folder)[-1] if kdist.is_chief() else None
-        if newest is not None:
-            damage(newest)
-        with logged() as lines:
-            found = train("arrays", folder, others())
-        assert expected == found
-        if newest is not None:
-            assert f"{newest} cannot be read" in "\n".join(lines), "\n".join(lines)
-            assert newest.is_dir()
-            assert len([each for each in checkpoints(folder) if each != newest]) == 2
+    folder = shared_folder()
+    with pytest.raises(Interrupted):
+        train("arrays", folder, [InterruptAt(1, 3), *others()])
+    newest = checkpoints(folder)[-1] if kdist.is_chief() else None
+    if newest is not None:
+        damage(newest)
+    with logged() as lines:
+        found = train("arrays", folder, others())
+    assert expected == found
+    if newest is not None:
+        assert f"{newest} cannot be read" in "\n".join(lines), "\n".join(lines)
+        assert newest.is_dir()
+        assert len([each for each in checkpoints(folder) if each != newest]) == 2
 
 
 def _cut_off(newest: Path) -> None:
@@ -643,14 +643,22 @@ KINDS = (
     "generator",
 )
 
+DAMAGES = {"cut_off": _cut_off, "changed": _flip, "incomplete": _take_away}
+
 CASES = {
-    "between_epochs": between_epochs,
+    **{
+        f"between_epochs_{kind}": functools.partial(between_epochs, kind)
+        for kind in ("arrays", "tf_data", "py_dataset")
+    },
     **{f"in_an_epoch_{kind}": functools.partial(in_an_epoch, kind) for kind in KINDS},
+    **{
+        f"kept_beside_the_model_{n}": functools.partial(what_is_kept_beside_the_model, *kept)
+        for n, kept in KEPT.items()
+    },
+    **{f"the_newest_is_{damage}": functools.partial(the_newest_is_damaged, do) for damage, do in DAMAGES.items()},
     **{
         function.__name__: function
         for function in (
-            what_is_kept_beside_the_model,
-            the_newest_is_damaged,
             none_can_be_read,
             another_model,
             another_engine,
@@ -674,7 +682,7 @@ ALONE = {
     for name in (
         "in_an_epoch_arrays",
         "in_an_epoch_py_dataset",
-        "the_newest_is_damaged",
+        "the_newest_is_changed",
         "another_model",
         "a_backup_of_kerass_own_is_told_of",
         "with_callbacks_of_kdist",

@@ -11,9 +11,13 @@ from tests.helpers import spmd
 from tests.helpers.jobs import job
 
 TARGETS = {2: f"{cases.__name__}:CASES", 1: f"{cases.__name__}:ALONE", 3: f"{cases.__name__}:OTHERS"}
-# Of the kinds of input that differ little, one; all of them by `python -m tests.callbacks.full`.
-LIKE_OTHERS = ("arrays_steps", "tf_data_unseeded", "tf_data_unknown", "py_dataset_workers")
-LEFT_OUT = [f"in_an_epoch_{kind}" for kind in LIKE_OTHERS]
+# Of what differs little, one or two; all of it by `python -m tests.callbacks.full`.
+LEFT_OUT = (
+    *("between_epochs_tf_data", "between_epochs_py_dataset"),
+    *("in_an_epoch_arrays_steps", "in_an_epoch_py_dataset_workers", "in_an_epoch_py_dataset_by_itself"),
+    *("in_an_epoch_tf_data_unseeded", "in_an_epoch_tf_data_unknown", "in_an_epoch_tf_data_repeat"),
+    *("kept_beside_the_model_top_k", "the_newest_is_cut_off", "the_newest_is_incomplete"),
+)
 PARAMETERS = [(ranks, case) for ranks, target in TARGETS.items() for case in spmd.names(target) if case not in LEFT_OUT]
 
 

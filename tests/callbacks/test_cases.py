@@ -9,7 +9,7 @@ TARGET = "tests.callbacks.all_cases:CASES"
 # A launcher chooses the engine. Everything on two ranks over MPI; elsewhere one of each kind, and all of it by
 # `python -m tests.callbacks.full`.
 EVERYTHING = spmd.names(TARGET)
-ON_THREE = [
+ELSEWHERE = [
     "ranks_that_differ_raise_on_all_ranks",
     "ranks_that_differ_are_repaired",
     "averages_count_true_samples",
@@ -17,10 +17,9 @@ ON_THREE = [
     "what_the_chief_starts_alone_is_refused",
     "a_nan_of_one_rank_is_raised_on_all",
 ]
-ELSEWHERE = [*ON_THREE, "skipped_steps_are_as_if_they_had_not_been", "a_rank_slow_in_its_steps_is_named"]
 LAUNCHES = [
     ("mpirun", 2, EVERYTHING, ()),
-    ("mpirun", 3, ON_THREE, ()),
+    ("mpirun", 3, ELSEWHERE, ()),
     ("horovodrun_gloo", 2, ELSEWHERE, needs.horovod),
 ]
 PARAMETERS = [
