@@ -4,11 +4,11 @@ import itertools
 
 from tests.training import fidelity
 
-# Each optimizer, each kind of sizes and each kind of input at least once.
+# Each kind of sizes and each kind of input at least once, with as many optimizers.
 CELLS = [
     f"{optimizer}-{shape}-{kind}"
     for optimizer, shape, kind in zip(
-        fidelity.OPTIMIZERS, itertools.cycle(fidelity.SHAPES), itertools.cycle(fidelity.KINDS), strict=False
+        fidelity.OPTIMIZERS, itertools.cycle(fidelity.SHAPES), fidelity.KINDS, strict=False
     )
 ]
 

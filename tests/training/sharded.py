@@ -8,7 +8,7 @@ import functools
 import math
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,25 @@ ALL_OPTIMIZERS = {
 }
 
 
-@case
-def every_optimizer() -> None:
-    """Elementwise ones update ranges, the others whole weights at an owner; clipped by the norm of all gradients."""
-    x, y = rows("ragged")
-    for name, make in ALL_OPTIMIZERS.items():
+COMMON_OPTIMIZERS = ("momentum", "adam", "lamb", "adafactor")
 
-        def script(batch: int, make: Any = make) -> dict[str, Any]:
+
+@case
+def common_optimizers() -> None:
+    """Elementwise ones update ranges, the others whole weights at an owner; clipped by the norm of all gradients."""
+    _each_optimizer(COMMON_OPTIMIZERS)
+
+
+@case
+def other_optimizers() -> None:
+    _each_optimizer([name for name in ALL_OPTIMIZERS if name not in COMMON_OPTIMIZERS])
+
+
+def _each_optimizer(names: Iterable[str]) -> None:
+    x, y = rows("ragged")
+    for name in names:
+
+        def script(batch: int, make: Any = ALL_OPTIMIZERS[name]) -> dict[str, Any]:
             model, optimizer = mlp(), make()
             optimizer.global_clipnorm = 0.05
             model.compile(optimizer, "mse")

@@ -20,10 +20,11 @@ FEATURES = (
     "adamw-few-py_dataset",
 )
 
+SLOW = ("other_optimizers",)
 ON_THREE = ("sparse_gradients", "files_are_plain_and_load_in_parts", "clipping")
 
 CELLS = [
-    *((("mpi", 2), name) for name in (*CASES, *FEATURES)),
+    *((("mpi", 2), name) for name in (*CASES, *FEATURES) if name not in SLOW),
     *((("collective", 3), name) for name in ON_THREE),
 ]
 

@@ -10,10 +10,13 @@ from tests.training.tables import CASES, WITH_SLOTS_IN_PARTS
 
 TARGET = "tests.training.tables:CASES"
 SLOW = (
+    "averages_of_weights",
+    "constraints",
+    "decay_that_leaves_the_table_out",
     "other_elementwise_optimizers",
-    *(f"{name}_with_slots_in_parts" for name in WITH_SLOTS_IN_PARTS if name not in ("clipping_by_norms", "resumed")),
+    *(f"{name}_with_slots_in_parts" for name in WITH_SLOTS_IN_PARTS if name != "resumed"),
 )
-ON_THREE = ("initial_values", "a_table_that_is_read_twice_in_an_own_step", "ranks_without_rows")
+ON_THREE = ("initial_values", "ranks_without_rows")
 CELLS = [*((("mpi", 2), name) for name in CASES if name not in SLOW), *((("collective", 3), name) for name in ON_THREE)]
 
 
