@@ -257,6 +257,17 @@ def check_equal(engine: Engine, named: Mapping[str, Any]) -> None:
             f"After the first training step {list(named)[found.place]!r} differs between the ranks. Received: other "
             f"values on rank(s) {found.ranks} than on rank {found.root}. Expected reduced gradients in every "
             "update. Fix: update weights through an optimizer that is an attribute of the model "
-            f"(`self.optimizer.apply(...)`), not by `assign`. Versions: Keras {keras.__version__}, TensorFlow "
-            f"{tf.__version__}; if the training step is Keras' own, kdist does not support this version of Keras."
+            f"(`self.optimizer.apply(...)`), not by `assign`.{_on_gpus()} Versions: Keras {keras.__version__}, "
+            f"TensorFlow {tf.__version__}; if the training step is Keras' own, kdist does not support this version of "
+            "Keras."
         )
+
+
+def _on_gpus() -> str:
+    """Returns what else may be wrong where there are GPUs."""
+    if not tf.config.get_visible_devices("GPU"):
+        return ""
+    return (
+        " An Embedding on a GPU: TensorFlow adds up the rows of its sparse gradient in no fixed order, so that ranks "
+        "round otherwise: kdist.scope(kdist.AllReduce(sparse_as_dense=True)), or TF_DETERMINISTIC_OPS=1."
+    )
