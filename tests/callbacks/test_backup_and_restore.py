@@ -25,12 +25,7 @@ PARAMETERS = [(ranks, case) for ranks, target in TARGETS.items() for case in spm
 def launches(request, tmp_path_factory):
     """Launches each number of ranks once, 2 ranks first: they leave what the others take up."""
     left = tmp_path_factory.mktemp("left")
-    asked = [
-        item.callspec.params
-        for item in request.session.items
-        if item.module is request.module and "ranks" in getattr(item, "callspec", _None).params
-    ]
-    only = {ranks: [each["case"] for each in asked if each["ranks"] == ranks] for ranks in TARGETS}
+    only = {ranks: spmd.selected(request, ranks=ranks) for ranks in TARGETS}
     if "taken_up_by_others" in only[1] + only[3] and "left_for_others" not in only[2]:
         only[2].append("left_for_others")
     done = {}
@@ -48,10 +43,6 @@ def launches(request, tmp_path_factory):
         return done[ranks]
 
     return launched
-
-
-class _None:
-    params = {}
 
 
 @pytest.mark.parametrize(("ranks", "case"), PARAMETERS)

@@ -33,9 +33,7 @@ def launches(request):
     done = {}
 
     def launched(launcher, ranks, case):
-        asked = [item.callspec.params for item in request.session.items if item.module is request.module]
-        here = [each["case"] for each in asked if (each["launcher"], each["ranks"]) == (launcher, ranks)]
-        only = spmd.batch_with(case, here, size=30)
+        only = spmd.batch_with(case, spmd.selected(request, launcher=launcher, ranks=ranks), size=30)
         if (launcher, ranks, only[0]) not in done:
             done[launcher, ranks, only[0]] = spmd.run(TARGET, ranks, only=only, launcher=launcher, timeout=570)
         return done[launcher, ranks, only[0]]

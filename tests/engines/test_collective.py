@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import subprocess
 import sys
@@ -25,15 +26,19 @@ CELLS = [(job, case) for job in JOBS for case in spmd.names(CONFORMANCE) if job[
 
 
 @pytest.fixture(scope="module")
-def conforming(request):
-    ranks, made = request.param
-    only = spmd.selected(request)
-    return spmd.run(CONFORMANCE, ranks, given=f"{OWN}:{made}", only=only, launcher="local_cluster", timeout=300)
+def launches(request):
+    @functools.cache
+    def launched(job):
+        ranks, made = job
+        only = spmd.selected(request, job=job)
+        return spmd.run(CONFORMANCE, ranks, given=f"{OWN}:{made}", only=only, launcher="local_cluster", timeout=300)
+
+    return launched
 
 
-@pytest.mark.parametrize(("conforming", "case"), CELLS, indirect=["conforming"], ids=str)
-def test_conformance(conforming, case):
-    conforming.check(case)
+@pytest.mark.parametrize(("job", "case"), CELLS, ids=str)
+def test_conformance(launches, job, case):
+    launches(job).check(case)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """HorovodEngine under mpirun with MPI and under horovodrun with Gloo, and each way in which it is not there."""
 
+import functools
 import importlib.util
 import json
 import shutil
@@ -25,13 +26,19 @@ CELLS = [(job, case) for job in JOBS for case in spmd.names(CASES) if job[0] == 
 
 
 @pytest.fixture(scope="module")
-def launched(request):
-    ranks, launcher, made = request.param
-    return spmd.run(CASES, ranks, given=f"{OWN}:{made}", only=spmd.selected(request), launcher=launcher, timeout=240)
+def launches(request):
+    @functools.cache
+    def launched(job):
+        ranks, launcher, made = job
+        only = spmd.selected(request, job=job)
+        return spmd.run(CASES, ranks, given=f"{OWN}:{made}", only=only, launcher=launcher, timeout=240)
+
+    return launched
 
 
-@pytest.mark.parametrize(("launched", "case"), CELLS, indirect=["launched"], ids=str)
-def test_case(launched, case):
+@pytest.mark.parametrize(("job", "case"), CELLS, ids=str)
+def test_case(launches, job, case):
+    launched = launches(job)
     launched.check(case)
     if case == "case_whether_ranks_share_memory":  # those of MPI do, and those of Gloo test the other way
         assert launched.values(case) in ([True] * 2, [False] * 3)

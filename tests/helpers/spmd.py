@@ -248,18 +248,21 @@ def names(target: str) -> list[str]:
     return list(cases_of(target))
 
 
-def selected(request: Any, parameter: str = "case") -> list[str]:
+def selected(request: Any, parameter: str = "case", **others: Any) -> list[str]:
     """Returns the cases that pytest is about to run in the requesting module, so that `-k` launches only those.
 
-    A fixture with parameters gets those of the tests that have its parameter.
+    Args:
+        request: the request of a fixture.
+        parameter: str, the tests' parameter that is a case.
+        **others: other parameters, with the values that the tests have.
     """
-    own = {request.fixturename: request.param} if hasattr(request, "param") else {}
     params = [
         getattr(item, "callspec", _NoParameters).params
         for item in request.session.items
         if item.module is request.module
     ]
-    return list(dict.fromkeys(each[parameter] for each in params if parameter in each and own.items() <= each.items()))
+    found = [each for each in params if parameter in each and all(each.get(key) == others[key] for key in others)]
+    return list(dict.fromkeys(each[parameter] for each in found))
 
 
 def batch_with(case: str, cases: Sequence[str], size: int = 40) -> list[str]:

@@ -125,8 +125,7 @@ def launches(request):
     done = {}
 
     def launched(job, case):
-        asked = [item.callspec.params for item in request.session.items if item.module is request.module]
-        only = spmd.batch_with(case, [each["case"] for each in asked if each["job"] == job])
+        only = spmd.batch_with(case, spmd.selected(request, job=job))
         if (job, only[0]) not in done:
             done[job, only[0]] = make_job(*job).run("tests.training.all_cases:CASES", only=only, timeout=570)
         return done[job, only[0]]

@@ -1,7 +1,10 @@
 """`shard="optimizer"`: its own cases, and features of the fidelity suite with it. All: `full.py --only sharded`."""
 
+import functools
+
 import pytest
 
+from tests.helpers import spmd
 from tests.helpers.jobs import job as make_job
 from tests.training.sharded import CASES
 
@@ -32,14 +35,10 @@ CELLS = [
 @pytest.fixture(scope="module")
 def launches(request):
     """Launches each job once, with the cases that are asked for."""
-    done = {}
 
+    @functools.cache
     def launched(job):
-        asked = [item.callspec.params for item in request.session.items if item.module is request.module]
-        if job not in done:
-            only = [each["case"] for each in asked if each["job"] == job]
-            done[job] = make_job(*job).run(TARGET, only=only, timeout=570)
-        return done[job]
+        return make_job(*job).run(TARGET, only=spmd.selected(request, job=job), timeout=570)
 
     return launched
 

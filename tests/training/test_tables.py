@@ -3,8 +3,11 @@
 All cases on each number of ranks: `python -m tests.training.full --only tables`.
 """
 
+import functools
+
 import pytest
 
+from tests.helpers import spmd
 from tests.helpers.jobs import job
 from tests.training.tables import CASES, WITH_SLOTS_IN_PARTS
 
@@ -22,14 +25,9 @@ CELLS = [*((("mpi", 2), name) for name in CASES if name not in SLOW), *((("colle
 
 @pytest.fixture(scope="module")
 def launches(request):
-    done = {}
-
+    @functools.cache
     def launched(on):
-        asked = [item.callspec.params for item in request.session.items if item.module is request.module]
-        if on not in done:
-            only = [each["case"] for each in asked if each["on"] == on]
-            done[on] = job(*on).run(TARGET, only=only, timeout=570)
-        return done[on]
+        return job(*on).run(TARGET, only=spmd.selected(request, on=on), timeout=570)
 
     return launched
 
