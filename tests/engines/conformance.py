@@ -32,6 +32,7 @@ SWEEPS = (
     "case_broadcast_gives_each_roots_values",
     "case_inputs_are_left_alone_and_results_are_the_callers_own",
     "case_reduce_scatter_sums_every_dtype_and_shape",
+    "case_results_stay_when_the_same_message_is_sent_again",
     "case_what_a_graph_sends_is_the_same_afterwards",
 )
 """What is slow and much the same on other numbers of ranks and with other MPIs: an engine runs it on one job."""
