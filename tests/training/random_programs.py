@@ -16,8 +16,8 @@ from keras import ops
 import kdist
 from tests.training.fidelity import both, deterministic_weights, fed, fit_evaluate_predict, outcome, rows
 
-EXAMPLES_A_CASE = 10
-NUM_CASES = 30
+EXAMPLES_A_CASE = 5
+NUM_CASES = 60
 
 ERRORS: dict[str, Callable[[Any, Any], Any]] = {
     "squared": lambda t, p: (t - p) ** 2,

@@ -40,13 +40,7 @@ ON_EVERY_ENGINE = (
 )
 
 # Of those, what Horovod's own order of messages could change.
-ON_HOROVOD = (
-    "jit_compile",
-    "mixed_precision_scales_as_one",
-    "synchronized_batch_normalization",
-    "two_optimizers",
-    "losses_of_several_outputs",
-)
+ON_HOROVOD = ("mixed_precision_scales_as_one", "losses_of_several_outputs")
 
 JOBS = (("mpi", 2), ("mpi", 3), ("horovod over gloo", 2), ("collective", 3))
 
@@ -54,6 +48,7 @@ JOBS = (("mpi", 2), ("mpi", 3), ("horovod over gloo", 2), ("collective", 3))
 SLOW = (
     "a_loop_after_the_scope",
     "a_loop_between_two_fits",
+    "a_loop_on_the_same_rows",
     "a_loop_with_an_optimizer_made_before_the_scope",
     "a_loop_with_an_optimizer_that_clips_by_itself",
     "a_loop_with_sparse_gradients",
@@ -64,6 +59,7 @@ SLOW = (
     "compressed_gradients_beside_other_features",
     "counters_in_eager_steps",
     "counters_in_evaluations_and_predictions",
+    "counters_need_no_aggregation",
     "counters_of_ranks_that_train_by_themselves",
     "custom_train_step_that_returns_some_metrics",
     "custom_train_step_with_own_logs",
