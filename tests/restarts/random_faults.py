@@ -77,7 +77,6 @@ def broken(plan: Plan, whole: Trained, folder: Path) -> list[dict[str, Any]]:
         attempts += found["attempts"]
         if done.returncode == 0:
             break
-        assert found["why"] or found["attempts"][-1]["cause"] != "success", done.output[-4000:]
     else:
         raise AssertionError(f"not done after {MAX_COMMANDS} commands\n{done.output[-4000:]}")
     for way, each in zip(plan.ways, attempts, strict=False):
