@@ -14,7 +14,7 @@ from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.trainer import layers_of
 from kdist.keras_hooks.variables import raw_variable
-from kdist.sharding.blocks import filled, row_blocks, sent_to
+from kdist.sharding.blocks import row_blocks, sent_to
 from kdist.state.part import BLOCK
 from kdist.strategies.all_reduce import AllReduceStrategy
 
@@ -100,9 +100,13 @@ class Table:
             )
         self.num_loads += 1
         size, rank, raw = self.engine.size, self.engine.rank, raw_variable(variable)
-        # HDF5 is slow in reading every other row.
-        blocks = (block[(rank - start) % size :: size] for start, block in row_blocks(array))
-        raw.assign(filled(raw.shape, raw.dtype, blocks))
+        first = 0
+        for start, block in row_blocks(array):
+            values = tf.cast(block[(rank - start) % size :: size], raw.dtype)  # HDF5 is slow in reading every other row
+            stop = first + values.shape[0]
+            # In place: what is assigned to a variable of which rows were read is copied.
+            raw.scatter_update(tf.IndexedSlices(values, tf.range(first, stop)))
+            first = stop
 
     def refuse(self) -> NoReturn:
         """Raises `StrategyError`."""

@@ -384,8 +384,7 @@ def files_are_written_and_read_in_blocks() -> None:
             backup = Measured(folder / "backup", delete_checkpoint=False)
             trained.fit(x, y, batch_size=1, verbose=0, callbacks=[backup])
         assert len(peaks) == 3, peaks  # the second one resumed at the end
-        # A rank's part is half of the table: it is read once, and TensorFlow copies what is assigned to a table.
-        assert max(peaks) < 1.2, peaks
+        assert max(peaks) < 0.7, peaks
         rows_of_both = [each.get_layer("words").embeddings.kdist_table.rows for each in (model, trained)]
         assert np.array_equal(*rows_of_both)
         other.load_weights(folder / "model.weights.h5")
