@@ -37,7 +37,7 @@ def random_search(directory: str, **more: Any) -> keras_tuner.Tuner:
 
 def hyperband(directory: str, **more: Any) -> keras_tuner.Tuner:
     return keras_tuner.Hyperband(
-        build, "val_loss", max_epochs=4, factor=2, directory=directory, project_name="p", **more
+        build, "val_loss", max_epochs=2, factor=2, directory=directory, project_name="p", **more
     )
 
 

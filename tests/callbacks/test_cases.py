@@ -6,21 +6,25 @@ from tests.helpers import needs, spmd
 
 TARGET = "tests.callbacks.all_cases:CASES"
 
-# A launcher chooses the engine. Everything on two ranks over MPI; elsewhere one of each kind, and all of it by
-# `python -m tests.callbacks.full`.
-EVERYTHING = spmd.names(TARGET)
-ELSEWHERE = [
-    "ranks_that_differ_raise_on_all_ranks",
-    "ranks_that_differ_are_repaired",
-    "averages_count_true_samples",
-    "averages_without_a_scope",
-    "what_the_chief_starts_alone_is_refused",
-    "a_nan_of_one_rank_is_raised_on_all",
-]
+# A launcher chooses the engine. Most on two ranks over MPI, elsewhere one of each kind; all of it, and slow ones that
+# resemble another, by `python -m tests.callbacks.full`.
+SLOW = (
+    "a_rank_slow_in_its_steps_is_named",
+    "a_second_fit_has_its_own",
+    "from_an_initial_epoch_and_resumed",
+    "several_steps_an_execution_and_accumulation",
+    "skipping_in_eager_steps",
+    "skipping_with_accumulation_and_momentum",
+    "skipping_within_an_execution_of_several_steps",
+    "with_loss_scaling_as_in_one_process",
+)
+MOST = [name for name in spmd.names(TARGET) if name not in SLOW]
+ON_THREE = ["ranks_that_differ_raise_on_all_ranks", "averages_count_true_samples"]
+ON_HOROVOD = ["ranks_that_differ_are_repaired", "averages_without_a_scope", "a_nan_of_one_rank_is_raised_on_all"]
 LAUNCHES = [
-    ("mpirun", 2, EVERYTHING, ()),
-    ("mpirun", 3, ELSEWHERE, ()),
-    ("horovodrun_gloo", 2, ELSEWHERE, needs.horovod),
+    ("mpirun", 2, MOST, ()),
+    ("mpirun", 3, ON_THREE, ()),
+    ("horovodrun_gloo", 2, ON_HOROVOD, needs.horovod),
 ]
 PARAMETERS = [
     pytest.param(launcher, ranks, case, marks=marks) for launcher, ranks, cases, marks in LAUNCHES for case in cases

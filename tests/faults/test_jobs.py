@@ -1,6 +1,7 @@
 """Jobs that break, a few of the campaign's cells: each engine with each fault and at each moment.
 
-Horovod under mpirun is left to the whole campaign: its engine is that over Gloo, and mpirun ends its jobs as MPI's.
+Horovod under mpirun and MPICH are left to the whole campaign: the one's engine is that over Gloo, the other's that over
+MPI, and their launchers' ends have tests in `tests/engines`.
 """
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tests.faults.cells import few_cells
 from tests.helpers import needs
 
-NEEDS = {"mpi": (), "mpich": needs.mpich, "horovod over gloo": needs.horovod, "collective": ()}
+NEEDS = {"mpi": (), "horovod over gloo": needs.horovod, "collective": ()}
 CELLS = [pytest.param(cell, marks=NEEDS[cell.engine]) for cell in few_cells(tuple(NEEDS))]
 
 

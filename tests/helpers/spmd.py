@@ -56,15 +56,19 @@ from tests.helpers.rank_main import BEFORE_CASES, cases_of
 ROOT = Path(__file__).parents[2]
 
 EVERY_PACKAGE = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-"""For ranks that need the packages which `RANK_ENVIRONMENT` hides."""
+"""For what needs the packages which `LEAN` hides."""
 
 NEED_EVERY_PACKAGE = frozenset({"generators_of_sparse_matrices", "kinds_of_arrays"})
 """The cases, by name, that need them."""
 
-# What every rank gets: few threads (the ranks share the cores), no GPU, root allowed, idle waits that yield, and no
-# packages that are imported for nothing.
-RANK_ENVIRONMENT = {
+# What everything gets: no packages that are imported for nothing.
+LEAN = {
     "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent / "lean"), EVERY_PACKAGE["PYTHONPATH"]))),
+}
+
+# What every rank gets: few threads (the ranks share the cores), no GPU, root allowed, idle waits that yield.
+RANK_ENVIRONMENT = {
+    **LEAN,
     "OMP_NUM_THREADS": "1",
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "2",
@@ -373,7 +377,7 @@ def execute(
 
     Args:
         command: sequence of str.
-        env: mapping, environment variables on top of this process's own.
+        env: mapping, environment variables on top of this process's own and of `LEAN`.
         timeout: float, seconds, times `PATIENCE`; then SIGTERM, and SIGKILL 5 s later.
         cwd: path, the working directory.
 
@@ -389,7 +393,7 @@ def execute(
         tempfile.TemporaryFile() as output,
     ):
         marks = os.environ.get("SPMD_MARKS", "") + mark
-        environment = {**os.environ, "TMPDIR": temporary, **(env or {}), "SPMD_MARKS": marks}
+        environment = {**os.environ, **LEAN, "TMPDIR": temporary, **(env or {}), "SPMD_MARKS": marks}
         process = subprocess.Popen(
             command,
             cwd=cwd,

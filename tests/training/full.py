@@ -18,7 +18,10 @@ TARGETS = {
     "random": "tests.training.random_programs:RANDOM",
     "sharded": "tests.training.sharded:SHARDED",
     "tables": "tests.training.tables:CASES",
-    "behaviours": "tests.training.behaviours_order:CASES",
+    "behaviours": ",".join(
+        f"tests.training.behaviours_{module}:CASES"
+        for module in ("refusals", "callbacks", "scaling", "randomness", "order", "loops")
+    ),
 }
 
 

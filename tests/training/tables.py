@@ -95,7 +95,7 @@ def other_elementwise_optimizers() -> None:
 @case
 def clipping_by_norms() -> None:
     """Norms of whole gradients, of which tables have one part at each rank and other weights are whole."""
-    for clip in ({"clipnorm": 0.05}, {"global_clipnorm": 0.05}, {"clipvalue": 0.01}):
+    for clip in ({"clipnorm": 0.05}, {"global_clipnorm": 0.05}):
         same(lambda clip=clip: keras.optimizers.SGD(0.1, momentum=0.9, **clip))
 
 
@@ -106,7 +106,7 @@ def averages_of_weights() -> None:
 
 @case
 def accumulated_gradients() -> None:
-    same(lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))
+    same(lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, clipvalue=0.01))
 
 
 @case

@@ -14,13 +14,19 @@ from tests.training.tables import CASES, WITH_SLOTS_IN_PARTS
 TARGET = "tests.training.tables:CASES"
 SLOW = (
     "averages_of_weights",
+    "batches_by_hand",
     "constraints",
     "decay_that_leaves_the_table_out",
+    "gradients_in_several_messages",
+    "masks",
     "other_elementwise_optimizers",
     *(f"{name}_with_slots_in_parts" for name in WITH_SLOTS_IN_PARTS if name != "resumed"),
 )
 ON_THREE = ("initial_values", "ranks_without_rows")
-CELLS = [*((("mpi", 2), name) for name in CASES if name not in SLOW), *((("collective", 3), name) for name in ON_THREE)]
+CELLS = [
+    *((("mpi", 2), name) for name in CASES if name not in SLOW + ON_THREE),
+    *((("collective", 3), name) for name in ON_THREE),
+]
 
 
 @pytest.fixture(scope="module")

@@ -125,16 +125,23 @@ class MixUp(Step):
 @feature
 def training_steps_of_the_guide() -> None:
     x, y = rows("ragged")
-    for model_class in (SharpnessAware, Adversarial, Skipping, MixUp):
-        for loss in ("mse", lambda t, p: ops.sqrt(ops.mean((t - p) ** 2))):
+    of_rows: Any = "mse"
+    of_batches = lambda t, p: ops.sqrt(ops.mean((t - p) ** 2))  # noqa: E731
+    for model_class, loss in (
+        (SharpnessAware, of_rows),
+        (SharpnessAware, of_batches),
+        (Adversarial, of_batches),
+        (Skipping, of_rows),
+        (MixUp, of_batches),
+    ):
 
-            def script(batch: int, model_class: Any = model_class, loss: Any = loss) -> dict[str, Any]:
-                model = model_class([keras.Input((5,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)])
-                deterministic_weights(model)
-                model.compile(keras.optimizers.SGD(0.1), loss)
-                return fit_alone(model, fed("arrays", (x, y), batch))
+        def script(batch: int, model_class: Any = model_class, loss: Any = loss) -> dict[str, Any]:
+            model = model_class([keras.Input((5,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)])
+            deterministic_weights(model)
+            model.compile(keras.optimizers.SGD(0.1), loss)
+            return fit_alone(model, fed("arrays", (x, y), batch))
 
-            both(script)
+        both(script)
 
 
 @feature
