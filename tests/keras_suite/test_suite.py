@@ -16,10 +16,8 @@ FILES = (
     "layers/normalization/batch_normalization_test.py",
     "losses/loss_test.py",
     "metrics/reduction_metrics_test.py",
-    "models/sequential_test.py",
     "optimizers/adam_test.py",
     "optimizers/optimizer_sparse_test.py",
-    "trainers/compile_utils_test.py",
 )
 LIMIT = 300  # seconds that a launch may take
 

@@ -29,19 +29,9 @@ def check(output):
 @pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.parametrize("way", ["kdist run", "mpirun"])
 def test_a_launcher_starts_it(way):
-    if way == "kdist run":  # 3 workers, 1 ps
-        line = [
-            sys.executable,
-            "-m",
-            "kdist.cli.main",
-            "run",
-            "--strategy",
-            "parameter_server",
-            "-np",
-            "5",
-            "--ps",
-            "1",
-        ]
+    if way == "kdist run":  # 2 workers, 1 ps
+        run = [sys.executable, "-m", "kdist.cli.main", "run"]
+        line = [*run, "--strategy", "parameter_server", "-np", "4", "--ps", "1"]
         env = {}
     else:  # 1 worker, 1 ps
         line = [str(BESIDE / "mpirun"), "-np", "3", "--oversubscribe", "--bind-to", "none", sys.executable]
