@@ -165,8 +165,8 @@ class Heartbeat:
         mine = {**self._activity.report(), "asks": self._asks}
         own_reports.is_at(mine["place"])
         for peer in self._peers.values():
-            # Rank 0 gets the whole report; the others need only a heartbeat of rank 0.
-            peer.send(mine if self._rank else {"finished": mine["finished"]})
+            # Rank 0 gets the whole report; the others need a heartbeat of rank 0, and whether they wait for it in vain.
+            peer.send(mine if self._rank else {name: mine[name] for name in ("finished", "calls")})
         reports = [_rank_report(self._rank, mine)]
         reports += [peer.report() for peer in self._peers.values() if peer.rank is not None]
         reports.sort(key=lambda each: each.rank)

@@ -56,6 +56,16 @@ def test_a_rank_that_finishes_early_ends_the_job(ranks):
     assert other.failures[0] == "", "rank 0 reports it"
 
 
+def test_rank_0_may_finish_while_its_last_message_is_on_the_way(ranks):
+    root, other = ranks
+    for each in ranks:
+        each.activity.begin("barrier", [], 0)
+    root.activity.end()
+    root.heartbeat.finish()
+    time.sleep(4.0)
+    assert root.failures == other.failures == []
+
+
 def test_a_rank_that_dies_ends_the_job(ranks):
     root, other = ranks
     [connection] = other.heartbeat._peers
