@@ -32,6 +32,7 @@ from kdist.restarts.report import Failure, Kind, append_failure
 _LOG = logging.getLogger("kdist")
 _MAX_RESTARTS = 10  # of each rank that can be replaced
 _PEER_FAILED = signal.SIGUSR2
+_OF_A_TASK = ("SLURM_STEP", "SLURM_PROCID", "PMI_", "PMI2_", "PMIX_")  # prefixes of what srun sets for each
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 # The running ranks by process id. `subprocess` reaps a `Popen` without references when it makes the next one.
@@ -136,7 +137,7 @@ def _run(options: argparse.Namespace, configs: Sequence[str], first: int) -> int
     ranks: _Ranks = {}
     env = dict(os.environ)
     if options.node is not None:  # srun may have started each node: its tasks are no ranks
-        env = {name: value for name, value in env.items() if not name.startswith(("SLURM_STEP", "SLURM_PROCID"))}
+        env = {name: value for name, value in env.items() if not name.startswith(_OF_A_TASK)}
 
     def start(rank: int) -> None:
         process = subprocess.Popen(

@@ -58,6 +58,8 @@ class Meeting:
         self._lock = threading.Lock()
         self._running = set(channels)  # the other nodes that have not ended
         self._all_ended = threading.Event()
+        if not self._running:  # it is the only node
+            self._all_ended.set()
         self._is_over = False
         self.first = sum(map(len, addresses[: node.rank]))
         self.addresses = [address for each in addresses for address in each]

@@ -41,7 +41,7 @@ class Nodes:
         self.started.append(
             subprocess.Popen(
                 command.argv,
-                env={**os.environ, "SLURM_STEP_NUM_TASKS": "2"},
+                env={**os.environ, "SLURM_STEP_NUM_TASKS": "2", "PMIX_RANK": "0", "PMI_RANK": "0"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -67,14 +67,22 @@ def nodes() -> Iterator[Nodes]:
 
 
 def test_each_node_starts_its_ranks_of_one_cluster(nodes: Nodes) -> None:
-    """Also if node 0 comes last, and under srun, whose tasks are no ranks."""
-    code = "os.write(1, f'{rank} of {size} {\"SLURM_STEP_NUM_TASKS\" in os.environ}\\n'.encode())"
+    """Also if node 0 comes last, and under srun with PMIx or PMI, whose tasks are no ranks."""
+    code = (
+        "seen = {'SLURM_STEP_NUM_TASKS', 'PMIX_RANK', 'PMI_RANK'} & os.environ.keys(); "
+        "os.write(1, f'{rank} of {size} {bool(seen)}\\n'.encode())"
+    )
     nodes.start(code, 1, np=2)
     time.sleep(0.5)
     nodes.start(code, 0)
     (code_1, said_1), (code_0, said_0) = nodes.ended()
     assert (code_0, said_0.splitlines()) == (0, ["0 of 3 False"])
     assert (code_1, sorted(said_1.splitlines())) == (0, ["1 of 3 False", "2 of 3 False"])
+
+
+def test_the_only_node_ends_with_its_ranks(nodes: Nodes) -> None:
+    nodes.start("", 0, count=1, np=2)
+    assert nodes.ended() == [(0, "")]
 
 
 @pytest.mark.parametrize("who", [0, 1])
