@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -356,14 +357,15 @@ def _horovod(info: ClusterInfo, start_timeout: float) -> Engine:
 
 def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
     from kdist.engines.collective import CollectiveEngine
-    from kdist.engines.rendezvous import own_address
     from kdist.launchers import slurm_step
+    from kdist.launchers.hosts.ports import held_port
     from kdist.strategies.devices import configure_devices, cpus_of_process
 
     if info.launcher not in ("tf_config", "slurm"):
         with _startup_timeout(info, start_timeout):
             mpi = _mpi_with_devices()
-        addresses = mpi.exchange(own_address())
+        with held_port() as port:  # until all ranks have one: two of a host would find the same
+            addresses = mpi.exchange(f"{socket.gethostname()}:{port}")
         return CollectiveEngine(addresses, mpi.rank, start_timeout=start_timeout, abort=mpi.abort)
     num_sharing = None
     if info.launcher == "slurm":

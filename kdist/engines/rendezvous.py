@@ -93,13 +93,6 @@ def wait_for_all(addresses: Sequence[str], rank: int, seconds: float) -> None:
         time.sleep(_PAUSE)
 
 
-def own_address() -> str:
-    """Returns `"host:port"` of this host, by its own host name, with a port that is free now."""
-    with contextlib.closing(socket.socket()) as held:
-        held.bind(("", 0))
-        return f"{socket.gethostname()}:{held.getsockname()[1]}"
-
-
 def watch(address: str, on_end: Callable[[], None]) -> None:
     """Calls `on_end` when no process listens at an address any more: TensorFlow may wait forever for a dead process.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+from collections.abc import Iterator
 
 PORTS = range(10_000, 32_000)
 """Ports to choose from.
@@ -28,6 +29,13 @@ def free_ports(count: int) -> list[int]:
         # All stay bound until the last one is found, so that no two are the same.
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         return [_bind(each) for each in sockets]
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """Yields a port that no process listens on, and that no other process finds meanwhile."""
+    with socket.socket() as held:
+        yield _bind(held)
 
 
 def _bind(unbound: socket.socket) -> int:
