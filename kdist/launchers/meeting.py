@@ -147,16 +147,13 @@ def _lead(
     member: Member, deadline: float, timeout: float, stack: contextlib.ExitStack
 ) -> tuple[list[Told], dict[int, Channel]]:
     words = member.words
-    server = stack.enter_context(socket.socket())
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        server.bind(("", member.port))
+        server = stack.enter_context(_listening(member))
     except OSError as error:
         raise LaunchError(
             f"{words.one.capitalize()} 0 cannot listen where the others come to. Received: port {member.port}: "
             f"{error}. Expected a port that is free on its host. Fix: {words.port_fix}."
         ) from error
-    server.listen(member.count)
     channels: dict[int, Channel] = {}
     said: dict[int, dict[str, Any]] = {0: _hello(member, member.host)}
     warn_at = time.monotonic() + _WAIT_IS_LONG
@@ -192,6 +189,19 @@ def _lead(
     for channel in channels.values():  # one that has gone in this moment is found lost at once
         channel.write(told=told)
     return told, channels
+
+
+def _listening(member: Member) -> socket.socket:
+    """Returns a socket that the others reach at number 0's address, by IPv6 too where it has no other."""
+    try:
+        found = socket.getaddrinfo(member.host, member.port, type=socket.SOCK_STREAM)
+    except OSError:  # a name that this host does not know, but the others do
+        found = []
+    if not found or any(family == socket.AF_INET for family, *_ in found):
+        return socket.create_server(("", member.port), backlog=member.count)
+    return socket.create_server(
+        ("", member.port), family=socket.AF_INET6, backlog=member.count, dualstack_ipv6=socket.has_dualstack_ipv6()
+    )
 
 
 def _is_of(member: Member, hello: Mapping[str, Any], own: Mapping[str, Any]) -> bool:

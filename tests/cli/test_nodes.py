@@ -32,6 +32,13 @@ def test_a_task_of_srun_on_each_node_is_no_rank() -> None:
     assert not nodes.is_one_of_nodes(options, {"OMPI_COMM_WORLD_RANK": "0"})
 
 
+@pytest.mark.parametrize("text", ["[fd00::1]", "[fd00::1]:29400"])
+def test_an_address_of_ipv6_stands_in_brackets(text: str) -> None:
+    node = node_of(["--rendezvous", text, *ALL[2:]])
+    assert node is not None
+    assert (node.host, node.port) == ("fd00::1", 29400)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -41,6 +48,8 @@ def test_a_task_of_srun_on_each_node_is_no_rank() -> None:
         (["--rendezvous", "alpha", "-np", "1", "--nnodes", "2"], "--node-rank is missing"),
         (["--rendezvous", "alpha:x", *ALL[2:]], "--rendezvous is no address"),
         (["--rendezvous", ":29400", *ALL[2:]], "--rendezvous is no address"),
+        (["--rendezvous", "fd00::1", *ALL[2:]], "--rendezvous is no address"),
+        (["--rendezvous", "alpha:70000", *ALL[2:]], "--rendezvous is no address"),
         ([*ALL, "--node-rank", "2"], "The node's number does not fit"),
         (ALL[:-2], "No number of ranks given"),
         ([*ALL, "-H", "alpha:2"], "-H cannot be used with --rendezvous"),

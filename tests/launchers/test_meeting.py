@@ -34,8 +34,7 @@ STRANGERS = [
 ]
 
 
-def member(rank, port):
-    host = "127.0.0.1"
+def member(rank, port, host="127.0.0.1"):
     return Member(rank, 2, host, port, num_ports=1, job="", words=WORDS, meeting="here", own_host=host, note=[rank])
 
 
@@ -65,6 +64,16 @@ def test_strangers_are_turned_away_and_the_members_meet():
         second = threads.submit(meet, member(1, port))
         assert first.result(60) == second.result(60)
         assert [each.note for each in first.result()] == [[0], [1]]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this system has no IPv6")
+def test_members_meet_over_ipv6():
+    (port,) = free_ports(1)
+    members = [dataclasses.replace(member(rank, port, "::1"), own_host="") for rank in range(2)]
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(meet, members)
+    assert first == second
+    assert all(each.addresses[0].startswith("[::1]:") for each in first)
 
 
 def test_another_number_of_members_is_told_of():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -98,13 +99,15 @@ def _check_others(options: argparse.Namespace) -> None:
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":") if ":" in text else (text, "", str(_PORT))
-    if not host or not (port.isascii() and port.isdecimal() and 0 < int(port[:9]) < 65536):
+    # An address of IPv6 stands in brackets, as in a URL.
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]]+))(?::([0-9]{1,5}))?", text)
+    port = int(found[3] or _PORT) if found else 0
+    if found is None or not 0 < port < 65536:
         raise LaunchError(
             f"--rendezvous is no address. Received: {text!r}. Expected the name or address of node 0, and a port, as "
-            f"alpha:{_PORT}. Fix: correct it."
+            f"alpha:{_PORT} or [fd00::1]:{_PORT}. Fix: correct it."
         )
-    return host, int(port)
+    return found[1] or found[2], port
 
 
 def _number(options: argparse.Namespace, name: str, env: Mapping[str, str]) -> int:
