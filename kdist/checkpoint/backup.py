@@ -258,6 +258,7 @@ class Backup(AllRanksCallback):
 
         Collective: every rank must call this, in the same order.
         """
+        self._check_alone()
         self.clean_up()
         self._directory.lock.release()  # of a `fit` that raised
         self._directory = CheckpointDirectory(self.backup_dir)
@@ -265,7 +266,7 @@ class Backup(AllRanksCallback):
         self._resumed = self._replay = None
         self._random_at_fit = random_state() if self.session.draws_in_background else {}
         if self.is_chief:
-            self._directory.lock.acquire()
+            self._directory.lock.acquire(job=own_reports.job)
             own_progress.fit_begins()
         in_parts = [part.name for part in self.session.parts() if isinstance(part, ModelState) and part.is_in_parts]
         found, root, name = self._newest()
@@ -277,6 +278,15 @@ class Backup(AllRanksCallback):
         self._number = saved["training"].get("number", 0)
         self._load(saved, with_rates=True)
         self._begin_at(saved, name)
+
+    def _check_alone(self) -> None:
+        directories = [each.backup_dir for each in self.siblings if isinstance(each, Backup)]
+        if len(directories) > 1:
+            raise CheckpointError(
+                f"Two BackupAndRestore are in one fit. Received: backup_dir {', '.join(map(repr, directories))}. "
+                "Expected one, as a training resumes from one checkpoint. Fix: keep one; its save_freq says how often "
+                "it saves, and memory_freq how often it copies."
+            )
 
     def _newest(self) -> tuple[Checkpoint | None, int, str]:
         """Returns the newest checkpoint on the rank that has it, and `None` on the others; that rank, and its name.

@@ -30,12 +30,28 @@ class DirectoryLock:
         self._path = folder / NAME
         self._descriptor: int | None = None
 
-    def acquire(self, patience: float = PATIENCE) -> None:
-        """Waits until no other process has the lock, at most `patience` seconds; then raises `CheckpointError`."""
+    def acquire(self, patience: float = PATIENCE, job: str = "") -> None:
+        """Waits until no other process has the lock.
+
+        A file server may keep the lock of a host that was lost: from an earlier attempt of the same job it is taken
+        over after the patience.
+
+        Args:
+            patience: float, the seconds to wait at most.
+            job: str, the name of the job that this process belongs to; empty if nothing starts it again.
+
+        Raises:
+            CheckpointError: if another training has the lock.
+        """
+        mark = f", in job {job}" if job else ""
         deadline = time.monotonic() + patience
         is_logged = False
-        while (owner := self._try()) is not None:
+        while (owner := self._try(mark)) is not None:
             if time.monotonic() > deadline:
+                if mark and owner.endswith(mark):
+                    logger.warning("the lock of %s is taken over from an earlier attempt, %s", self._path.parent, owner)
+                    self._path.unlink(missing_ok=True)
+                    continue
                 raise CheckpointError(
                     f"Two trainings use one backup_dir. Received: {self._path.parent}, which {owner} has locked. "
                     "Expected a directory for this training only. Fix: use another backup_dir, or end that training."
@@ -53,8 +69,8 @@ class DirectoryLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _try(self) -> str | None:
-        """Acquires the lock if it is free, else returns its owner."""
+    def _try(self, mark: str) -> str | None:
+        """Acquires the lock if it is free, and writes who has it, with a mark at the end; else returns its owner."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -75,5 +91,5 @@ class DirectoryLock:
         self._descriptor = descriptor
         with contextlib.suppress(OSError):  # a full disk
             os.truncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
+            os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}{mark}".encode())
         return None

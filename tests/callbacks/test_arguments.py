@@ -31,6 +31,14 @@ def test_backups_that_cannot_be_are_refused(arguments):
         callbacks.BackupAndRestore(*arguments)
 
 
+def test_two_backups_in_one_fit_are_refused(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    backups = [callbacks.BackupAndRestore(str(tmp_path / name)) for name in ("fast", "slow")]
+    with pytest.raises(CheckpointError, match=r"Two BackupAndRestore are in one fit.*fast.*slow.*Fix: keep one"):
+        model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0, callbacks=backups)
+
+
 def test_piecewise_multipliers():
     multiplier = piecewise({2: 0.5, 0.5: 0.9})
     assert [multiplier(epoch) for epoch in (0, 0.49, 0.5, 1.99, 2, 2 - 1e-12, 9)] == [1, 1, 0.9, 0.9, 0.5, 0.5, 0.5]

@@ -13,7 +13,7 @@ import sys, time
 from pathlib import Path
 from kdist.checkpoint.directory_lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
-lock.acquire()
+lock.acquire(job=sys.argv[2])
 print("taken", flush=True)
 sys.stdin.readline()
 lock.release()
@@ -22,7 +22,7 @@ lock.release()
 
 @pytest.fixture
 def holder(tmp_path):
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "backup")]
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "backup"), "the job"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "taken\n"
         yield process
@@ -32,6 +32,17 @@ def holder(tmp_path):
 def test_another_process_is_refused_by_name(holder, tmp_path):
     with pytest.raises(CheckpointError, match=f"(?s)backup, which process {holder.pid} on host .*Fix"):
         DirectoryLock(tmp_path / "backup").acquire(patience=0.3)
+
+
+def test_from_an_earlier_attempt_it_is_taken_over_after_a_while(holder, tmp_path, caplog):
+    """A file server may keep the lock of a host that was lost."""
+    with pytest.raises(CheckpointError, match="Two trainings"):
+        DirectoryLock(tmp_path / "backup").acquire(patience=0.3, job="another job")
+    lock = DirectoryLock(tmp_path / "backup")
+    lock.acquire(patience=0.3, job="the job")
+    assert f"is taken over from an earlier attempt, process {holder.pid} on host" in caplog.text
+    lock.release()
+    assert not (tmp_path / "backup" / NAME).exists()
 
 
 def test_one_that_was_killed_has_given_it_back(holder, tmp_path):
