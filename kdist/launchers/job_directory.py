@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kdist.restarts import request
 
 _PREFIX = "kdist-"
 _OWNER = "owner.json"
+_RENEWAL = 3600.0  # seconds; systems remove what has not been used for days from /tmp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,26 @@ def job_directory() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as path:
         if now is not None:
             Path(path, _OWNER).write_text(json.dumps(dataclasses.asdict(now)))
-        yield path
+        with _renewed(Path(path)):
+            yield path
+
+
+@contextlib.contextmanager
+def _renewed(directory: Path) -> Iterator[None]:
+    """Sets the times of a directory and of its files now and then, which a long job writes once."""
+    has_ended = threading.Event()
+
+    def renew() -> None:
+        while not has_ended.wait(_RENEWAL):
+            with contextlib.suppress(OSError):
+                for each in (directory, *directory.iterdir()):
+                    os.utime(each)
+
+    threading.Thread(target=renew, name="kdist-files", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
 
 
 def _remove_abandoned(now: Owner) -> None:

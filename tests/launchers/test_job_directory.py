@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
+from kdist.launchers import job_directory as job_directory_module
 from kdist.launchers.job_directory import Owner, job_directory
 from kdist.restarts import request
 
@@ -32,6 +34,19 @@ def test_it_is_removed():
     with job_directory() as path:
         assert Path(path).is_dir()
     assert not Path(path).exists()
+
+
+def test_its_files_stay_young(monkeypatch):
+    """A system removes what is old from /tmp; a long job writes its files once."""
+    monkeypatch.setattr(job_directory_module, "_RENEWAL", 0.05)
+    with job_directory() as path:
+        file = Path(path, "events.jsonl")
+        file.touch()
+        os.utime(file, (0, 0))
+        limit = time.monotonic() + 20
+        while file.stat().st_mtime == 0 and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert file.stat().st_mtime > 0
 
 
 def test_what_a_killed_process_has_left_is_removed(temporary):
