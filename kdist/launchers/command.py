@@ -31,7 +31,8 @@ class Command:
     prints_labels: bool = False
 
     def __str__(self) -> str:
-        return shlex.join([*(f"{name}={value}" for name, value in sorted(self.env.items())), *self.argv])
+        variables = (f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items()))
+        return " ".join((*variables, shlex.join(self.argv)))
 
 
 def variables_to_forward(env: Mapping[str, str]) -> tuple[str, ...]:

@@ -133,7 +133,7 @@ def test_more_ranks_than_slots_are_refused():
 
 def test_a_command_is_quoted_only_when_printed():
     command = Command(("mpirun", "it's; rm -rf /"), {"B": "x y", "A": "1"})
-    assert str(command) == """A=1 'B=x y' mpirun 'it'"'"'s; rm -rf /'"""
+    assert str(command) == """A=1 B='x y' mpirun 'it'"'"'s; rm -rf /'"""
     assert command.argv[1] == "it's; rm -rf /"
 
 

@@ -68,7 +68,7 @@ def run(
         tell(said)
     if output is not None:
         tell(f"the summary of all attempts is in {os.path.join(output, SUMMARY)}")
-    if signals and attempts[-1].end is not End.STOPPED:  # between two attempts
+    if signals and attempts[-1].end is End.FAILED:  # between two attempts
         return 128 + signals[0]
     return attempts[-1].code
 
