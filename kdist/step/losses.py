@@ -57,7 +57,10 @@ class GlobalLoss:
         if not is_reduced_per_row(loss, y_pred):
             return loss(*self._batch.gather((y_true, y_pred, sample_weight)))
         if loss.reduction in (None, "none", "sum"):
-            return self._shares.per_share(loss(y_true, y_pred, sample_weight))
+            value = loss(y_true, y_pred, sample_weight)
+            sums = self._shares.per_share(value)
+            # Losses of rows are logged as their mean, and differentiated as their sum.
+            return sums if loss.reduction == "sum" else sums + tf.stop_gradient(value - sums)
         if self._is_mean_over_rows(y_pred, sample_weight):
             with recorded_masks(loss) as masks:
                 value = loss(y_true, y_pred, sample_weight)

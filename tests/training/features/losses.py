@@ -73,7 +73,7 @@ def sequences_of_unknown_length() -> None:
 def loss_reductions() -> None:
     weight = np.linspace(0.1, 3.0, len(rows("ragged")[0]))
     x, y = rows("ragged")
-    for reduction in ("sum", "mean_with_sample_weight", "sum_over_batch_size"):
+    for reduction in ("sum", "mean_with_sample_weight", "sum_over_batch_size", "none"):
 
         def script(batch: int, reduction: str = reduction) -> dict[str, Any]:
             model = mlp()
