@@ -54,6 +54,18 @@ def checkpoint_decision(callback: Any) -> Callable[..., None]:
     return decide
 
 
+def checkpoint_parts(callback: Any) -> Callable[..., None]:
+    """Returns a replacement for a `ModelCheckpoint`'s save that calls `model.save`, and makes no directory for it."""
+
+    def save(epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
+        path = callback._get_file_path(epoch, batch, logs)
+        if callback._should_save_model(epoch, batch, logs, path):
+            write = callback.model.save_weights if callback.save_weights_only else callback.model.save
+            write(path, overwrite=True)
+
+    return save
+
+
 def weights_path(callback: keras.callbacks.BackupAndRestore) -> str:
     """Returns the file that Keras' own `BackupAndRestore` writes."""
     return callback._weights_path

@@ -15,6 +15,7 @@ from kdist.keras_hooks.callbacks import (
     SAVE_MODEL,
     SHOULD_SAVE,
     checkpoint_decision,
+    checkpoint_parts,
     saves_as_keras_does,
 )
 from kdist.keras_hooks.patching import patched
@@ -50,8 +51,8 @@ def without_writing(callback: Any, undo: contextlib.ExitStack, *, sends_parts: b
         replace(SAVE_MODEL, lambda: None)
         replace(LOAD_MODEL, lambda: None)
         replace("delete_checkpoint", False)
-    elif saves_as_keras_does(callback) and not sends_parts:
-        replace(SAVE_MODEL, checkpoint_decision(callback))
+    elif saves_as_keras_does(callback):
+        replace(SAVE_MODEL, checkpoint_parts(callback) if sends_parts else checkpoint_decision(callback))
     return callback
 
 
