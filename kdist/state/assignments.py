@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -200,8 +200,13 @@ class Assignments:
         return {key_of(each) for each in others}
 
     def to_merge(self) -> list[tuple[Written, Merge]]:
-        """Returns the variables written so far in which the ranks may differ, and how they are merged."""
+        """Returns the variables written so far in which the ranks may differ, and how they are merged.
+
+        Collective in an eager step: every rank must call this, in the same order.
+        """
         ignored = self._variables_of_others()
+        if self._may_differ_in_code:
+            self._add_writes_of_other_ranks(ignored)
         self._statistics = statistics_of_keras(self._model)
         found = []
         for key, written in self._written.items():
@@ -213,6 +218,44 @@ class Assignments:
                 self._known[key] = written.variable, merge
                 found.append((written, merge))
         return found
+
+    @property
+    def _may_differ_in_code(self) -> bool:
+        """Whether a branch in Python, which may depend on a rank's rows, decides what is written."""
+        return self.is_eager and self._engine.size > 1
+
+    def _writable(self, ignored: set[int]) -> dict[int, Any]:
+        """Returns the variables of the model that steps may write beside weights, by their keys, in one order."""
+        found = {key_of(each): each for each in self._model.non_trainable_variables if not is_seed(each)}
+        return {key: each for key, each in found.items() if key not in ignored}
+
+    def _add_writes_of_other_ranks(self, ignored: set[int]) -> None:
+        """Adds variables of the model that other ranks alone have written.
+
+        Collective: every rank must call this, in the same order.
+        """
+        unknown = {key: each for key, each in self._writable(ignored).items() if key not in self._known}
+        if not unknown:
+            return
+        for (key, variable), is_written in zip(unknown.items(), self._on_any_rank(unknown), strict=True):
+            if is_written and key not in self._written:
+                self._written[key] = Written(variable, self._value(variable))
+
+    def _on_any_rank(self, keys: Iterable[int]) -> list[bool]:
+        with self.suspended():
+            (counts,) = self._engine.allreduce([tf.constant([key in self._written for key in keys], tf.int32)])
+        return [bool(count) for count in counts.numpy()]
+
+    def is_any_new(self) -> bool:
+        """Returns whether something was written since the last merge, in an eager step on any rank.
+
+        Collective in an eager step: every rank must call this, in the same order.
+        """
+        if not (self._may_differ_in_code and self._writable(self._variables_of_others())):
+            return self.any_new
+        with self.suspended():
+            (count,) = self._engine.allreduce([tf.constant([self.any_new], tf.int32)])
+        return bool(count[0])
 
     def _merge_of(self, written: Written) -> Merge | None:
         """Returns how a variable is merged, `None` if all ranks have written the same."""

@@ -100,7 +100,7 @@ class BufferSync:
 
         Collective: every rank must call this, in the same order.
         """
-        if self._assignments.any_new and (contributions := self.contributions()):
+        if self._assignments.is_any_new() and (contributions := self.contributions()):
             self.merge(self._step.engine.allreduce(contributions))
 
     def restore_unless(self, condition: tf.Tensor) -> None:

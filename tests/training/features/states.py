@@ -174,6 +174,33 @@ def counters_in_eager_steps() -> None:
 
 
 @feature
+def state_that_one_rank_alone_writes_in_an_eager_step() -> None:
+    """A branch in Python asks for the rows: each rank takes its own, and all must send alike."""
+    x, y = rows("ragged")
+
+    class Watch(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            settings: dict[str, Any] = {"trainable": False, "initializer": "zeros", "aggregation": "sum"}
+            self.num_large = self.add_weight(shape=(), dtype="int64", **settings)
+            self.total = self.add_weight(shape=(), **settings)
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            large = np.asarray(inputs)[:, 0] >= np.max(x[:, 0])
+            if training and large.any():
+                self.num_large.assign_add(int(large.sum()))
+                self.total.assign_add(float(np.asarray(inputs)[large].sum()))
+            return inputs
+
+    def script(batch: int) -> dict[str, Any]:
+        model = keras.Sequential([keras.Input((5,)), Watch(), keras.layers.Dense(2)])
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        return fit_alone(model, fed("arrays", (x, y), batch))
+
+    both(script)
+
+
+@feature
 def counters_in_frozen_layers() -> None:
     """In a layer that is not trained, and in a frozen part of a model."""
     x, y = rows("ragged")
