@@ -60,14 +60,17 @@ class MetricReducer(StatePart):
         self.restore()
         self.forget()
 
-    def end(self) -> None:
-        """Sums what the ranks have counted since `begin`.
+    def end(self, *, all_are_summed: bool = False) -> None:
+        """Sums what the ranks have counted since `begin`; the epoch may continue after an evaluation.
 
         Collective: every rank must call this, in the same order.
+
+        Args:
+            all_are_summed: bool, as for `begin`, of the pass that may continue.
         """
         variables = self._summed()
         add_over_ranks(self._engine, variables, [self._start.get(id(v), tf.zeros_like(v.value)) for v in variables])
-        self.begin(all_are_summed=self._all_are_summed)  # the epoch may continue after an evaluation
+        self.begin(all_are_summed=all_are_summed)
 
     def _summed(self) -> list[keras.Variable]:
         return list(self._model.metrics_variables) if self._all_are_summed else summed_variables(self._model)

@@ -292,7 +292,7 @@ class ReplicatedSession(TrainingSession):
     def _end_pass(self) -> None:
         if self.verbs[-1] == "predict":
             return
-        self.metrics.end()
+        self.metrics.end(all_are_summed="fit" in self.verbs and self.local_sgd is not None)
         if self.verbs[-1] == "fit":
             if self.counts_ended_step:
                 for optimizer in optimizers_of(self.model):

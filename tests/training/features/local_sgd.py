@@ -17,6 +17,7 @@ from kdist.errors import ScopeError, StrategyError
 from tests.training.features.registry import feature
 from tests.training.fidelity import (
     BATCH,
+    both,
     compare,
     deterministic_weights,
     fed,
@@ -236,3 +237,33 @@ def one_of_the_ranks_that_train_by_themselves_stops() -> None:
         model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
         with pytest.raises(StrategyError, match="mixed_bfloat16"):
             model.fit(x, y, verbose=0)
+
+
+@feature
+def an_evaluation_within_an_epoch_of_ranks_that_train_by_themselves() -> None:
+    """A metric that is no sum goes on counting each rank's rows, which are added up when the epoch ends."""
+    x, y = rows("even")
+
+    class Rows(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="rows")
+            self.counted = self.add_variable((), "zeros", name="counted")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.counted.assign_add(keras.ops.cast(keras.ops.shape(y_true)[0], self.dtype))
+
+        def result(self) -> Any:
+            return self.counted + 0.0
+
+    class Evaluates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                self.model.evaluate(x[:BATCH], y[:BATCH], verbose=0)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile("sgd", "mse", metrics=[Rows()])
+        history = model.fit(x, y, batch_size=batch, verbose=0, callbacks=[Evaluates()])
+        return {"rows": history.history["rows"]}
+
+    both(script, strategy=kdist.AllReduce(sync_every=2))
