@@ -75,7 +75,8 @@ class ErrorFeedback(Compression):
         tensors = [each + residual for each, residual in zip(tensors, residuals, strict=True)]
         found = self._sum_approximately(engine, tensors, [*(gradients[place] for place in rest), *exact], compressed)
         errors = [(state, each - sent) for state, each, sent in zip(residuals, tensors, found.sent, strict=True)]
-        all_finite = tf.reduce_all([is_finite(each) for each in (*found.totals, *found.exact[: len(rest)])])
+        finite = [is_finite(each) for each in (*found.totals, *found.exact[: len(rest)])]
+        all_finite = tf.reduce_all(tf.convert_to_tensor(finite, tf.bool))  # there may be none
         for state, value in (*errors, *found.updates):
             state.assign(tf.where(all_finite, value, state))
         sums: list[Any] = list(gradients)

@@ -42,6 +42,11 @@ def test_the_largest_are_sent_and_the_others_kept(variables):
         kept = full - expected
 
 
+def test_there_may_be_no_gradient():
+    """Of a model of embedding tables in parts alone."""
+    assert summed(TopK(0.05), [], []) == []
+
+
 def test_with_all_of_them_sums_are_exact(variables):
     given = gradients()
     for ours, theirs in zip(summed(TopK(1.0), given, variables), given, strict=True):
