@@ -159,6 +159,8 @@ class Backup(AllRanksCallback):
             self.wait_until_written()
         except CheckpointError as error:
             logger.warning("%s", error)
+        if self.model is not None:
+            set_initial_epoch(self.model, None)  # else Keras uses it in the next `fit` too
 
     def save(self, epoch_step: int) -> bool:
         """Saves, and returns whether this step is saved: the last step of an epoch is saved after the epoch.

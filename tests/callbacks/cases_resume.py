@@ -271,6 +271,18 @@ def none_can_be_read() -> None:
         assert len(checkpoints(folder)) == 2
 
 
+def a_resumed_fit_that_raises_leaves_no_epoch_behind() -> None:
+    folder = shared_folder()
+    with kdist.scope():
+        model = network()
+        model.compile("sgd", "mse")
+        for place in ((1, 0), (1, 1)):
+            callbacks = [kdist.callbacks.BackupAndRestore(folder), InterruptAt(*place)]
+            with pytest.raises(Interrupted):
+                model.fit(**inputs("arrays"), epochs=3, verbose=0, callbacks=callbacks)
+        assert model.fit(**inputs("arrays"), epochs=1, verbose=0).epoch == [0]
+
+
 def another_model() -> None:
     folder = shared_folder()
     with pytest.raises(Interrupted):
@@ -668,6 +680,7 @@ CASES = {
             with_callbacks_of_kdist,
             stopped_early_stays_stopped,
             deleted_at_the_end,
+            a_resumed_fit_that_raises_leaves_no_epoch_behind,
             told_to_go_in_an_epoch,
             told_to_go_in_the_last_step_and_between_epochs,
             told_to_go_with_a_model_checkpoint,
