@@ -21,15 +21,24 @@ logger = logging.getLogger("kdist")
 
 
 class InputReport(NamedTuple):
-    """A rank's host, the files that its pipeline would write, the arguments of its `shard`, and its first targets."""
+    """What a rank tells the others of its input.
+
+    Attributes:
+        host: str, its host.
+        cache_files: sequence of str, the files that its pipeline would write.
+        shards: sequence of the arguments of each `shard` in it.
+        targets: sequence of str, a summary of its first targets.
+        num_own_batches: int or `None`, `Source.num_own_batches`.
+    """
 
     host: str
     cache_files: Sequence[str]
     shards: Sequence[Sequence[int]]
     targets: Sequence[str]
+    num_own_batches: int | None
 
 
-def check_inputs(verb: str, adapter: Any, source: Source, engine: Engine, *, auto_shard: bool) -> None:
+def check_inputs(verb: str, adapter: Any, source: Source, engine: Engine, *, auto_shard: bool) -> list[int | None]:
     """Refuses inputs that differ, would lose samples or write one file twice; warns of those that may lose samples.
 
     Collective: every rank must call this, in the same order.
@@ -41,6 +50,9 @@ def check_inputs(verb: str, adapter: Any, source: Source, engine: Engine, *, aut
         engine: `Engine`, over which the ranks exchange their reports.
         auto_shard: bool, whether kdist shards the input.
 
+    Returns:
+        A list of the `num_own_batches` of all ranks' sources.
+
     Raises:
         MismatchError: if the ranks have different kinds of data, or other data.
         DataError: if ranks of one host would write one cache, or if each rank has selected a shard already.
@@ -48,7 +60,7 @@ def check_inputs(verb: str, adapter: Any, source: Source, engine: Engine, *, aut
     dataset = tf_dataset(adapter)
     files = [] if dataset is None else unwritten_cache_files(dataset)
     shards = [] if dataset is None or not auto_shard else shard_arguments(dataset)
-    report = InputReport(os.uname().nodename, files, shards, source.targets_fingerprint())
+    report = InputReport(os.uname().nodename, files, shards, source.targets_fingerprint(), source.num_own_batches)
     what = f"the data given to {verb}"
     described, gathered = zip(*gather_values(engine, what, [describe_source(source), report]), strict=True)
     refuse_differences(what, described, functools.partial(refuse_other_rows, f"model.{verb}"))
@@ -57,6 +69,7 @@ def check_inputs(verb: str, adapter: Any, source: Source, engine: Engine, *, aut
     _refuse_repeated_sharding(reports)
     if engine.rank == 0:
         _warn_of_other_targets(reports)
+    return [each.num_own_batches for each in reports]
 
 
 def refuse_shared_caches(reports: Sequence[InputReport]) -> None:

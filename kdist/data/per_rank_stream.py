@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -9,7 +10,7 @@ import tensorflow as tf
 from kdist.data.batch import Rows, Shard, int64, zero_row
 from kdist.data.graphs.optionals import from_optional, to_optional
 from kdist.data.graphs.options import prefetched
-from kdist.data.sharding import Plan
+from kdist.data.sharding import Plan, num_steps_of_streams
 from kdist.data.source import Source
 from kdist.errors import DataError
 
@@ -17,8 +18,9 @@ from kdist.errors import DataError
 class PerRankStream(Source):
     """A stream that is this rank's shard already.
 
-    After its end the rank gets a padding row at each step, without end: the first row of its last batch, or zeros if it
-    never had any. The training loop ends an epoch when all ranks' rows are padding.
+    After its end the rank gets a padding row at each step: the first row of its last batch, or zeros if it never had
+    any. A pass ends when all ranks' rows are padding: where the length of a stream is unknown, the training loop finds
+    that in a step.
 
     Args:
         source: `Source` of the rank's data, made with `plan.unsharded()`.
@@ -33,9 +35,22 @@ class PerRankStream(Source):
         self.plan = plan
         self._source = source
         self._num_splits = num_splits
+        self._num_steps: int | None = None
+        self.num_own_batches = source.num_steps if num_splits == 1 else None
         self.draws_in_background = source.draws_in_background
         self.reshuffles_each_iteration = source.reshuffles_each_iteration
         self.has_hooks = source.has_hooks
+
+    @property
+    def num_steps(self) -> int | None:
+        """The number of steps in a pass over the data; `None` if unknown or endless."""
+        return self._num_steps
+
+    def end_together(self, num_own_batches: Sequence[int | None]) -> None:
+        """Makes the dataset end where all ranks' streams have ended, if the length of each is known."""
+        known = [each for each in num_own_batches if each is not None]
+        if len(known) == len(num_own_batches):
+            self._num_steps = num_steps_of_streams(known, self.plan) or None
 
     @property
     def signature(self) -> Any:
@@ -66,10 +81,13 @@ class PerRankStream(Source):
         self._source.on_epoch_end()
 
     def dataset(self) -> tf.data.Dataset:
-        """Returns the endless dataset of this rank's `Shard` elements."""
+        """Returns the dataset of this rank's `Shard` elements, endless unless the pass has a known number of steps."""
         batches = self._source.dataset().map(lambda shard: (shard.data, shard.rows))
+        if self.num_steps is not None and self.num_own_batches is not None:
+            batches = batches.take(self.num_own_batches)  # workers of Keras load the next pass, too
         if self._num_splits > 1:
-            batches = batches.flat_map(self._split)
+            # A batch of fewer rows has fewer slices: where all ranks have no row, the pass ends.
+            batches = batches.flat_map(self._split).filter(lambda data, rows: rows > 0)
         signature, zeros, rows_of = self.signature, zero_row(self.signature), Rows(self.signature)
         padding = tf.data.Dataset.from_tensors((zeros, tf.constant(0, tf.int64))).repeat()
         batches = self._pad_epochs(batches, padding).concatenate(padding)
@@ -79,7 +97,8 @@ class PerRankStream(Source):
             data = from_optional(signature, tf.cond(rows > 0, lambda: to_optional(data), lambda: last_row))
             return to_optional(rows_of.head(data, 1)), Shard(data, rows, tf.constant(-1, tf.int64))
 
-        return prefetched(batches.scan(to_optional(zeros), fill_padding))
+        shards = batches.scan(to_optional(zeros), fill_padding)
+        return prefetched(shards if self.num_steps is None else shards.take(self.num_steps))
 
     def _split(self, data: Any, _: Any) -> tf.data.Dataset:
         rows = Rows(self.signature)
@@ -87,9 +106,9 @@ class PerRankStream(Source):
 
     def _pad_epochs(self, batches: tf.data.Dataset, padding: tf.data.Dataset) -> tf.data.Dataset:
         steps, plan = self.plan.job_steps_per_epoch, self.plan
-        if steps is None or plan.steps_per_epoch is None or not plan.scale_batch:
+        if steps is None or not plan.scale_batch:
             return batches
-        share = len(range(plan.shard_id, plan.steps_per_epoch, plan.num_shards))
+        share = plan.own_batches_per_epoch(plan.shard_id)
         if share == steps:
             return batches
         choice = tf.data.Dataset.range(steps).map(lambda step: int64(step >= share)).repeat()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -68,9 +69,16 @@ class Plan:
         """The steps that the job makes for `steps_per_epoch` of the user's batches."""
         return None if self.steps_per_epoch is None else -(-self.steps_per_epoch // self.group_size)
 
+    def own_batches_per_epoch(self, rank: int) -> int | None:
+        """The batches that a rank takes in an epoch from a stream of its own; `None` if an epoch is one pass."""
+        if self.steps_per_epoch is None or not self.scale_batch:
+            return self.steps_per_epoch
+        return len(range(rank, self.steps_per_epoch, self.num_shards))
+
     def unsharded(self) -> Plan:
         """Returns the plan for an input that is this rank's shard already."""
-        return dataclasses.replace(self, num_shards=1, shard_id=0, steps_per_epoch=None, micro_batches=None)
+        steps = self.own_batches_per_epoch(self.shard_id) or None
+        return dataclasses.replace(self, num_shards=1, shard_id=0, steps_per_epoch=steps, micro_batches=None)
 
 
 def split_rows(num_rows: int, num_shards: int, shard_id: int) -> tuple[int, int]:
@@ -122,6 +130,31 @@ def num_steps(num_batches: int, plan: Plan) -> int:
         return -(-num_batches // plan.group_size)
     epochs, rest = divmod(num_batches, plan.steps_per_epoch)
     return epochs * plan.job_steps_per_epoch + -(-rest // plan.group_size)
+
+
+def num_steps_of_streams(num_batches: Sequence[int], plan: Plan) -> int:
+    """Returns the steps of a pass in which each rank takes batches of a stream of its own.
+
+    Args:
+        num_batches: sequence of int, the batches in the stream of each rank.
+        plan: `Plan`.
+
+    Returns:
+        The number of steps until none of the ranks has a batch for the next one.
+
+    Example:
+    >>> num_steps_of_streams([2, 3], Plan(num_shards=2))
+    3
+    """
+    if plan.steps_per_epoch is None or plan.job_steps_per_epoch is None:
+        return max(num_batches)
+    shares = [plan.own_batches_per_epoch(rank) or 0 for rank in range(plan.num_shards)]
+    num_epochs = max(-(-number // share) if share else 0 for number, share in zip(num_batches, shares, strict=True))
+    epochs, places = np.divmod(np.arange(num_epochs * plan.job_steps_per_epoch + 1), plan.job_steps_per_epoch)
+    has_batch = np.zeros(len(epochs), bool)
+    for number, share in zip(num_batches, shares, strict=True):
+        has_batch |= (places < share) & (epochs * share + places < number)
+    return int(np.argmin(has_batch))
 
 
 def batches_of_step(step: int, num_batches: int | None, plan: Plan) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,9 +23,9 @@ class Source(abc.ABC):
 
     Attributes:
         plan: `Plan`, how the input is sharded.
-        has_uneven_shards: bool, whether the ranks' data may end at different steps. If so, `dataset()` never ends: a
-            rank without data gets padding rows, and an epoch without `steps_per_epoch` ends when all ranks' rows are
-            padding. If `False`, all ranks' datasets end at the same step.
+        has_uneven_shards: bool, whether the ranks' data may end at different steps. If so, a rank without data gets
+            padding rows, and a pass ends when all ranks' rows are padding; `dataset()` ends there if `end_together` was
+            told all lengths, else it never ends. If `False`, all ranks' datasets end at the same step.
         reshuffles_each_iteration: bool, whether the order of a pass depends on how many iterators were made before.
         has_hooks: bool, whether the user's code is called when an epoch begins or ends, and may change the order.
         draws_in_background: bool, whether the user's Python code makes the data in a thread that runs ahead of
@@ -32,6 +33,7 @@ class Source(abc.ABC):
         is_single_pass: bool, whether a second iterator of `dataset()` lacks the elements that the first one took.
         knows_global_rows: bool, whether `Shard.global_rows` is known in every step, so that it need not be summed over
             the ranks.
+        num_own_batches: int or `None`, the batches of this rank's own stream, where shards are uneven and it is known.
         cardinality: int or `None`, the number of samples (arrays) or batches (other inputs) of the user's input, equal
             on all ranks; `None` if unknown or endless.
         batch_size: int or `None`, the rows of the user's batches if an argument of the user sets them; `None` if the
@@ -45,6 +47,7 @@ class Source(abc.ABC):
     draws_in_background = False
     is_single_pass = False
     knows_global_rows = True
+    num_own_batches: int | None = None
     cardinality: int | None = None
     batch_size: int | None = None
 
@@ -85,6 +88,13 @@ class Source(abc.ABC):
         for shard in self.dataset().take(1):
             return shard.data
         raise empty_input_error("dataset")
+
+    def end_together(self, num_own_batches: Sequence[int | None]) -> None:  # noqa: B027  other shards do
+        """Makes the dataset end where all ranks' streams have ended, if the length of each is known.
+
+        Args:
+            num_own_batches: sequence of int or `None`, those of all ranks.
+        """
 
     def resume(self, epoch: int, pass_epoch: int | None, pass_step: int) -> None:  # noqa: B027  most have no epochs
         """Resumes an interrupted training: the next pass over `dataset()` is that of the given position.

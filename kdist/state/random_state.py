@@ -81,9 +81,13 @@ class AgreedDraws:
 
     Args:
         seed: int, equal on all ranks.
+
+    Attributes:
+        num_holding: int, how many models train on a generator that draws from Python's and NumPy's states.
     """
 
     def __init__(self, seed: int = 0) -> None:
+        self.num_holding = 0
         self._seed = seed
         self._num_draws = 0
         self._agreed_state: dict[str, Any] | None = None  # the last that rank 0 has sent

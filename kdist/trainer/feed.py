@@ -12,6 +12,7 @@ import keras
 
 from kdist.data.input_checks import check_inputs
 from kdist.data.make_source import SourceAdapter, has_fixed_shapes, holds_random_state, make_source
+from kdist.data.source import Source
 from kdist.errors import ScopeError
 from kdist.state.comparison import refuse_differences
 from kdist.state.random_state import input_seed
@@ -55,7 +56,9 @@ class Feed:
         try:
             yield
         finally:
-            self._holds_random_state = False
+            if self._holds_random_state:
+                self._holds_random_state = False
+                self._strategy.draws.num_holding -= 1
 
     @contextlib.contextmanager
     def running_fit(self) -> Iterator[None]:
@@ -100,7 +103,7 @@ class Feed:
         """
         # The first data of a `fit` that does not call Keras' own, too.
         is_for_training = is_for_training or (verb == "fit" and self._training is None)
-        remake = functools.partial(
+        make = functools.partial(
             make_source,
             adapter,
             self._engine,
@@ -110,12 +113,20 @@ class Feed:
             micro_batches=self._settings.micro_batches if is_for_training else None,
         )
         self._num_sources += 1
-        source = remake(seed=input_seed(self._random_state, self._num_sources))
-        check_inputs(verb, adapter, source, self._engine, auto_shard=self._settings.auto_shard)
+        source = make(seed=input_seed(self._random_state, self._num_sources))
+        num_own_batches = check_inputs(verb, adapter, source, self._engine, auto_shard=self._settings.auto_shard)
+        source.end_together(num_own_batches)
+
+        def remake(seed: int) -> Source:
+            made = make(seed=seed)
+            made.end_together(num_own_batches)
+            return made
+
         if verb == "predict" and self.widths_differ != (widths_differ := not has_fixed_shapes(source)):
             self.widths_differ, self._model.predict_function = widths_differ, None
-        if is_for_training and holds_random_state(source):
+        if is_for_training and holds_random_state(source) and not self._holds_random_state:
             self._holds_random_state = True
+            self._strategy.draws.num_holding += 1
         iterator = ShardedEpochIterator(
             SourceAdapter(source, self.agree_random_state, is_for_training=is_for_training),
             strategy=self._strategy,
@@ -126,7 +137,7 @@ class Feed:
             begin_pass=self._begin_pass,
             end_pass=self._end_pass,
             is_chief=self._engine.rank == 0,
-            remake=lambda seed: remake(seed=seed),
+            remake=remake,
         )
         if is_for_training:
             self._training = iterator
@@ -157,6 +168,6 @@ class Feed:
         self._agree("a verb or a scope: the draws of tf.random", None)
 
     def _agree(self, what: str, given: Any) -> list[Any]:
-        # The state of such a generator must not change while it prefetches.
-        with_states = not self._holds_random_state
+        # The state of such a generator must not change while it prefetches, whichever model trains on it.
+        with_states = not self._strategy.draws.num_holding
         return self._strategy.draws.agree(self._engine, what, with_states=with_states, given=given)

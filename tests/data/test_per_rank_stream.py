@@ -12,10 +12,10 @@ from tests.data.ranks import first_rows, one_pass, plans
 Dataset = tf.data.Dataset
 
 
-def stream(plan, batches):
+def stream(plan, batches, known=False):
     """A stream of `batches` batches of two that starts at 100 times the rank."""
     dataset = Dataset.range(plan.shard_id * 100, plan.shard_id * 100 + 2 * batches).batch(2)
-    return tf_data_source(dataset.filter(lambda _: True), plan, auto_shard=False)
+    return tf_data_source(dataset if known else dataset.filter(lambda _: True), plan, auto_shard=False)
 
 
 def test_the_shorter_stream_carries_its_last_row():
@@ -58,5 +58,23 @@ def test_each_batch_is_taken_in_several_steps():
     (plan,) = plans(1)
     source = PerRankStream(StreamSource(Dataset.range(5).batch(4), plan), plans(3, scale_batch=False)[0], num_splits=3)
     shards = list(itertools.islice(source.dataset(), 7))
-    assert [first_rows(shard.data) for shard in shards] == [[0], [1], [2, 3], [2], [2], [4], [4]]
-    assert [int(shard.rows) for shard in shards] == [1, 1, 2, 0, 0, 1, 0]
+    assert [first_rows(shard.data) for shard in shards] == [[0], [1], [2, 3], [4], [4], [4], [4]]
+    assert [int(shard.rows) for shard in shards] == [1, 1, 2, 1, 0, 0, 0], "no step without rows before the last one"
+
+
+@pytest.mark.parametrize("steps_per_epoch", [None, 1, 2, 5])
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (1, 3, 2), (1, 7, 1), (6, 1, 2)])
+def test_streams_of_known_lengths_end_when_none_has_a_batch(steps_per_epoch, lengths):
+    ranks = plans(3, steps_per_epoch=steps_per_epoch)
+    sources = [stream(plan, length, known=True) for plan, length in zip(ranks, lengths, strict=True)]
+    endless = one_pass(sources, limit=40)
+    assert [source.num_own_batches for source in sources] == list(lengths)
+    for source in sources:
+        source.end_together(lengths)
+    assert one_pass(sources) == endless[: endless.index([])]
+
+
+def test_of_streams_of_which_one_is_of_unknown_length_none_is_known_to_end():
+    source = stream(plans(2)[0], 3, known=True)
+    source.end_together([3, None])
+    assert source.num_steps is None

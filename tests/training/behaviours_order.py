@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -167,7 +168,7 @@ def own_rows(rank: int, size: int) -> np.ndarray:
     return mine[:3] if rank == 1 else mine
 
 
-def streams(kind: str, mine: np.ndarray) -> dict[str, Any]:
+def streams(kind: str, mine: np.ndarray, workers: int = 2) -> dict[str, Any]:
     if kind == "arrays":
         return {"x": mine, "y": mine, "batch_size": BATCH, "shuffle": True}
     dataset = tf.data.Dataset.from_tensor_slices((mine, mine)).batch(BATCH)
@@ -184,7 +185,7 @@ def streams(kind: str, mine: np.ndarray) -> dict[str, Any]:
             rows = mine[index * BATCH : (index + 1) * BATCH]
             return rows, rows
 
-    return {"x": Own(workers=2)}
+    return {"x": Own(workers=workers)}
 
 
 class FitsTwice(Recorder):
@@ -244,6 +245,36 @@ def own_streams_of_unequal_lengths() -> None:
                 np.mean((model.predict_on_batch(np.array(expected)[:, None]) - np.array(expected)[:, None]) ** 2)
             )
             np.testing.assert_allclose(loss, plain, rtol=1e-4)
+
+
+def own_streams_of_known_lengths() -> None:
+    """A pass has as many steps as the longest has batches; `steps_per_epoch` may be less than a pass, or all of it."""
+    rank, size = kdist.rank(), kdist.size()
+    mine = own_rows(rank, size)
+    num_steps = max(-(-len(own_rows(r, size)) // BATCH) for r in range(size))
+    half = np.arange(100 * rank, 100 * rank + 4 * BATCH, dtype="float32")[:, None]
+    for kind, workers in (("arrays", 0), ("tf_data", 0), ("py_dataset", 0), ("py_dataset", 2)):
+        with kdist.scope(scale_lr=None, auto_shard=False):
+            model = Recorder()
+            model.fit(**streams(kind, mine, workers), epochs=2, verbose=0)
+            assert int(model.optimizer.iterations) == 2 * num_steps, kind
+            model.take_seen()
+            callback = SeenOfEachEpoch()
+            model.fit(
+                **streams(kind, mine, workers),
+                steps_per_epoch=num_steps * size,
+                epochs=3,
+                verbose=0,
+                callbacks=[callback],
+            )
+            for epoch in callback.epochs:
+                assert sorted(np.ravel(sum(epoch, []))) == sorted(np.ravel(mine)), kind
+            callback = SeenOfEachEpoch()
+            given = {**streams(kind, half, workers), "shuffle": True}
+            model.fit(**given, steps_per_epoch=2 * size, epochs=4, verbose=0, callbacks=[callback])
+            for first in (0, 2):
+                seen = sum(callback.epochs[first] + callback.epochs[first + 1], [])
+                assert sorted(np.ravel(seen)) == sorted(np.ravel(half)), kind
 
 
 def an_own_stream_may_be_empty() -> None:
@@ -309,6 +340,24 @@ def own_streams_and_several_steps_an_execution() -> None:
         model.fit(*PAIRS, batch_size=2, verbose=0, callbacks=callbacks)
         assert ends[0] == 2, ends
         assert model.steps_per_execution == 3
+
+
+def another_model_leaves_a_generators_state_alone() -> None:
+    """Its thread draws ahead, on each rank another number of batches: a state that is set there changes the order."""
+    other = []
+
+    class Predicts(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            time.sleep(1.0)  # the generator has run ahead as far as it will
+            if kdist.is_chief():
+                np.random.random()
+            before = np.random.get_state()[1].tolist(), np.random.get_state()[2]
+            other[0].predict(IDS[:4], verbose=0)
+            assert (np.random.get_state()[1].tolist(), np.random.get_state()[2]) == before
+
+    with kdist.scope(scale_lr=None):
+        other.append(Recorder())
+        Recorder().fit(endless_shuffled(), steps_per_epoch=2, epochs=1, verbose=0, callbacks=[Predicts()])
 
 
 def validation_data_that_draws_for_itself() -> None:
@@ -438,10 +487,12 @@ OTHERS = {
         a_fit_that_fits_twice,
         orders_of_before_the_scope_are_told_of,
         own_streams_of_unequal_lengths,
+        own_streams_of_known_lengths,
         an_own_stream_may_be_empty,
         predictions_of_own_streams_come_step_by_step,
         own_streams_and_several_steps_an_execution,
         validation_data_that_draws_for_itself,
+        another_model_leaves_a_generators_state_alone,
         a_generator_to_validate_on_goes_on,
         seeded_shuffles_that_one_rank_has_looked_into,
         streams_that_can_be_read_once,
