@@ -136,7 +136,7 @@ def test_a_rank_that_waits_at_exit_takes_part_in_no_collective(ended, launcher):
     assert "rank 1 has ended its script" in done.output, done.output
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("horovodrun_gloo", marks=needs.horovod), "local_cluster"])
+@pytest.mark.parametrize("launcher", [pytest.param("horovodrun_gloo", marks=needs.horovod)])
 def test_ranks_whose_graphs_send_different_tensors_are_both_named(ended, launcher):
     lines = """
 import tensorflow as tf

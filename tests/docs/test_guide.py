@@ -86,7 +86,8 @@ def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
 
 
 def test_each_picture_is_drawn_by_the_script_and_shown(tmp_path):
-    done = spmd.execute([sys.executable, str(guide.FOLDER / "pictures" / "draw.py"), str(tmp_path)], timeout=120)
+    command = [sys.executable, str(guide.FOLDER / "pictures" / "draw.py"), str(tmp_path)]
+    done = spmd.execute(command, env=spmd.EVERY_PACKAGE, timeout=120)
     assert done.returncode == 0, done.output
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == {path.name for path in (guide.FOLDER / "pictures").glob("*.svg")}

@@ -21,8 +21,13 @@ CASES = f"tests.engines.conformance,{OWN}"
 GLOO, MPI = "horovodrun_gloo", "mpirun"
 
 
+# Over Gloo, messages of groups go over the network, and over MPI through shared memory; all else is one engine.
 JOBS = [(2, MPI, "engine"), (3, GLOO, "engine_over_the_network")]
-CELLS = [(job, case) for job in JOBS for case in spmd.names(CASES) if job[0] == 2 or case not in SWEEPS]
+OVER_MPI = [*spmd.names(OWN), *SWEEPS, "case_whether_ranks_share_memory"]
+CELLS = [
+    *((JOBS[0], case) for case in spmd.names(CASES) if case in OVER_MPI),
+    *((JOBS[1], case) for case in spmd.names(CASES) if case not in SWEEPS),
+]
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def test_a_signal_to_kdist_run_ends_the_job(number, tmp_path):
         )
 
 
-@pytest.mark.parametrize("options", [(), ("--restarts", "3"), ("-H", "beta:1,localhost:1")])
+@pytest.mark.parametrize("options", [("--restarts", "3"), ("-H", "beta:1,localhost:1")])
 def test_ranks_save_and_leave_at_a_notice_to_kdist_run(options, tmp_path):
     """As Slurm's `--signal=USR1@120` sends it to a batch script's commands. Afterwards nothing is started again."""
     if options[:1] == ("-H",):  # rank 0 is on another host

@@ -16,18 +16,14 @@ CELLS = [
 FEATURES = (
     "steps_per_execution",
     "run_eagerly",
-    "sequences_of_unknown_length",
     "loss_reductions",
-    "losses_that_leave_out_a_class",
     "regularizers_and_add_loss",
     "gradient_accumulation",
     "loss_scale",
     "synchronized_batch_normalization",
     "exact_metrics",
     "masked_losses_of_whole_batches",
-    "metrics_of_whole_batches",
     "two_optimizers",
-    "on_batch",
     "predictions_of_a_dataset",
     "adopted",
 )

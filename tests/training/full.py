@@ -18,6 +18,7 @@ TARGETS = {
     "random": "tests.training.random_programs:RANDOM",
     "sharded": "tests.training.sharded:SHARDED",
     "tables": "tests.training.tables:CASES",
+    "tuner": "tests.tuner_cases",
     "behaviours": ",".join(
         f"tests.training.behaviours_{module}:CASES"
         for module in ("refusals", "callbacks", "scaling", "randomness", "order", "loops")

@@ -11,6 +11,7 @@ from tests.training.sharded import CASES
 TARGET = "tests.training.sharded:SHARDED"
 
 FEATURES = (
+    "clipping",
     "moving_average_of_weights",
     "constraints",
     "two_optimizers",
@@ -22,7 +23,7 @@ FEATURES = (
 )
 
 SLOW = ("other_optimizers", "a_file_that_one_rank_loads_is_refused", "decay_that_leaves_weights_out")
-ON_THREE = ("sparse_gradients", "files_are_plain_and_load_in_parts", "clipping")
+ON_THREE = ("sparse_gradients",)
 
 CELLS = [
     *((("mpi", 2), name) for name in (*CASES, *FEATURES) if name not in SLOW + ON_THREE),

@@ -13,10 +13,12 @@ from tests.training.tables import CASES, WITH_SLOTS_IN_PARTS
 
 TARGET = "tests.training.tables:CASES"
 SLOW = (
+    "accumulated_gradients",
     "averages_of_weights",
     "batches_by_hand",
     "constraints",
     "decay_that_leaves_the_table_out",
+    "frozen_tables",
     "gradients_in_several_messages",
     "masks",
     "other_elementwise_optimizers",
