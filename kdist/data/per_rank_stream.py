@@ -98,7 +98,8 @@ class PerRankStream(Source):
             return to_optional(rows_of.head(data, 1)), Shard(data, rows, tf.constant(-1, tf.int64))
 
         shards = batches.scan(to_optional(zeros), fill_padding)
-        return prefetched(shards if self.num_steps is None else shards.take(self.num_steps))
+        shards = shards if self.num_steps is None else shards.take(self.num_steps)
+        return shards if self._source.has_workers else prefetched(shards)
 
     def _split(self, data: Any, _: Any) -> tf.data.Dataset:
         rows = Rows(self.signature)

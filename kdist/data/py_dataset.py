@@ -93,10 +93,11 @@ class ShardedPyDataset(keras.utils.PyDataset):
     def _spans_epochs(self) -> bool:
         """Whether Keras gets an endless dataset, whose position it keeps from epoch to epoch."""
         # Keras' workers restart at the first batch when an epoch ends, with the batches loaded ahead still queued.
-        return self.num_steps is None or (self.plan.steps_per_epoch is not None and self._has_workers)
+        return self.num_steps is None or (self.plan.steps_per_epoch is not None and self.has_workers)
 
     @property
-    def _has_workers(self) -> bool:
+    def has_workers(self) -> bool:
+        """Whether Keras' workers load the batches."""
         return self.workers > 1 or (self.workers > 0 and self.use_multiprocessing)
 
     def __getitem__(self, step: int) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class ShardedPyDataset(keras.utils.PyDataset):
 
     def _pass_of_epoch(self) -> int:
         epoch, batches, per_epoch = max(self._epoch, 0), self.num_user_batches, self.plan.steps_per_epoch
-        if batches is None or (self._spans_epochs and self._has_workers):
+        if batches is None or (self._spans_epochs and self.has_workers):
             return 0
         return epoch if per_epoch is None else epoch // -(-batches // per_epoch)
 
@@ -195,6 +196,7 @@ class PyDatasetSource(Source):
         self._sharded = sharded
         self._adapter = PyDatasetAdapter(sharded)
         self.has_hooks = sharded.has_hooks
+        self.has_workers = sharded.has_workers
         self.cardinality = sharded.num_user_batches
         self.knows_global_rows = not self.plan.scale_batch  # only where every rank loads every batch
         with sharded.peeking():

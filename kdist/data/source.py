@@ -30,6 +30,7 @@ class Source(abc.ABC):
         has_hooks: bool, whether the user's code is called when an epoch begins or ends, and may change the order.
         draws_in_background: bool, whether the user's Python code makes the data in a thread that runs ahead of
             training.
+        has_workers: bool, whether Keras' workers load the batches: between two epochs none may be asked for.
         is_single_pass: bool, whether a second iterator of `dataset()` lacks the elements that the first one took.
         knows_global_rows: bool, whether `Shard.global_rows` is known in every step, so that it need not be summed over
             the ranks.
@@ -45,6 +46,7 @@ class Source(abc.ABC):
     reshuffles_each_iteration = False
     has_hooks = False
     draws_in_background = False
+    has_workers = False
     is_single_pass = False
     knows_global_rows = True
     num_own_batches: int | None = None
