@@ -51,7 +51,7 @@ PATCHES = (
     Patch(_MODEL, VERBS, "instance", _LIFE, "agree, broadcast state, shard data"),
     Patch(_MODEL, ("train_step", "test_step", "predict_step"), "instance", _LIFE, "run a rank's share"),
     Patch(_MODEL, ("_make_function", "_maybe_symbolic_build"), "instance", _LIFE, "call graphs and build"),
-    Patch(_MODEL, ("_get_metrics_result_or_logs",), "instance", _LIFE, "read metrics when they are summed"),
+    Patch(_MODEL, ("_get_metrics_result_or_logs", "reset_metrics"), "instance", _LIFE, "read summed metrics"),
     Patch(_MODEL, ("save", "save_weights", "export"), "instance", _LIFE, "write whole files"),
     Patch(_MODEL, ("set_weights", "load_weights"), "instance", _LIFE, "notice a rank that loads alone"),
     Patch(

@@ -5,7 +5,8 @@ Metrics whose states are not known to add up are updated with the global batch, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -46,6 +47,7 @@ class MetricReducer(StatePart):
         self._model = model
         self._engine = engine
         self._start: dict[int, tf.Tensor] = {}
+        self._own: dict[int, tf.Tensor] = {}
         self._loaded: list[Any] | None = None
         self._all_are_summed = False
 
@@ -56,9 +58,28 @@ class MetricReducer(StatePart):
             all_are_summed: bool, whether no metric is updated with the global batch, as with local SGD.
         """
         self._all_are_summed = all_are_summed
-        self._start = {id(v): tf.identity(v.value) for v in self._model.metrics_variables}
+        self.rebase()
         self.restore()
         self.forget()
+
+    def rebase(self) -> None:
+        """Takes the state of now, which is equal on all ranks, for the common one: metrics were reset."""
+        self._start = {id(v): _numeric(tf.identity(v.value)) for v in self._model.metrics_variables}
+        self._own = {}
+
+    @contextlib.contextmanager
+    def counting_together(self) -> Iterator[None]:
+        """A context in the midst of a pass in which what is counted is counted on all ranks alike."""
+        self._own = {id(v): self._own_part(v) for v in self._model.metrics_variables}
+        yield
+        own = self._own  # of before, unless the metrics were reset
+        self.rebase()
+        self._start = {key: value - own[key] if key in own else value for key, value in self._start.items()}
+
+    def _own_part(self, variable: keras.Variable) -> tf.Tensor:
+        """Returns what this rank has counted since `begin`."""
+        value = _numeric(variable.value)
+        return value - self._start.get(id(variable), tf.zeros_like(value))
 
     def end(self, *, all_are_summed: bool = False) -> None:
         """Sums what the ranks have counted since `begin`; the epoch may continue after an evaluation.
@@ -77,7 +98,12 @@ class MetricReducer(StatePart):
 
     def state_dict(self) -> State:
         """Returns the metrics of all ranks in the middle of a pass, arrays of shape `(size, ...)`."""
-        values = [tf.convert_to_tensor(variable.value)[tf.newaxis] for variable in self._model.metrics_variables]
+        summed = {id(variable) for variable in self._summed()}
+        values = []
+        for variable in self._model.metrics_variables:
+            is_part = self._engine.rank and id(variable) in summed  # what all have in common, rank 0 saves
+            value = self._own_part(variable) if is_part else variable.value
+            values.append(tf.cast(value, variable.dtype)[tf.newaxis])
         gathered = self._engine.allgather(values)
         return {str(place): np.asarray(value) for place, value in enumerate(gathered)}
 

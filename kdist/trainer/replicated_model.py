@@ -86,13 +86,14 @@ class ReplicatedModel:
             name: functools.partial(self._call, self._verb_on_batch if name.endswith("_on_batch") else self._verb, name)
             for name in VERBS
         }
-        steps = {
+        steps: dict[str, Callable[..., Any]] = {
             "train_step": self.train_step,
             "test_step": self.test_step,
             "predict_step": self.predict_step,
             MAKE_FUNCTION: self._make_function,
             SYMBOLIC_BUILD: self._maybe_symbolic_build,
             EPOCH_LOGS: self._epoch_logs,
+            "reset_metrics": self._reset_metrics,
         }
         patch_methods(self._model, {**verbs, **steps, **saving.wrappers(self.session)})
         set_session(self._model, self.session)
@@ -145,7 +146,9 @@ class ReplicatedModel:
                     session.broadcast_state(name)
         else:
             session.agree()  # a rank may have loaded weights since
-        with session.running(name):
+        # In a callback of `fit` the metrics are in the midst of a pass.
+        is_nested = bool(session.verbs)
+        with session.metrics.counting_together() if is_nested else contextlib.nullcontext(), session.running(name):
             result = self._original(name)(*args, **kwargs)
         if name == "predict_on_batch":
             result = as_dense(result, self._dense_outputs)
@@ -268,6 +271,11 @@ class ReplicatedModel:
             add_over_ranks(self._engine, variables, before)
             logs = self._with_results(name, logs)
         return logs
+
+    def _reset_metrics(self) -> None:
+        self._original("reset_metrics")()
+        if self.session.verbs:
+            self.session.metrics.rebase()
 
     def _epoch_logs(self, logs: Any) -> Any:
         """Returns an epoch's logs, with the results of the summed metrics.
