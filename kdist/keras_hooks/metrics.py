@@ -17,6 +17,9 @@ from kdist.keras_hooks.patching import patched
 _KERAS_METRICS, _KERAS_LOSSES = "keras.src.metrics.", "keras.src.losses."
 _OF_WHOLE_BATCHES = ("circle", "dice", "tversky")  # functions of Keras whose value is not one per row
 
+# Of predictions of one dimension, whose last axis is the rows, their value is no mean over the rows.
+_NO_MEAN_OF_ONE_DIMENSION = ("concordance_correlation", "cosine_similarity", "kl_divergence", "pearson_correlation")
+
 
 def flat_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """Returns the metrics of a model, nested ones too."""
@@ -57,7 +60,9 @@ def _adds_up(metric: keras.metrics.Metric) -> bool:
         return False
     if not isinstance(metric, keras.metrics.MeanMetricWrapper):
         return True
-    return is_per_row(getattr(metric, "_fn", None), getattr(metric, "_fn_kwargs", {}))
+    function = getattr(metric, "_fn", None)
+    is_mean = getattr(function, "__name__", "") not in _NO_MEAN_OF_ONE_DIMENSION
+    return is_mean and is_per_row(function, getattr(metric, "_fn_kwargs", {}))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,16 @@ import keras
 import tensorflow as tf
 
 from tests.training.features.registry import feature
-from tests.training.fidelity import both, deterministic_weights, fed, fit_evaluate_predict, mlp, outcome, rows
+from tests.training.fidelity import (
+    both,
+    deterministic_weights,
+    fed,
+    fit_alone,
+    fit_evaluate_predict,
+    mlp,
+    outcome,
+    rows,
+)
 
 
 @feature
@@ -82,5 +91,44 @@ def predicting_within_an_epoch() -> None:
         return outcome(
             model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=[Predicts()])
         )
+
+    both(script)
+
+
+@feature
+def metrics_that_are_reset_or_counted_in_the_midst_of_an_epoch() -> None:
+    """By an evaluation and a reset, and by a step on a batch, which all ranks count."""
+    x, y = rows("ragged")
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 0:
+                self.model.evaluate(x[:7], y[:7], verbose=0)
+                self.model.reset_metrics()
+            elif batch == 1:
+                self.model.test_on_batch(x[:5], y[:5])
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        return fit_alone(model, fed("arrays", (x, y), batch), callbacks=[Looks()])
+
+    both(script)
+
+
+@feature
+def metrics_of_predictions_of_one_dimension() -> None:
+    """The axis over which they are taken is that of the rows."""
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        inputs = keras.Input((5,))
+        model = keras.Model(inputs, keras.ops.squeeze(keras.layers.Dense(1, activation="sigmoid")(inputs), -1))
+        deterministic_weights(model)
+        kinds = [keras.metrics.CosineSimilarity(), keras.metrics.KLDivergence()]
+        if hasattr(keras.metrics, "PearsonCorrelation"):
+            kinds += [keras.metrics.PearsonCorrelation(), keras.metrics.ConcordanceCorrelation()]
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[*kinds, "mae"])
+        return fit_evaluate_predict(model, fed("arrays", (x, y[:, 0]), batch), x, y[:, 0], batch)
 
     both(script)
