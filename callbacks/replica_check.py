@@ -8,6 +8,7 @@ from typing import Any
 from kdist.callbacks.engine_callback import EngineCallback
 from kdist.engines.engine import Engine
 from kdist.errors import NotSynchronizedError, StrategyError
+from kdist.keras_hooks.variables import is_declared_of_one_rank
 from kdist.state.broadcast import broadcast_state
 from kdist.state.comparison import first_difference
 from kdist.state.part import Placement
@@ -105,4 +106,9 @@ class ReplicaCheck(EngineCallback):
         session = session_of(self.model)
         pending = {id(variable) for variable in session.pending_variables()}
         whole = [part for part in session.parts() if part.placement is Placement.WHOLE]
-        return [each for part in whole for each in part.variables() if id(each) not in pending]
+        return [
+            each
+            for part in whole
+            for each in part.variables()
+            if id(each) not in pending and not is_declared_of_one_rank(each)
+        ]

@@ -88,13 +88,17 @@ def is_seed(variable: Any) -> bool:
     return isinstance(variable, keras.Variable) and variable.name == "seed_generator_state"
 
 
+def is_declared_of_one_rank(variable: Any) -> bool:
+    """Returns whether a variable is synchronised when it is read, without an aggregation: each rank has its own."""
+    return _word(variable.synchronization) == "on_read" and aggregation_of(variable) == "none"
+
+
 def is_of_one_rank(model: keras.Model, variable: Any) -> bool:
     """Returns whether each rank keeps its own value on purpose.
 
-    That of a variable that is synchronised when it is read, without an aggregation, and the states of a stateful RNN,
-    which belong to the rank's rows.
+    That of a variable for which it is declared, and the states of a stateful RNN, which belong to the rank's rows.
     """
-    if _word(variable.synchronization) == "on_read" and aggregation_of(variable) == "none":
+    if is_declared_of_one_rank(variable):
         return True
     states = [each.states for each in layers_of(model) if isinstance(each, keras.layers.RNN) and each.stateful]
     return any(variable is state for state in keras.tree.flatten(states))

@@ -15,7 +15,7 @@ from kdist.gradients.reducer import GradientReducer, make_compression
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import count_ended_step, innermost, optimizers_of, stored_learning_rate
 from kdist.keras_hooks.trainer import initial_epoch, plain_compiles, set_initial_epoch
-from kdist.keras_hooks.variables import is_of_one_rank, is_seed, key_of
+from kdist.keras_hooks.variables import is_declared_of_one_rank, is_of_one_rank, is_seed, key_of
 from kdist.sharding.gradients import PartReducer
 from kdist.sharding.slot_files import loads
 from kdist.sharding.table import table_loads
@@ -227,7 +227,8 @@ class ReplicatedSession(TrainingSession):
     def _broadcast(self, root: int) -> None:
         for part in self.parts():
             if part.placement is Placement.WHOLE:
-                broadcast_state(self.engine, part.variables(), root=root)
+                variables = [each for each in part.variables() if not is_declared_of_one_rank(each)]
+                broadcast_state(self.engine, variables, root=root)
 
     # Agreement.
 

@@ -403,7 +403,7 @@ def a_value_of_each_rank_on_purpose() -> None:
     with warned() as said, kdist.scope(scale_lr=None):
         model = keras.Sequential([keras.Input((5,)), Local(), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
-        model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False)
+        model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[kdist.callbacks.ReplicaCheck(1)])
     everyone = open_engine(kdist.cluster_info()).gather_objects(float(model.layers[0].last))
     start = len(x) - BATCH * size() + BATCH * kdist.rank()
     np.testing.assert_allclose(everyone[kdist.rank()], x[start : start + BATCH].sum(), rtol=1e-6)
