@@ -17,7 +17,7 @@ LEFT_OUT = (
     *("in_an_epoch_arrays_steps", "in_an_epoch_py_dataset_workers", "in_an_epoch_py_dataset_by_itself"),
     *("in_an_epoch_tf_data_unseeded", "in_an_epoch_tf_data_unknown", "in_an_epoch_tf_data_repeat"),
     *("in_an_epoch_generator", "told_to_go_in_the_last_step_and_between_epochs"),
-    "kept_beside_the_model_outer_momentum",
+    *("kept_beside_the_model_outer_momentum", "kept_beside_the_model_power_sgd", "several_steps_an_execution"),
     *("kept_beside_the_model_top_k", "the_newest_is_cut_off", "the_newest_is_incomplete"),
 )
 LEFT_OUT_ALONE = ("in_an_epoch_arrays", "with_callbacks_of_kdist", "a_backup_of_kerass_own_is_told_of")
