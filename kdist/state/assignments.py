@@ -200,13 +200,8 @@ class Assignments:
         return {key_of(each) for each in others}
 
     def to_merge(self) -> list[tuple[Written, Merge]]:
-        """Returns the variables written so far in which the ranks may differ, and how they are merged.
-
-        Collective in an eager step: every rank must call this, in the same order.
-        """
+        """Returns the variables written so far in which the ranks may differ, and how they are merged."""
         ignored = self._variables_of_others()
-        if self._may_differ_in_code:
-            self._add_writes_of_other_ranks(ignored)
         self._statistics = statistics_of_keras(self._model)
         found = []
         for key, written in self._written.items():
@@ -224,17 +219,20 @@ class Assignments:
         """Whether a branch in Python, which may depend on a rank's rows, decides what is written."""
         return self.is_eager and self._engine.size > 1
 
-    def _writable(self, ignored: set[int]) -> dict[int, Any]:
+    def _writable(self) -> dict[int, Any]:
         """Returns the variables of the model that steps may write beside weights, by their keys, in one order."""
+        ignored = self._variables_of_others()
         found = {key_of(each): each for each in self._model.non_trainable_variables if not is_seed(each)}
         return {key: each for key, each in found.items() if key not in ignored}
 
-    def _add_writes_of_other_ranks(self, ignored: set[int]) -> None:
-        """Adds variables of the model that other ranks alone have written.
+    def add_writes_of_other_ranks(self) -> None:
+        """Adds variables of the model that other ranks alone have written in an eager step.
 
-        Collective: every rank must call this, in the same order.
+        Collective in an eager step: every rank must call this, in the same order.
         """
-        unknown = {key: each for key, each in self._writable(ignored).items() if key not in self._known}
+        if not self._may_differ_in_code:
+            return
+        unknown = {key: each for key, each in self._writable().items() if key not in self._known}
         if not unknown:
             return
         for (key, variable), is_written in zip(unknown.items(), self._on_any_rank(unknown), strict=True):
@@ -251,7 +249,7 @@ class Assignments:
 
         Collective in an eager step: every rank must call this, in the same order.
         """
-        if not (self._may_differ_in_code and self._writable(self._variables_of_others())):
+        if not (self._may_differ_in_code and self._writable()):
             return self.any_new
         with self.suspended():
             (count,) = self._engine.allreduce([tf.constant([self.any_new], tf.int32)])

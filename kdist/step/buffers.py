@@ -48,7 +48,11 @@ class BufferSync:
         return self._assignments.suspended()
 
     def contributions(self) -> list[tf.Tensor]:
-        """Returns this rank's addend for each variable that is to be merged, of those written so far."""
+        """Returns this rank's addend for each variable that is to be merged, of those written so far.
+
+        Collective in an eager step: every rank must call this, in the same order.
+        """
+        self._assignments.add_writes_of_other_ranks()
         if not self._sent:
             self._assignments.tell_of_early_reads()
         self._sent = self._assignments.to_merge()

@@ -20,6 +20,8 @@ FEATURES = (
     "regularizers_and_add_loss",
     "gradient_accumulation",
     "loss_scale",
+    "metrics_of_whole_batches",
+    "on_batch",
     "synchronized_batch_normalization",
     "exact_metrics",
     "masked_losses_of_whole_batches",

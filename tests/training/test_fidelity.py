@@ -15,7 +15,7 @@ from tests.training.fidelity import KINDS, OPTIMIZERS, SHAPES
 FEATURES = "tests.training.features:FEATURES"
 
 # Where a third rank makes a difference: what two can share out evenly by luck, and denominators of their own. On two
-# ranks they run by the full command. More of them run on three ranks of other engines.
+# ranks they run by the full command.
 ON_THREE = (
     "sample_weight",
     "steps_per_epoch_continues",
@@ -42,7 +42,7 @@ JOBS = (("mpi", 3), ("horovod over gloo", 2), ("collective", 2))
 
 ELSEWHERE = (*ON_THREE, *ON_COLLECTIVES, *ON_HOROVOD)
 
-# Slow ones that resemble another feature, or run on three ranks of other engines: by the full command.
+# Slow ones that resemble another feature: by the full command.
 SLOW = (
     "a_loop_after_the_scope",
     "a_loop_between_two_fits",
