@@ -7,7 +7,7 @@ from kdist.errors import DataError
 
 
 def report(host, *cache_files):
-    return InputReport(host, cache_files, [], [])
+    return InputReport(host, cache_files, [], [], None)
 
 
 def test_a_cache_that_ranks_of_any_host_would_write_together_is_refused_on_all():
