@@ -81,6 +81,8 @@ class ScaledSession(TrainingSession):
         super().__init__(model)
         self._options = options
         self._rates = EffectiveRates(model, scale_lr=options.scale_lr, batches_per_step=options.batches_per_step)
+        # A variable, because `train_on_batch` may take the function that `fit` has traced. A callback may call `fit`.
+        self._num_fits = tf.Variable(0, trainable=False, name="kdist_running_fits")
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Fits with global batches and the scaled learning rate."""
@@ -98,9 +100,13 @@ class ScaledSession(TrainingSession):
             callbacks.callbacks.append(warmup)
         for rate in self._rates.all():
             if rate.is_scaled or rate.follows_schedule:
-                patch(rate.optimizer, CURRENT_RATE, functools.partial(_rate_in_update, rate))
+                patch(rate.optimizer, CURRENT_RATE, functools.partial(_rate_in_update, rate, self._num_fits))
         self._warn_of_clipping()
-        return fit(**arguments)
+        self._num_fits.assign_add(1)
+        try:
+            return fit(**arguments)
+        finally:
+            self._num_fits.assign_sub(1)
 
     def _warn_of_clipping(self) -> None:
         for optimizer in map(innermost, optimizers_of(self.model)):
@@ -113,12 +119,13 @@ class ScaledSession(TrainingSession):
                 )  # fmt: skip
 
 
-def _rate_in_update(rate: EffectiveRate) -> Any:
-    """Returns the scaled rate within an update, and the user's elsewhere."""
+def _rate_in_update(rate: EffectiveRate, num_fits: tf.Variable) -> Any:
+    """Returns the scaled rate within an update while `fit` runs, and the user's elsewhere."""
+    own = current_learning_rate(rate.optimizer)
     in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
     if in_replica or is_updating():  # gradients are applied in the one, and weights decay in the other
-        return rate.current()
-    return current_learning_rate(rate.optimizer)
+        return tf.where(num_fits > 0, rate.current(), own)
+    return own
 
 
 class WarmupCallback(keras.callbacks.Callback):

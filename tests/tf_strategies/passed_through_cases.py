@@ -46,13 +46,18 @@ def generator(batch: int) -> Iterator[Any]:
         yield from (Batches(batch)[index] for index in range(ROWS // batch))
 
 
-def trained(
-    optimizer: keras.optimizers.Optimizer, batch: int, kind: str = "arrays", callbacks: Any = None
-) -> tuple[list[Any], Any]:
+def dense(optimizer: keras.optimizers.Optimizer) -> keras.Model:
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(2)])
     values = np.random.default_rng(1)
     model.set_weights([values.normal(size=weight.shape) for weight in model.get_weights()])
     model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+def trained(
+    optimizer: keras.optimizers.Optimizer, batch: int, kind: str = "arrays", callbacks: Any = None
+) -> tuple[list[Any], Any]:
+    model = dense(optimizer)
     data: dict[str, dict[str, Any]] = {
         "arrays": {"x": rows()[0], "y": rows()[1], "batch_size": batch},
         "tf_data": {"x": tf.data.Dataset.from_tensor_slices(rows()).batch(batch)},
@@ -99,6 +104,15 @@ def mirrored() -> None:
     plain = trained(sgd(keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.1, 0.01])), 2 * BATCH)
     with kdist.scope("mirrored", scale_lr=1.0):
         same(trained(sgd(step), BATCH), plain)
+
+    with kdist.scope("mirrored", warmup_epochs=0):  # the batch of `train_on_batch` is not scaled, before `fit` or after
+        alone, fitted = (dense(sgd(0.1)) for _ in range(2))
+        fitted.fit(*rows(), batch_size=BATCH, verbose=0)
+        fitted.set_weights(alone.get_weights())
+        for model in (alone, fitted):
+            model.train_on_batch(*(each[:BATCH] for each in rows()))
+        for a, b in zip(alone.get_weights(), fitted.get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9)
 
     with kdist.scope("mirrored", scale_batch=False):
         same(trained(sgd(0.1), BATCH), trained(sgd(0.1), BATCH))
