@@ -24,8 +24,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", f"{processes.MARK}: set on each test whose code starts processes")
     config.pluginmanager.register(ProcessorTime())
-    if config.getoption("--quick"):
-        processes.install_guard()
+    processes.install_guard()
 
 
 def pytest_collection_modifyitems(config, items):
@@ -41,8 +40,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Lets a test of the quick tier, or a fixture of it, fail that starts a process."""
-    processes.forbid_while(item.nodeid if item.config.getoption("--quick") else None)
+    """Lets a test without the mark, or a fixture of it, fail that starts a process: the quick tier would run it."""
+    processes.forbid_while(None if item.get_closest_marker(processes.MARK) else item.nodeid)
     try:
         return (yield)
     finally:

@@ -55,6 +55,7 @@ def said(cell):
     return "".join(output.get("text", "") for output in cell.outputs if output.output_type == "stream")
 
 
+@pytest.mark.starts_processes  # a kernel
 def test_a_notebook(monkeypatch, tmp_path):
     for name, value in spmd.RANK_ENVIRONMENT.items():
         monkeypatch.setenv(name, spmd.EVERY_PACKAGE["PYTHONPATH"] if name == "PYTHONPATH" else value)

@@ -183,6 +183,7 @@ def test_help_fits_the_terminal(width, monkeypatch):
         assert max(map(len, each.format_help().splitlines())) <= width
 
 
+@pytest.mark.starts_processes  # `mpirun --version`
 def test_an_option_after_the_script_is_the_scripts(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text("")

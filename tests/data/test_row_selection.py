@@ -73,8 +73,10 @@ def kinds_in(dataset):
     return {kind(each) for each in with_inputs(dataset)}
 
 
-@pytest.mark.parametrize(("num_shards", "steps_per_epoch"), [(2, None), (3, 6), (4, 5)])
-@pytest.mark.parametrize("name", NUMBERED)
+@pytest.mark.parametrize(
+    ("name", "num_shards", "steps_per_epoch"),
+    [(name, *plan) for name, plan in zip(NUMBERED, itertools.cycle([(2, None), (3, 6), (4, 5)]), strict=False)],
+)
 def test_numbers_are_followed_instead_of_samples(name, num_shards, steps_per_epoch):
     make = NUMBERED[name]
     plain = make()

@@ -13,6 +13,7 @@ from kdist.data.tf_data import tf_data_source
 from kdist.engines.arrays import fusion
 from kdist.errors import DataError
 from tests.data.ranks import groups, idle_rows, in_batches, one_pass, plans
+from tests.helpers.pairwise import pairwise
 
 Dataset = tf.data.Dataset
 
@@ -25,24 +26,20 @@ def hide_cardinality(dataset):
     return dataset.filter(lambda *_: True)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(24, 2), (23, 2), (3, 2)])
-@pytest.mark.parametrize("known", [True, False])
-def test_a_step_takes_a_group_of_batches(num_shards, num_samples, batch_size, known):
+@pytest.mark.parametrize(("num_shards", "num_samples", "known"), pairwise([1, 2, 3, 5], [24, 23, 3], [True, False]))
+def test_a_step_takes_a_group_of_batches(num_shards, num_samples, known):
     def make():
-        dataset = Dataset.range(num_samples).batch(batch_size)
+        dataset = Dataset.range(num_samples).batch(2)
         return dataset if known else hide_cardinality(dataset)
 
     ranks = sources(make, plans(num_shards))
-    batches = in_batches(num_samples, batch_size)
+    batches = in_batches(num_samples, 2)
     assert one_pass(ranks) == groups(batches, num_shards)
     assert ranks[0].num_steps == (-(-len(batches) // num_shards) if known else None)
     assert ranks[0].knows_global_rows
 
 
-@pytest.mark.parametrize("num_shards", [2, 3, 5])
-@pytest.mark.parametrize("steps_per_epoch", [1, 3, 4, 20])
-@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize(("num_shards", "steps_per_epoch", "drop"), pairwise([2, 3, 5], [1, 3, 4, 20], [True, False]))
 def test_groups_restart_at_each_epoch(num_shards, steps_per_epoch, drop):
     ranks = sources(
         lambda: Dataset.range(23).batch(2, drop_remainder=drop), plans(num_shards, steps_per_epoch=steps_per_epoch)
@@ -124,9 +121,7 @@ def test_an_expensive_map_runs_for_own_batches_only(parallel):
     assert sorted(calls[1].seen) == [2, 6, 10, 14, 18]
 
 
-@pytest.mark.parametrize("num_shards", [2, 3])
-@pytest.mark.parametrize("steps_per_epoch", [None, 6])
-@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize(("num_shards", "steps_per_epoch", "drop"), pairwise([2, 3], [None, 6], [True, False]))
 def test_an_expensive_map_of_samples_runs_for_own_samples_only(num_shards, steps_per_epoch, drop):
     calls = [Calls() for _ in range(num_shards)]
 
@@ -145,9 +140,7 @@ def test_an_expensive_map_of_samples_runs_for_own_samples_only(num_shards, steps
     assert [sorted(work.seen) for work in calls[:1] + calls[-1:]] == [mapped[0], sorted(mapped[-1])]
 
 
-@pytest.mark.parametrize("num_shards", [2, 3])
-@pytest.mark.parametrize("steps_per_epoch", [None, 4, 5])
-@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize(("num_shards", "steps_per_epoch", "drop"), pairwise([2, 3], [None, 4, 5], [True, False]))
 def test_maps_of_samples_and_of_batches(num_shards, steps_per_epoch, drop):
     def make():
         dataset = Dataset.range(23).shuffle(23, seed=1).map(lambda x: {"a": x, "b": (x, x * 2)})

@@ -1,4 +1,4 @@
-"""Which tests start processes: read from the code that a test can reach, and enforced while the quick tier runs."""
+"""Which tests start processes: read from the code that a test can reach. The quick tier leaves them out."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def install_guard() -> None:
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     if _forbidden_in and event in AUDITED:
         pytest.fail(
-            f"{_forbidden_in[0]} starts a process ({event}: {str(arguments)[:200]}), which `--quick` does not allow.\n"
+            f"{_forbidden_in[0]} starts a process ({event}: {str(arguments)[:200]}), and would do so in `--quick`.\n"
             f"Expected: the mark `{MARK}`, which tests.helpers.processes sets where it sees the start in the code.\n"
             f"Fix: start processes by tests.helpers.spmd, or put `@pytest.mark.{MARK}` on the test."
         )
