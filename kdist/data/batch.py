@@ -124,8 +124,8 @@ class Rows:
             )
             with tf.control_dependencies([check]):
                 total = tf.identity(total)
-        start = total * int64(shard_id) // num_shards
-        rows = total * (int64(shard_id) + 1) // num_shards - start
+        start, stop = split_rows(total, num_shards, int64(shard_id))
+        rows = stop - start
         start = tf.where(rows > 0, start, 0)
         return Shard(self.slice(batch, start, start + tf.maximum(rows, 1)), rows, total)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,24 +82,25 @@ class Plan:
         return dataclasses.replace(self, num_shards=1, shard_id=0, steps_per_epoch=steps, micro_batches=None)
 
 
-def split_rows(num_rows: int, num_shards: int, shard_id: int) -> tuple[int, int]:
+def split_rows(num_rows: Any, num_shards: int, shard_id: Any) -> tuple[Any, Any]:
     """Returns the near-equal contiguous slice of a shard.
 
-    The slices of all shards follow each other and cover all rows; their sizes differ by at most 1.
+    The slices of all shards follow each other and cover all rows; their sizes differ by at most 1. The first shard has
+    rows if there are any: its values are those that one process would have, where a variable has rank 0's.
 
     Args:
-        num_rows: int, the number of rows to split.
+        num_rows: int, the number of rows to split, or an `int64` array or tensor of such numbers.
         num_shards: int, the number of slices.
-        shard_id: int, which slice, from 0.
+        shard_id: int, which slice, from 0, or an `int64` scalar tensor.
 
     Returns:
         `(start, stop)`; equal when the slice is empty.
 
     Example:
     >>> [split_rows(7, 3, shard_id) for shard_id in range(3)]
-    [(0, 2), (2, 4), (4, 7)]
+    [(0, 3), (3, 5), (5, 7)]
     """
-    return num_rows * shard_id // num_shards, num_rows * (shard_id + 1) // num_shards
+    return -(-num_rows * shard_id // num_shards), -(-num_rows * (shard_id + 1) // num_shards)
 
 
 def group(step: int, plan: Plan) -> tuple[int, int]:
@@ -216,10 +218,9 @@ def rows_of_steps(num_samples: int, batch_size: int, plan: Plan) -> tuple[Indice
     bounds = np.array([group(step, plan) for step in range(steps)], np.int64) * batch_size
     first = bounds[:, 0]
     total = np.minimum(first + bounds[:, 1], num_samples) - first
-    starts = first + total * plan.shard_id // plan.num_shards
-    stops = first + total * (plan.shard_id + 1) // plan.num_shards
+    starts, stops = split_rows(total, plan.num_shards, plan.shard_id)
     rows = stops - starts
-    starts = np.where(rows > 0, starts, first)
+    starts = np.where(rows > 0, first + starts, first)
     return starts, starts + np.maximum(rows, 1), rows, total
 
 

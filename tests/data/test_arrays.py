@@ -40,7 +40,7 @@ def test_groups_restart_at_each_epoch(steps_per_epoch):
 
 
 def test_a_rank_without_rows_carries_the_first_of_the_step():
-    assert idle_rows(sources(9, 2, plans(4))) == {(1, 0): [8], (1, 1): [8], (1, 2): [8]}
+    assert idle_rows(sources(9, 2, plans(4))) == {(1, 1): [8], (1, 2): [8], (1, 3): [8]}
 
 
 @pytest.mark.parametrize("steps_per_epoch", [None, 4])

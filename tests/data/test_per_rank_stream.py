@@ -58,8 +58,8 @@ def test_each_batch_is_taken_in_several_steps():
     (plan,) = plans(1)
     source = PerRankStream(StreamSource(Dataset.range(5).batch(4), plan), plans(3, scale_batch=False)[0], num_splits=3)
     shards = list(itertools.islice(source.dataset(), 7))
-    assert [first_rows(shard.data) for shard in shards] == [[0], [1], [2, 3], [4], [4], [4], [4]]
-    assert [int(shard.rows) for shard in shards] == [1, 1, 2, 1, 0, 0, 0], "no step without rows before the last one"
+    assert [first_rows(shard.data) for shard in shards] == [[0, 1], [2], [3], [4], [4], [4], [4]]
+    assert [int(shard.rows) for shard in shards] == [2, 1, 1, 1, 0, 0, 0], "no step without rows before the last one"
 
 
 @pytest.mark.parametrize("steps_per_epoch", [None, 1, 2, 5])

@@ -57,7 +57,7 @@ def test_batches_are_split_when_the_batch_is_not_scaled(num_shards):
 def test_a_rank_without_a_batch_carries_the_first_row_of_the_group():
     assert idle_rows(sources(lambda: Dataset.range(8).batch(2), plans(3))) == {(1, 1): [6], (1, 2): [6]}
     unscaled = sources(lambda: Dataset.range(3).batch(2), plans(2, scale_batch=False))
-    assert idle_rows(unscaled) == {(1, 0): [2]}
+    assert idle_rows(unscaled) == {(1, 1): [2]}
 
 
 def test_an_endless_dataset_goes_on_from_epoch_to_epoch():
