@@ -57,7 +57,7 @@ class GlobalBatch:
             return self._gathered[self._key(leaf)][1]
         if not tf.is_tensor(leaf) or leaf.shape.rank != 0:
             return leaf
-        if leaf.dtype.is_floating:
+        if leaf.dtype.is_floating or leaf.dtype.is_complex:
             leaf = leaf * tf.cast(self._step.weight, leaf.dtype)
         return sum_over_ranks(self._engine, self._step, [leaf])[0]
 

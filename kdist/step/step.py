@@ -19,6 +19,7 @@ from kdist.state.random_state import folded_draws
 from kdist.step.global_batch import GlobalBatch
 from kdist.step.losses import GlobalLoss
 from kdist.strategies.all_reduce import AllReduceExtended
+from kdist.strategies.differentiable import sum_over_ranks
 
 
 class Step:
@@ -77,12 +78,11 @@ class Step:
         return self._extended.engine
 
     def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
-        """Sums the active ranks' values.
+        """Sums the active ranks' values; gradients pass through, as to weights of rows that a layer computes.
 
-        Collective: every rank must call this, in the same order.
+        Collective: every rank must call this, in the same order; the backward pass, too.
         """
-        (total,) = self.engine.allreduce([tf.where(self.active, value, tf.zeros_like(value))])
-        return total
+        return sum_over_ranks(self.engine, self, [value])[0]
 
     def mean_over_ranks(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Averages tensors over the ranks, weighted by their shares.

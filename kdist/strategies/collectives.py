@@ -101,7 +101,9 @@ def all_reduce(x: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
     else:
         if op == "mean":
             share = 1 / extended.num_replicas if step is None else step.weight
-            tensors = [x if x.dtype.is_floating else tf.cast(x, keras.config.floatx()) for x in tensors]
+            tensors = [
+                x if x.dtype.is_floating or x.dtype.is_complex else tf.cast(x, keras.config.floatx()) for x in tensors
+            ]
             tensors = [x * tf.cast(share, x.dtype) for x in tensors]
         combined = sum_over_ranks(engine, step, tensors)
     return keras.tree.pack_sequence_as(x, combined)

@@ -29,7 +29,7 @@ class ReplicaStep(Protocol):
 def sum_over_ranks(
     engine: Engine, step: ReplicaStep | None, tensors: Sequence[tf.Tensor], divisor: float = 1
 ) -> list[tf.Tensor]:
-    """Sums tensors over the ranks; a gradient is that of the loss of all ranks.
+    """Sums tensors over the ranks; a gradient is that of the loss of all ranks, and has gradients itself.
 
     Collective: every rank must call this, in the same order; the backward pass, too.
 
@@ -41,11 +41,12 @@ def sum_over_ranks(
     """
 
     def total(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        sums = engine.allreduce([_of_active(step, value) for value in values])
-        return sums if divisor == 1 else [value / tf.cast(divisor, value.dtype) for value in sums]
+        return sum_over_ranks(engine, step, values, divisor)
 
     def reduce(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
-        return total(values), lambda *upstream: _of_all_losses(total, step, upstream)
+        sums = engine.allreduce([_of_active(step, value) for value in values])
+        sums = sums if divisor == 1 else [value / tf.cast(divisor, value.dtype) for value in sums]
+        return sums, lambda *upstream: _of_all_losses(total, step, upstream)
 
     return list(tf.custom_gradient(reduce)(*tensors))
 
@@ -54,6 +55,8 @@ def rows_of_all_ranks(
     engine: Engine, step: ReplicaStep | None, tensors: Sequence[tf.Tensor], *, alike: bool = False
 ) -> list[tf.Tensor]:
     """Concatenates tensors over the ranks along their first axis; a gradient is that of the loss of all ranks.
+
+    Without `alike` the gradient has gradients itself.
 
     Collective: every rank must call this, in the same order; without `alike` the backward pass, too.
 
@@ -79,7 +82,7 @@ def rows_of_all_ranks(
     def concatenate(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if not alike:
-                upstream = tuple(_of_all_losses(engine.allreduce, step, upstream))
+                upstream = tuple(_of_all_losses(lambda each: sum_over_ranks(engine, step, each), step, upstream))
             elif step is not None:  # the step multiplies by the weight
                 upstream = tuple(_divided_by_weight(step, value) for value in upstream)
             own = []

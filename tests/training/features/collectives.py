@@ -50,6 +50,7 @@ def layers_of_batch_statistics() -> None:
         def call(self, x: Any) -> Any:
             mean = kdist.all_reduce(ops.mean(x, axis=0), "mean")
             total, largest = kdist.all_reduce(ops.sum(x**2)), kdist.all_reduce(ops.max(x, axis=0), "max")
+            mean += tf.math.imag(kdist.all_reduce(tf.complex(mean, ops.mean(x**3, axis=0)), "mean"))
             return (x - mean) / (1 + ops.sqrt(total)) + largest - kdist.all_reduce({"x": ops.min(x)}, "min")["x"]
 
     def script(batch: int) -> dict[str, Any]:
@@ -59,6 +60,38 @@ def layers_of_batch_statistics() -> None:
         deterministic_weights(model)
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
         return fit_evaluate_predict(model, fed("tf_data", (x, y), batch), x, y, batch)
+
+    both(script)
+
+
+@feature
+def second_derivatives() -> None:
+    """A loss of the gradient with respect to the rows, through what the ranks have summed or gathered."""
+    x, _ = rows("even")
+    y = x**2
+
+    class Global(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            spread = kdist.all_reduce(ops.mean(x**2, axis=0), "mean")
+            return x * ops.sqrt(spread) + ops.mean(ops.tanh(kdist.all_gather(x)), axis=0)
+
+    class Slopes(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    energy = tf.reduce_sum(self(x, training=True))
+                loss = tf.reduce_mean((inner.gradient(energy, x) - y) ** 2)
+            self.optimizer.apply(outer.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    def script(batch: int) -> dict[str, Any]:
+        layers = [keras.layers.Dense(4, "tanh"), Global(), keras.layers.BatchNormalization(synchronized=True)]
+        model = Slopes([keras.Input((5,)), *layers, keras.layers.Dense(1, "tanh")])
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.01))
+        return fit_alone(model, fed("arrays", (x, y), batch))
 
     both(script)
 

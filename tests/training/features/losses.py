@@ -70,6 +70,25 @@ def sequences_of_unknown_length() -> None:
 
 
 @feature
+def weights_of_rows_that_a_layer_learns() -> None:
+    """The denominator is a sum over all ranks, and has gradients."""
+    x, y = rows("ragged")
+
+    class Confident(keras.Sequential):
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+            weight = keras.ops.sigmoid(y_pred[:, 0])
+            return super().compute_loss(x, y, y_pred, weight, training)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Confident([keras.Input((5,)), keras.layers.Dense(2)])
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
+        return fit_alone(model, fed("arrays", (x, y), batch))
+
+    both(script)
+
+
+@feature
 def loss_reductions() -> None:
     weight = np.linspace(0.1, 3.0, len(rows("ragged")[0]))
     x, y = rows("ragged")
