@@ -369,7 +369,8 @@ class CollectiveEngine(Engine):
         count, sums = 0, []
         if self._shared is not None and self._shared.pays(buffers):
             return self._shared.sum(buffers)
-        if tf.executing_eagerly() and sum(len(self._cut(buffer)) for buffer in buffers) > 1:
+        is_eager = tf.executing_eagerly() and not tf.config.functions_run_eagerly()
+        if is_eager and sum(len(self._cut(buffer)) for buffer in buffers) > 1:
             # As a function, for eagerly one op waits for the other.
             key = tuple((buffer.dtype, flat.size(buffer)) for buffer in buffers)
             if key not in self._functions:

@@ -91,7 +91,12 @@ class HorovodEngine(Engine):
         with tf.init_scope(), tf.device("CPU:0"):
             self._order = tf.Variable(0, trainable=False, name="kdist_horovod_order")
         self._shared: SharedTensors | None = None
-        if share_memory and 1 < self.size == self.local_size and not tf.config.get_visible_devices("GPU"):
+        # The ranks decide together: each may see other devices.
+        if (
+            share_memory
+            and 1 < self.size == self.local_size
+            and not any(self.gather_objects(bool(tf.config.get_visible_devices("GPU"))))
+        ):
             memory = SharedMemory.open(self.rank, self.size, self.gather_objects)
             if memory is not None:
                 self._shared = SharedTensors(memory, OrderedCalls("kdist_horovod_shared_order"))

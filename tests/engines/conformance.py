@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -97,6 +98,32 @@ def case_allreduce_sums_every_dtype_and_shape(engine):
             assert len(results) == len(SHAPES)
             for shape, result in zip(SHAPES, results, strict=True):
                 same(result, summed(shape, dtype, engine.size), (how, dtype.name, shape))
+
+
+def case_allreduce_warns_of_nothing_that_is_not_finite(engine):
+    """A loss scale that is too large is no error; large enough to be summed in shared memory."""
+    sent = {
+        tf.float32: np.full(40_000, 3e38, np.float32),
+        tf.float16: np.full(90_000, np.inf if engine.rank % 2 else -np.inf, np.float16),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sums = engine.allreduce([tf.constant(each) for each in sent.values()])
+        halves, _ = engine.reduce_scatter([tf.constant(each) for each in (sent[tf.float16], sent[tf.float32])])
+    if engine.size > 1:
+        assert np.isinf(sums[0].numpy()).all()
+        assert np.isnan(sums[1].numpy()).all()
+        assert np.isnan(halves.numpy()).all()
+
+
+def case_allreduce_where_functions_run_eagerly(engine):
+    tf.config.run_functions_eagerly(True)
+    try:
+        sums = engine.allreduce([values((3,), dtype, engine.rank) for dtype in (tf.float32, tf.float64, tf.int64)])
+    finally:
+        tf.config.run_functions_eagerly(False)
+    for each in sums:
+        same(each, summed((3,), each.dtype, engine.size))
 
 
 def case_allreduce_sums_any_mixture_in_the_lists_order(engine):

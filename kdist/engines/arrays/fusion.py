@@ -72,6 +72,7 @@ def pack(arrays: Sequence[Array]) -> list[Array]:
     return buffers
 
 
+@np.errstate(over="ignore", invalid="ignore")  # as in `SharedMemory.sum`
 def unpack(buffers: Sequence[Array], like: Sequence[Array]) -> list[Array]:
     """Undoes `pack`.
 

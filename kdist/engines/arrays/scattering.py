@@ -59,6 +59,7 @@ def _joined(parts: Sequence[Array], dtype: np.dtype) -> Array:
     return joined
 
 
+@np.errstate(over="ignore", invalid="ignore")  # as in `SharedMemory.sum`
 def _sum(parts: Sequence[Array], dtype: np.dtype, rank: int, exchange: Exchange) -> Array:
     """Returns the sum over the ranks of what they have for this one.
 

@@ -215,6 +215,7 @@ class SharedMemory:
             for rank, region in enumerate(self._regions)
         ]
 
+    @np.errstate(over="ignore", invalid="ignore")  # as C sums in a graph: a loss scale that is too large is no error
     def _sum_buffer(self, buffer: Array) -> None:
         regions = [region.view(buffer.dtype) for region in self._regions]
         own = regions[self.rank]
