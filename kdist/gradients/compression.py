@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
 
 Gradients = Sequence[tf.Tensor | tf.IndexedSlices]
+
+
+class CompressedSums(NamedTuple):
+    """The result of one message of gradients.
+
+    Attributes:
+        gradients: list, the sums of the gradients.
+        exact: list of tensors, the sums of the others.
+        changes: list of pairs of a variable and its value for the next step, if the sums of all messages are finite:
+            a step with another one is skipped.
+    """
+
+    gradients: list[Any]
+    exact: list[Any]
+    changes: list[tuple[tf.Variable, tf.Tensor]]
 
 
 class Compression(abc.ABC):
@@ -25,9 +40,7 @@ class Compression(abc.ABC):
     keeps_residuals = False
 
     @abc.abstractmethod
-    def sum(
-        self, engine: Engine, gradients: Gradients, exact: Gradients, variables: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    def sum(self, engine: Engine, gradients: Gradients, exact: Gradients, variables: Sequence[Any]) -> CompressedSums:
         """Sums gradients approximately, and other tensors exactly.
 
         Collective: every rank must call this, in the same order.
@@ -40,7 +53,7 @@ class Compression(abc.ABC):
             variables: sequence of variables, one for each gradient, with which slots are stored.
 
         Returns:
-            A pair of lists: the sums of `gradients` and of `exact`.
+            `CompressedSums`.
         """
 
     @abc.abstractmethod
@@ -64,7 +77,26 @@ def full_bytes(gradient: tf.Tensor | tf.IndexedSlices) -> int:
     return (values.shape.num_elements() or 0) * values.dtype.size
 
 
+def planned_bytes(gradient: tf.Tensor | tf.IndexedSlices) -> int:
+    """Returns the bytes of a gradient by which messages are planned, on all ranks alike: 0 for slices.
+
+    The number of slices is that of a rank's rows, which an eager step knows and a rank cannot know of the others.
+    """
+    return 0 if isinstance(gradient, tf.IndexedSlices) else full_bytes(gradient)
+
+
 def is_plain(gradient: tf.Tensor | tf.IndexedSlices) -> bool:
     """Returns whether a gradient is dense, real, and of a static shape."""
     is_dense = not isinstance(gradient, tf.IndexedSlices)
     return is_dense and gradient.dtype.is_floating and gradient.shape.is_fully_defined()
+
+
+def is_finite(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """Returns whether all numbers of a gradient are finite, a `bool` scalar."""
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    return tf.math.is_finite(tf.reduce_sum(tf.abs(summable(values))))
+
+
+def summable(gradient: tf.Tensor) -> tf.Tensor:
+    """Returns a gradient in at least 32 bits."""
+    return tf.cast(gradient, tf.float32) if gradient.dtype.size < tf.float32.size else gradient

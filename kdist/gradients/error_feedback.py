@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kdist.engines.engine import Engine
 from kdist.engines.tensors import flat
-from kdist.gradients.compression import Compression, Gradients, full_bytes
+from kdist.gradients.compression import CompressedSums, Compression, Gradients, full_bytes, summable
 from kdist.state.slots import Slots
 
 
@@ -33,7 +33,7 @@ class ApproximateSums(NamedTuple):
 class ErrorFeedback(Compression):
     """Sums compressed gradients; each rank keeps its compression error as a residual.
 
-    A message with a sum that is not finite changes no residual, because such a step is skipped.
+    A sum that is not finite changes no residual, because such a step is skipped.
 
     References:
         - Karimireddy et al., 2019, Error Feedback Fixes SignSGD, https://arxiv.org/abs/1901.09847
@@ -61,30 +61,24 @@ class ErrorFeedback(Compression):
         Collective: every rank must call this, in the same order.
         """
 
-    def sum(
-        self, engine: Engine, gradients: Gradients, exact: Gradients, variables: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    def sum(self, engine: Engine, gradients: Gradients, exact: Gradients, variables: Sequence[Any]) -> CompressedSums:
         """Sums gradients and residuals; see `Compression.sum`."""
         places = [place for place, each in enumerate(gradients) if self._shape(each) is not None]
         rest = [place for place in range(len(gradients)) if place not in places]
         compressed = [variables[place] for place in places]
-        tensors = [tf.reshape(_summable(gradients[place]), self._shape(gradients[place])) for place in places]
+        tensors = [tf.reshape(summable(gradients[place]), self._shape(gradients[place])) for place in places]
         residuals = [
             self._residuals.get(v, each.shape, each.dtype) for v, each in zip(compressed, tensors, strict=True)
         ]
         tensors = [each + residual for each, residual in zip(tensors, residuals, strict=True)]
         found = self._sum_approximately(engine, tensors, [*(gradients[place] for place in rest), *exact], compressed)
         errors = [(state, each - sent) for state, each, sent in zip(residuals, tensors, found.sent, strict=True)]
-        finite = [is_finite(each) for each in (*found.totals, *found.exact[: len(rest)])]
-        all_finite = tf.reduce_all(tf.convert_to_tensor(finite, tf.bool))  # there may be none
-        for state, value in (*errors, *found.updates):
-            state.assign(tf.where(all_finite, value, state))
         sums: list[Any] = list(gradients)
         for place, total in zip(places, found.totals, strict=True):
             sums[place] = tf.cast(tf.reshape(total, gradients[place].shape), gradients[place].dtype)
         for place, total in zip(rest, found.exact, strict=False):
             sums[place] = total
-        return sums, found.exact[len(rest) :]
+        return CompressedSums(sums, found.exact[len(rest) :], [*errors, *found.updates])
 
     def num_bytes(self, gradient: tf.Tensor | tf.IndexedSlices) -> int:
         """Returns the bytes of a compressed gradient; see `Compression.num_bytes`."""
@@ -104,13 +98,3 @@ class ErrorFeedback(Compression):
     def load_state_dict(self, engine: Engine, state: Mapping[str, Mapping[int, Any]]) -> None:
         """Loads all residuals on rank 0; see `Compression.load_state_dict`."""
         self._residuals.load(state.get("residual", {}) if engine.rank == 0 else {})
-
-
-def is_finite(tensor: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """Returns whether all numbers of a gradient are finite, a `bool` scalar."""
-    values = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
-    return tf.math.is_finite(tf.reduce_sum(tf.abs(_summable(values))))
-
-
-def _summable(gradient: tf.Tensor) -> tf.Tensor:
-    return tf.cast(gradient, tf.float32) if gradient.dtype.size < tf.float32.size else gradient

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
-from kdist.gradients.compression import Compression, Gradients, full_bytes, is_plain
+from kdist.gradients.compression import CompressedSums, Compression, Gradients, full_bytes, is_plain
 
 
 class HalfPrecision(Compression):
@@ -25,9 +25,7 @@ class HalfPrecision(Compression):
         self._half = half
         self.description = f"{half.name}"
 
-    def sum(
-        self, engine: Engine, gradients: Gradients, exact: Gradients, variables: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    def sum(self, engine: Engine, gradients: Gradients, exact: Gradients, variables: Sequence[Any]) -> CompressedSums:
         """Sums dense gradients in half precision, and rounds the others first; see `Compression.sum`."""
         dense = [each for each in gradients if is_plain(each)]
         # Slices are gathered, not summed.
@@ -35,7 +33,7 @@ class HalfPrecision(Compression):
         received = engine.allreduce([*others, *exact])
         rounded, summed = iter(received[: len(others)]), iter(self._sum_dense(engine, dense))
         totals = [next(summed) if is_plain(each) else _cast(next(rounded), each.dtype) for each in gradients]
-        return totals, received[len(others) :]
+        return CompressedSums(totals, received[len(others) :], [])
 
     def num_bytes(self, gradient: tf.Tensor | tf.IndexedSlices) -> int:
         """Returns two bytes for each number."""

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kdist.engines.arrays.buckets import assign_buckets
 from kdist.engines.engine import Engine
-from kdist.gradients.compression import Compression, Gradients, full_bytes
+from kdist.gradients.compression import CompressedSums, Compression, Gradients, full_bytes, is_finite, planned_bytes
 from kdist.gradients.half_precision import HalfPrecision
 from kdist.gradients.power_sgd import PowerSGD
 from kdist.gradients.top_k import TopK
@@ -96,24 +96,28 @@ class GradientReducer:
         if self._sparse_as_dense:
             gradients = [tf.convert_to_tensor(each) for each in gradients]
         self._log_compression(gradients, variables)
-        plan = assign_buckets([full_bytes(each) for each in gradients], self._bucket_mb)
+        plan = assign_buckets([planned_bytes(each) for each in gradients], self._bucket_mb)
         sums: list[Any] = list(gradients)
         rest: list[Any] = []
+        changes: list[tuple[tf.Variable, tf.Tensor]] = []
         for bucket in plan:
             others = exact if bucket is plan[-1] else ()
             group = addends([gradients[index] for index in bucket])
-            received, rest = self._sum_message(group, others, [variables[index] for index in bucket])
+            received, rest, changed = self._sum_message(group, others, [variables[index] for index in bucket])
+            changes += changed
             for index, total in zip(bucket, received, strict=True):
                 sums[index] = total
+        if changes:
+            are_finite = tf.reduce_all(tf.stack([is_finite(each) for each in sums]))
+            for variable, value in changes:
+                variable.assign(tf.where(are_finite, value, variable))
         return sums, rest
 
-    def _sum_message(
-        self, group: Gradients, others: Gradients, variables: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    def _sum_message(self, group: Gradients, others: Gradients, variables: Sequence[Any]) -> CompressedSums:
         if self._compression is not None:
             return self._compression.sum(self._engine, group, others, variables)
         totals = self._engine.allreduce([*group, *others])
-        return totals[: len(group)], totals[len(group) :]
+        return CompressedSums(totals[: len(group)], totals[len(group) :], [])
 
     def _log_compression(self, gradients: Gradients, variables: Sequence[Any]) -> None:
         """Logs once for each set of variables what is sent; each of several optimizers has its own."""

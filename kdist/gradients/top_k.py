@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
-from kdist.gradients.compression import is_plain
-from kdist.gradients.error_feedback import ApproximateSums, ErrorFeedback, is_finite
+from kdist.gradients.compression import is_finite, is_plain
+from kdist.gradients.error_feedback import ApproximateSums, ErrorFeedback
 
 _SMALL = 1024  # a gradient of fewer numbers is sent whole
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kdist.engines.arrays.buckets import assign_buckets
 from kdist.engines.engine import Engine
-from kdist.gradients.compression import full_bytes
+from kdist.gradients.compression import planned_bytes
 from kdist.sharding.part import Part
 
 BUCKET_MB = 32.0
@@ -60,7 +60,7 @@ class PartReducer:
             gradients = [tf.convert_to_tensor(each) for each in gradients]
         sums = list(gradients)
         waiting = list(exact)
-        for bucket in assign_buckets([full_bytes(each) for each in gradients], self._bucket_mb):
+        for bucket in assign_buckets([planned_bytes(each) for each in gradients], self._bucket_mb):
             sent = [self._rounded(each) for each in addends([gradients[place] for place in bucket])]
             received, others = self._message(sent, [parts[place] for place in bucket], waiting)
             exact, waiting = others or exact, []
@@ -71,7 +71,7 @@ class PartReducer:
     def _message(
         self, sent: Sequence[Any], parts: Sequence[Part], exact: Sequence[tf.Tensor]
     ) -> tuple[list[Any], list[Any]]:
-        pays = sum(full_bytes(each) for each in sent) >= SMALL_BYTES
+        pays = sum(planned_bytes(each) for each in sent) >= SMALL_BYTES
         is_cut = [
             pays and part.is_cut and not isinstance(each, tf.IndexedSlices)
             for each, part in zip(sent, parts, strict=True)

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from kdist.engines.single import SingleEngine
 from kdist.gradients.power_sgd import PowerSGD
+from kdist.gradients.reducer import GradientReducer
 
 GENERATOR = np.random.default_rng(0)
 SHAPES = [(12, 10), (10,), (2, 3, 4, 16), (3, 4)]  # of which the second and the last are too small
@@ -21,10 +22,9 @@ def variables():
     return [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
 
 
-def summed(compression, given, variables, exact=()):
-    function = tf.function(
-        lambda tensors, others: compression.sum(SingleEngine(), tensors, others, variables), autograph=False
-    )
+def summed(compression, given, variables, exact=(), bucket_mb=None):
+    reducer = GradientReducer(SingleEngine(), compression=compression, bucket_mb=bucket_mb)
+    function = tf.function(lambda tensors, others: reducer.sum(tensors, others, variables=variables), autograph=False)
     sums, others = function([tf.constant(each) for each in given], [tf.constant(each) for each in exact])
     return [each.numpy() for each in sums], [each.numpy() for each in others]
 
@@ -51,11 +51,11 @@ def test_it_is_the_algorithm_of_the_paper(variables):
 
 def test_nothing_is_lost_for_good(variables):
     """The same gradient again and again: in the mean, the sums become the gradient."""
-    compression, given = PowerSGD(1), gradients()
+    reducer, given = GradientReducer(SingleEngine(), compression=PowerSGD(1)), gradients()
 
     @tf.function(autograph=False)
     def reduced():
-        return compression.sum(SingleEngine(), [tf.constant(each) for each in given], [], variables)[0]
+        return reducer.sum([tf.constant(each) for each in given], [], variables=variables)[0]
 
     reduced()  # its first call may make variables
     total = [np.zeros(shape) for shape in SHAPES]
@@ -72,17 +72,18 @@ def test_a_gradient_of_that_rank_is_exact(variables):
     np.testing.assert_allclose(sums[0], given[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("bad", [0, 1])  # of the second, which is sent as it is, the first has to know
-def test_a_step_that_is_not_finite_leaves_nothing(variables, bad):
+# Of the second, which is sent as it is, the first has to know; in messages of their own, too.
+@pytest.mark.parametrize(("bad", "bucket_mb"), [(0, None), (1, None), (0, 1e-5)])
+def test_a_step_that_is_not_finite_leaves_nothing(variables, bad, bucket_mb):
     compression, undisturbed, given = PowerSGD(1), PowerSGD(1), gradients()
     spoilt = [each.copy() for each in given]
     spoilt[bad].flat[3] = np.nan
     summed(compression, given, variables)
-    assert np.isnan(summed(compression, spoilt, variables)[0][bad]).any()
+    assert np.isnan(summed(compression, spoilt, variables, bucket_mb=bucket_mb)[0][bad]).any()
     summed(undisturbed, given, variables)
-    np.testing.assert_array_equal(
-        summed(compression, given, variables)[0][0], summed(undisturbed, given, variables)[0][0]
-    )
+    pairs = zip(summed(compression, given, variables)[0], summed(undisturbed, given, variables)[0], strict=True)
+    for ours, theirs in pairs:
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_gradient_of_zeros_does_not_end_the_training(variables):

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from kdist.engines.single import SingleEngine
+from kdist.gradients.reducer import GradientReducer
 from kdist.gradients.top_k import TopK
 
 GENERATOR = np.random.default_rng(0)
@@ -21,8 +22,9 @@ def variables():
 
 
 def summed(compression, given, variables):
+    reducer = GradientReducer(SingleEngine(), compression=compression)
     function = tf.function(
-        lambda tensors: compression.sum(SingleEngine(), tensors, [tf.constant(3.0)], variables), autograph=False
+        lambda tensors: reducer.sum(tensors, [tf.constant(3.0)], variables=variables), autograph=False
     )
     sums, (other,) = function([tf.constant(each) for each in given])
     assert other == 3

@@ -21,6 +21,7 @@ import tensorflow as tf
 import kdist
 from kdist._process import open_engine
 from kdist.errors import KDistError
+from kdist.sharding import gradients
 from tests.training import fidelity
 from tests.training.features import FEATURES
 from tests.training.fidelity import BATCH, both, compare, fed, fit_alone, fresh, mlp, outcome, rows, size, state_of
@@ -423,6 +424,25 @@ def a_file_that_one_rank_loads_is_refused() -> None:
         loading = keras.callbacks.LambdaCallback(on_epoch_end=load)
         said = message_of(lambda: again.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[loading]))
     assert "files loaded into Adam" in said, said
+
+
+@case
+def messages_do_not_depend_on_a_ranks_number_of_slices() -> None:
+    """An eager step knows its rows: of these, the last step has more on one rank than on another."""
+    ids = np.arange(((size() + 1) * BATCH + 1) * 3).reshape(-1, 3) % 7
+    y = np.sin(ids.sum(axis=1, keepdims=True))
+
+    def script(batch: int) -> dict[str, Any]:
+        layers = [keras.layers.Embedding(7, 4), keras.layers.Flatten(), keras.layers.Dense(8), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        fidelity.deterministic_weights(model)
+        model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True)
+        data = tf.data.Dataset.from_tensor_slices((ids, y)).batch(batch)
+        return outcome(model, model.fit(data, epochs=2, verbose=0))
+
+    dense = 8 * (12 * 8 + 8 + 8 + 1)  # bytes
+    with mock.patch.object(gradients, "SMALL_BYTES", dense + 8 * 3 * 4 * BATCH):
+        both(script, strategy=SHARD)
 
 
 @case

@@ -15,6 +15,7 @@ from kdist.engines.single import SingleEngine
 from kdist.errors import StrategyError
 from kdist.gradients import top_k as top_k_module
 from kdist.gradients.power_sgd import PowerSGD
+from kdist.gradients.reducer import GradientReducer
 from tests.helpers.logs import logged
 from tests.training.features.optimizers import _two_optimizers
 from tests.training.features.registry import feature, simple
@@ -71,11 +72,11 @@ class OneProcessPowerSGD(keras.optimizers.SGD):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.compression = PowerSGD(1)
+        self.reducer = GradientReducer(SingleEngine(), compression=PowerSGD(1))
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         variables = trainable_variables or self._trainable_variables
-        sums, _ = self.compression.sum(SingleEngine(), list(grads), [], variables)
+        sums, _ = self.reducer.sum(list(grads), [], variables=variables)
         return super().apply(sums, trainable_variables)
 
 
