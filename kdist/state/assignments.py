@@ -204,7 +204,8 @@ class Assignments:
         ignored = self._variables_of_others()
         self._statistics = statistics_of_keras(self._model)
         found = []
-        for key, written in self._written.items():
+        for key in self._in_one_order():
+            written = self._written[key]
             if key in ignored or is_of_one_rank(self._model, written.variable):
                 continue
             self._state.variables[key] = written.variable
@@ -224,6 +225,11 @@ class Assignments:
         ignored = self._variables_of_others()
         found = {key_of(each): each for each in self._model.non_trainable_variables if not is_seed(each)}
         return {key: each for key, each in found.items() if key not in ignored}
+
+    def _in_one_order(self) -> list[int]:
+        """Returns the keys of what is written; where ranks may write in any order, the model's variables in its own."""
+        own = [key for key in self._writable() if key in self._written] if self._may_differ_in_code else []
+        return [*own, *(key for key in self._written if key not in own)]
 
     def add_writes_of_other_ranks(self) -> None:
         """Adds variables of the model that other ranks alone have written in an eager step.

@@ -34,7 +34,7 @@ class _AveragedVariable(NamedTuple):
         variable: `keras.Variable`, or a `tf.Variable` that a step writes.
         common: `tf.Variable`, the value on all ranks after the last average.
         is_weight: bool, whether the outer SGD updates it: it was trained when it was first averaged.
-        is_frozen: bool, whether no layer is known to write it: it is sent only if a rank has written it.
+        is_frozen: bool, whether no layer is known on all ranks to write it: it is sent only if a rank has written it.
     """
 
     variable: Any
@@ -170,11 +170,11 @@ class LocalSGD:
             value = value if each.variable.constraint is None else each.variable.constraint(value)
             _set_common(each, value, loads_weights)
         for each, total in zip(statistics, totals, strict=True):
-            _set_common(each, _number(each.common) + total, loads_weights)
+            _set_common(each, tf.cast(_number(each.common), total.dtype) + total, loads_weights)
 
         def merge_frozen() -> None:
             for each, total in zip(frozen, self._engine.allreduce(contributions), strict=True):
-                _set_common(each, _number(each.common) + total, loads_weights)
+                _set_common(each, tf.cast(_number(each.common), total.dtype) + total, loads_weights)
 
         if frozen:
             tf.cond(num_writers > 0, merge_frozen, lambda: None)
@@ -199,7 +199,7 @@ class LocalSGD:
             return change
         if merge == "first":
             return change if self._engine.rank == 0 else tf.zeros_like(change)
-        return change / tf.cast(self._engine.size, change.dtype)
+        return change / self._engine.size  # of integers a float
 
     def _merge_of(self, variable: Any) -> str | None:
         """Returns how a variable is merged, `None` for one that is no number of which a mean can be taken."""
@@ -209,7 +209,8 @@ class LocalSGD:
         if is_mergeable(variable):
             return "mean"
         _, merge = self._written.merges["train"].get(key_of(variable), (None, None))
-        return "first" if merge == "count" else merge
+        is_unknown = merge is None and tf.executing_eagerly()  # another rank may have written it
+        return "first" if merge == "count" or is_unknown else merge
 
     def _add_variables(self) -> None:
         written = set(self._written.merges["train"]) | statistics_of_keras(self._model)
@@ -220,7 +221,9 @@ class LocalSGD:
                 continue
             # The scales of float8 layers are not trained by gradients.
             is_weight = id(variable) in trained and not getattr(variable, "overwrite_with_gradient", False)
-            is_frozen = id(variable) not in trained and key_of(variable) not in written
+            # In an eager step each rank knows what it has written itself.
+            is_known = key_of(variable) in written and not tf.executing_eagerly()
+            is_frozen = id(variable) not in trained and not is_known
             if known := self._variables.get(id(variable)):
                 common = known.common
             else:
@@ -240,5 +243,6 @@ def _number(value: Any) -> tf.Tensor:
 def _set_common(averaged: _AveragedVariable, value: tf.Tensor, loads_weights: tf.Tensor) -> None:
     """Sets the common value of a variable; if a rank has loaded weights, the ranks differ until the broadcast."""
     common, variable = averaged.common, raw_variable(averaged.variable)
+    value = value if common.dtype.is_floating or common.dtype.is_complex or value.dtype.is_integer else tf.round(value)
     common.assign(tf.where(loads_weights, variable, tf.cast(value, common.dtype)))
     variable.assign(common)

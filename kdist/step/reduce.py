@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from kdist.errors import NotSynchronizedError, StrategyError
+from kdist.gradients.agreement import agreed_gradients
 from kdist.gradients.reducer import GradientReducer
 from kdist.keras_hooks.optimizers import accumulators, innermost, is_update_due
 from kdist.keras_hooks.patching import patched
@@ -108,6 +109,10 @@ class Reduce(Stage):
     def _reduce_and(self, update: Update, proceed: Callable[[], Any]) -> Any:
         if isinstance(update.optimizer, keras.optimizers.LossScaleOptimizer):
             self._check_loss_scale()
+        update.variables, update.gradients = agreed_gradients(
+            self._step.engine, update.optimizer, update.variables, update.gradients
+        )
+        update.local = update.gradients
         given = [place for place, gradient in enumerate(update.gradients) if gradient is not None]
         maxima = [p for p in given if getattr(update.variables[p], "overwrite_with_gradient", False)]
         summed = [place for place in given if place not in maxima]

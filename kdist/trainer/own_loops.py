@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.errors import StrategyError
+from kdist.gradients.agreement import agreed_gradients
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, set_optimizer_strategy, trained_variables
 from kdist.keras_hooks.own_loops import watch_optimizers, watch_scopes, whole_losses
@@ -62,15 +63,16 @@ class OwnLoops:
         def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
             run = original(optimizer, "apply")
             variables = list(trainable_variables or trained_variables(innermost(optimizer)))
-            with self._averaged(optimizer, list(grads), variables) as means:
-                return run(means, trainable_variables)
+            with self._averaged(optimizer, list(grads), variables) as (means, agreed):
+                is_default = trainable_variables is None and len(agreed) == len(variables)
+                return run(means, None if is_default else agreed)
 
         def apply_gradients(grads_and_vars: Any) -> Any:
             # Wrapped too, as a custom optimizer may clip here before it calls `apply`.
             run, pairs = original(optimizer, "apply_gradients"), list(grads_and_vars)
             variables = [variable for _, variable in pairs]
-            with self._averaged(optimizer, [gradient for gradient, _ in pairs], variables) as means:
-                return run(zip(means, variables, strict=True))
+            with self._averaged(optimizer, [gradient for gradient, _ in pairs], variables) as (means, agreed):
+                return run(zip(means, agreed, strict=True))
 
         settings = self._strategy.settings
         if settings is not None and settings.options.shard:
@@ -96,9 +98,8 @@ class OwnLoops:
     @contextlib.contextmanager
     def _averaged(
         self, optimizer: keras.optimizers.Optimizer, gradients: list[Any], variables: list[Any]
-    ) -> Iterator[list[Any]]:
-        """Yields the gradients to apply: the ranks' means outside of a replica, else those that were given."""
-        given = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    ) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Yields what to apply, gradients and variables: the ranks' means outside of a replica, else what was given."""
         option = 'shard="optimizer"' if sharded(optimizer) is not None else ""
         option = "shard_embeddings" if any(table_of(each) is not None for each in variables) else option
         if self._extended.step is None and option:
@@ -109,11 +110,13 @@ class OwnLoops:
                 f"kdist.AllReduce() without {option}."
             )
         if self._extended.is_in_replica:
-            yield gradients
+            yield gradients, variables
             return
+        variables, gradients = agreed_gradients(self._engine, optimizer, variables, gradients)
+        given = [place for place, gradient in enumerate(gradients) if gradient is not None]
         if not given:
             with self._extended.reduced_replica():
-                yield gradients
+                yield gradients, variables
             return
         if optimizer not in self._begun:
             self._begin(optimizer, variables)
@@ -123,7 +126,7 @@ class OwnLoops:
         self._tell_once(own, means)
         by_place = dict(zip(given, means, strict=True))
         with self._extended.reduced_replica():
-            yield [by_place.get(place) for place in range(len(gradients))]
+            yield [by_place.get(place) for place in range(len(gradients))], variables
 
     def _begin(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
         """Makes rank 0's weights and optimizer state those of all ranks.

@@ -132,6 +132,35 @@ def ranks_that_train_by_themselves_end_alike() -> None:
 
 
 @feature
+def state_that_some_of_the_ranks_that_train_by_themselves_write() -> None:
+    """In eager steps, where each rank knows of itself only; sums are exact, as increments are summed."""
+
+    class Watch(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            settings: dict[str, Any] = {"shape": (), "trainable": False, "initializer": "zeros"}
+            self.total = self.add_weight(aggregation="sum", **settings)
+            self.chiefs = self.add_weight(dtype="int32", **settings)  # without a rule: rank 0's
+            self.steps = self.add_weight(dtype="int32", aggregation="mean", **settings)
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if training:
+                self.steps.assign_add(1)
+                if kdist.rank() == size() - 1:
+                    self.total.assign_add(1.0)
+                    self.chiefs.assign_add(1)
+            return inputs
+
+    x, y = rows("even")
+    with kdist.scope(kdist.AllReduce(sync_every=2), scale_lr=None):
+        watch = Watch()
+        model = keras.Sequential([keras.Input((5,)), watch, keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=True)
+        model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0)
+    steps = 2 * len(x) // BATCH // size()
+    assert [float(each.numpy()) for each in watch.weights] == [steps, 0, steps]
+
+
+@feature
 def all_that_a_step_of_the_users_writes_is_averaged() -> None:
     """Frozen weights that follow others too; a constraint holds afterwards; what nobody writes stays what it is."""
 

@@ -183,12 +183,20 @@ def state_that_one_rank_alone_writes_in_an_eager_step() -> None:
             settings: dict[str, Any] = {"trainable": False, "initializer": "zeros", "aggregation": "sum"}
             self.num_large = self.add_weight(shape=(), dtype="int64", **settings)
             self.total = self.add_weight(shape=(), **settings)
+            self.of_class = [self.add_weight(shape=(), dtype="int64", **settings) for _ in range(4)]
+            settings["aggregation"] = "only_first_replica"
+            self.num_steps = self.add_weight(shape=(), dtype="int64", **settings)
 
         def call(self, inputs: Any, training: bool = False) -> Any:
             large = np.asarray(inputs)[:, 0] >= np.max(x[:, 0])
             if training and large.any():
                 self.num_large.assign_add(int(large.sum()))
                 self.total.assign_add(float(np.asarray(inputs)[large].sum()))
+            if training:
+                self.num_steps.assign_add(1)
+                classes = (np.abs(np.asarray(inputs)[:, 0]) * 100).astype(int) % 4
+                for number in dict.fromkeys(classes):  # each rank in an order of its own
+                    self.of_class[number].assign_add(int((classes == number).sum()))
             return inputs
 
     def script(batch: int) -> dict[str, Any]:
@@ -197,6 +205,7 @@ def state_that_one_rank_alone_writes_in_an_eager_step() -> None:
         model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
         return fit_alone(model, fed("arrays", (x, y), batch))
 
+    x, y = (each[: 2 * BATCH * size() + 1] for each in (x, y))  # one rank has the last row
     both(script)
 
 

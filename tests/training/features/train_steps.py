@@ -7,8 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+import kdist
 from tests.training.features.registry import feature, simple
-from tests.training.fidelity import OwnStep, both, deterministic_weights, outcome, rows
+from tests.training.fidelity import BATCH, OwnStep, both, deterministic_weights, outcome, rows, size
 
 
 @feature
@@ -131,3 +132,49 @@ def a_model_that_cannot_be_called() -> None:
         return {"weights": model.coder.get_weights(), "history": history.history}
 
     both(script)
+
+
+@feature
+def gradients_that_some_ranks_alone_have_in_an_eager_step() -> None:
+    """A branch in Python takes the experts that a rank's rows need; in `fit`, and in a loop without `strategy.run`."""
+
+    class Experts(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = [keras.layers.Dense(2, name=f"expert_{number}") for number in range(3)]
+            for each in self.experts:
+                each.build((None, 5))
+            deterministic_weights(self)
+
+        def call(self, x: Any) -> Any:
+            outputs = tf.zeros([tf.shape(x)[0], 2], x.dtype)
+            sizes = tf.abs(x[:, 0])
+            for expert, low, high in zip(self.experts, (0.0, 0.5, 1.4), (0.5, 1.4, 9.0), strict=True):
+                places = tf.where((sizes >= low) & (sizes < high))
+                if len(places):
+                    outputs = tf.tensor_scatter_nd_add(outputs, places, expert(tf.gather_nd(x, places)))
+            return outputs
+
+    x, y = rows("even")
+    batches = 3 * size()
+
+    def fitted(batch: int) -> dict[str, Any]:
+        model = Experts()
+        model.compile(keras.optimizers.Adam(0.05), "mse", run_eagerly=True)
+        return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+    def looped(batch: int) -> dict[str, Any]:
+        model, optimizer = Experts(), keras.optimizers.Adam(0.05)
+        optimizer.build(model.trainable_weights)
+        mine = slice(kdist.rank(), None, size()) if batch == BATCH else slice(None)
+        for start in range(0, batches, size()):
+            with tf.GradientTape() as tape:
+                rows_of_step = slice(start, start + size())
+                loss = tf.reduce_mean((model(tf.constant(x[rows_of_step][mine])) - y[rows_of_step][mine]) ** 2)
+            gradients = tape.gradient(loss, model.trainable_weights)
+            pairs = zip(gradients, model.trainable_weights, strict=True)
+            optimizer.apply_gradients([(gradient, weight) for gradient, weight in pairs if gradient is not None])
+        return outcome(model)
+
+    for script in (fitted, looped):
+        both(script)
