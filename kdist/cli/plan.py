@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from kdist.cli import script
 from kdist.cli.jobs.message import tell
 from kdist.cli.jobs.parser import count
 from kdist.errors import KDistError, LaunchError
+from kdist.launchers.process import received_signals
 from kdist.planning.memory import Sizes
 from kdist.planning.plan import make_plan
 
@@ -125,20 +127,31 @@ def _run(command: Sequence[str], env: Mapping[str, str], timeout: float) -> tupl
         KDistError: if it takes longer than a time limit; then it is ended, with all that it has started.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as output:  # a child of the script could hold a pipe open
-        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=output, start_new_session=True)
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise KDistError(
-                f"The script took too long to plan. Received: no model's first step within {timeout:g} s. Expected one "
-                "from which memory can be read. Fix: --timeout with more seconds, or less data before the first fit."
-            ) from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with received_signals() as received:
+            process = subprocess.Popen(
+                command, env=env, stdout=subprocess.DEVNULL, stderr=output, start_new_session=True
+            )
+            try:
+                code = _wait(process, timeout, received)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         output.seek(0)
         return code, output.read()
+
+
+def _wait(process: subprocess.Popen[Any], timeout: float, received: Sequence[int]) -> int:
+    deadline = time.monotonic() + timeout
+    while not received and time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(0.2, timeout))
+    if received:
+        raise SystemExit(128 + received[0])
+    raise KDistError(
+        f"The script took too long to plan. Received: no model's first step within {timeout:g} s. Expected one from "
+        "which memory can be read. Fix: --timeout with more seconds, or less data before the first fit."
+    )
 
 
 def _seconds(text: str) -> float:

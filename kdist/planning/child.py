@@ -61,14 +61,14 @@ def _sizes(call: FirstCall, way: str) -> Sizes:
     sizes = model_sizes(call.model, call.batch_size, inputs_of(call))
     if not call.verb.startswith(("fit", "train")):
         sizes = dataclasses.replace(sizes, slots=0, trained=0)
-    sizes = dataclasses.replace(sizes, data=call.data, batches_per_step=call.batches_per_step)
+    sizes = dataclasses.replace(sizes, data=call.data + call.copies, batches_per_step=call.batches_per_step)
     held = sizes.weights + sizes.slots + sizes.trained
     if way == COUNT:
-        return dataclasses.replace(sizes, process=max(0, before - sizes.data))
+        return dataclasses.replace(sizes, process=max(0, before - call.data))
     if 1.5 * held > available():
-        return sizes
+        return dataclasses.replace(sizes, process=max(0, before - call.data))
     base, row = measure(lambda rows: run_step(call, rows), call.batch_size)
-    return dataclasses.replace(sizes, process=max(0, base - held - sizes.data), row=row, source="measured")
+    return dataclasses.replace(sizes, process=max(0, base - held - call.data), row=row, source="measured")
 
 
 if __name__ == "__main__":

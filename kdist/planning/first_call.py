@@ -27,6 +27,7 @@ class FirstCall(BaseException):
         batch: nested arrays, the first batch of the data: `x`, or `(x, y)`, or `(x, y, sample_weight)`.
         batch_size: int, its rows.
         data: int, the bytes of the arrays that were given.
+        copies: int, the bytes of the tensors that Keras makes of them for `tf.data`.
         batches_per_step: int or `None`, how many such batches all ranks take in a step; `None` for one each.
     """
 
@@ -35,6 +36,7 @@ class FirstCall(BaseException):
     batch: Any
     batch_size: int
     data: int
+    copies: int
     batches_per_step: int | None
 
 
@@ -88,10 +90,19 @@ def _stop(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[str
     rows = _rows(batch)
     if not is_whole and not verb.endswith("_on_batch"):
         rows = min(given.get("batch_size") or 32, rows)
-    kept = [] if is_whole else [x, y, weight, given.get("validation_data")]
-    data = sum(getattr(each, "nbytes", 0) for each in tf.nest.flatten(kept))
+    arrays = tf.nest.flatten([*([] if is_whole else [x, y, weight]), given.get("validation_data")])
+    data = sum(getattr(each, "nbytes", 0) for each in arrays)
+    copies = 0 if verb.endswith("_on_batch") else sum(map(_bytes_of_copy, arrays))
     batch = tf.nest.map_structure(lambda each: np.asarray(each[:rows]), batch)
-    raise FirstCall(model, verb, batch, rows, data, _batches_per_step(verb))
+    raise FirstCall(model, verb, batch, rows, data, copies, _batches_per_step(verb))
+
+
+def _bytes_of_copy(array: Any) -> int:
+    """Returns the bytes of the tensor that Keras makes of an array: floats in its own precision, others as they are."""
+    if not isinstance(array, np.ndarray):
+        return 0
+    is_float = np.issubdtype(array.dtype, np.floating)
+    return array.size * (np.dtype(keras.config.floatx()) if is_float else array.dtype).itemsize
 
 
 def _batches_per_step(verb: str) -> int | None:

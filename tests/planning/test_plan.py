@@ -1,7 +1,12 @@
 """`kdist.plan` counts exactly; `kdist plan` runs a script up to its first `fit`."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import keras
 import pytest
@@ -75,7 +80,7 @@ def test_a_script_that_does_not_fit_is_planned_and_not_trained(tmp_path):
     found = json.loads(done.output[done.output.index("{") :])
     (whole, _) = (each["ranks"][0] for each in found["strategies"])
     assert whole["weights"] == WEIGHTS
-    assert whole["data"] == 64 * 601 * 4
+    assert whole["data"] == 2 * 64 * 601 * 4  # the script's arrays, and the tensors that Keras makes of them
     assert (found["batch_size"], found["rows"]) == (16, 24)  # three batches on two ranks
     assert found["activations"] == "measured"
     assert all("Fix" not in each["advice"] and each["advice"] for each in found["strategies"])
@@ -133,6 +138,26 @@ def test_a_script_that_takes_too_long_is_ended(tmp_path):
     assert done.returncode == 2, done.output
     assert "took too long" in done.output
     assert "Fix: --timeout" in done.output
+
+
+@pytest.mark.starts_processes
+def test_a_plan_that_is_ended_leaves_nothing_behind(tmp_path):
+    """In a signal's handler Python would not end the script, which runs in a session of its own."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kdist", "plan", "-np", "2", str(script)], env={**os.environ, **spmd.LEAN}
+    )
+    try:
+        limit = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
 @pytest.mark.parametrize(
