@@ -356,6 +356,7 @@ def _horovod(info: ClusterInfo, start_timeout: float) -> Engine:
 
 
 def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
+    from kdist.cluster.connections import address, is_known, own_hosts
     from kdist.engines.collective import CollectiveEngine
     from kdist.launchers import slurm_step
     from kdist.launchers.hosts.ports import held_port
@@ -364,8 +365,11 @@ def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
     if info.launcher not in ("tf_config", "slurm"):
         with _startup_timeout(info, start_timeout):
             mpi = _mpi_with_devices()
+        hosts = mpi.exchange(socket.gethostname())
+        knows_all = {"yes"} == set(mpi.exchange("yes" if all(map(is_known, hosts)) else "no"))
+        host = hosts[mpi.rank] if knows_all else own_hosts()[0]  # compute nodes may have no names
         with held_port() as port:  # until all ranks have one: two of a host would find the same
-            addresses = mpi.exchange(f"{socket.gethostname()}:{port}")
+            addresses = mpi.exchange(address(host, port))
         return CollectiveEngine(addresses, mpi.rank, start_timeout=start_timeout, abort=mpi.abort)
     num_sharing = None
     if info.launcher == "slurm":

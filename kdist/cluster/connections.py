@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import socket
 import struct
@@ -24,9 +25,49 @@ def own_hosts() -> list[str]:
                 request = struct.pack("256s", name.encode()[:15])
                 found.append(socket.inet_ntoa(fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)[20:24]))
     # In Debian's /etc/hosts the host's name has a loopback address.
-    with contextlib.suppress(OSError):
-        found += [each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    return [*dict.fromkeys(host for host in found if not host.startswith("127.")), socket.gethostname()]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            found += [each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None, family)]
+    others = [host for host in found if not host.startswith(("127.", "::1", "fe80:"))]
+    return [*dict.fromkeys(others), socket.gethostname()]
+
+
+def address(host: str, port: int) -> str:
+    """Returns a host and a port as one word, as in `TF_CONFIG`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_known(host: str) -> bool:
+    """Returns whether this host can look up another one's name."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Returns a socket that this and other hosts reach by a name of this one, over IPv4 and IPv6.
+
+    It listens on all interfaces: in Debian's /etc/hosts the host's name has a loopback address, and the name may be
+    that of a gateway.
+
+    Args:
+        host: str, the name or address; what is written as an address of the loopback interface is reached there only.
+        port: int; 0 for any.
+        backlog: int, how many may connect at once.
+
+    Raises:
+        OSError: if the port is in use.
+    """
+    if host == "localhost" or host.startswith("127."):
+        return socket.create_server((host, port), backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    return socket.create_server(("", port), backlog=backlog)  # without IPv6
 
 
 def connect(hosts: Sequence[str], port: int, timeout: float = 20.0) -> socket.socket:

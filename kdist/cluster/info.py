@@ -40,5 +40,5 @@ class ClusterInfo:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is rank 0, which logs and writes files."""
-        return self.rank == 0
+        """Whether this process is rank 0, which logs and writes files; an evaluator has no rank of the job."""
+        return self.rank == 0 and self.task_type != "evaluator"

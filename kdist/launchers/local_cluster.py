@@ -34,6 +34,7 @@ _MAX_RESTARTS = 10  # of each rank that can be replaced
 _PEER_FAILED = signal.SIGUSR2
 _OF_A_TASK = ("SLURM_STEP", "SLURM_PROCID", "PMI_", "PMI2_", "PMIX_")  # prefixes of what srun sets for each
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+_GRACE_AFTER_CHIEF = 10.0  # seconds for workers of parameter servers
 
 # The running ranks by process id. `subprocess` reaps a `Popen` without references when it makes the next one.
 _Ranks = dict[int, tuple[int, "subprocess.Popen[bytes]"]]
@@ -201,18 +202,22 @@ def _stop(number: int, frame: FrameType | None) -> None:
 def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[int, int], reports: str | None) -> int:
     """Waits until all ranks have exited or one has failed; removes those that exited from `ranks`.
 
-    A rank that was killed by a signal is restarted up to `restarts` times.
+    A rank that was killed by a signal is restarted up to `restarts` times. Where some may be, the job has succeeded
+    with rank 0, the chief: another one, which may have come too late for it, has some seconds to end.
     """
+    ends_by: float | None = None
     while ranks:
-        pid, status = os.wait()
+        pid, status = _next_exit(ends_by)
+        if not pid:
+            return 0
         if pid not in ranks:
             continue
         rank, process = ranks.pop(pid)
         code = process.returncode = os.waitstatus_to_exitcode(status)
-        if code == 0:
+        if rank == 0 and code == 0 and restarts:
+            ends_by = time.monotonic() + _GRACE_AFTER_CHIEF
+        if code == 0 or ends_by is not None:
             continue
-        if code < 0 and rank in restarts and all(other for other, _ in ranks.values()):
-            continue  # rank 0, the chief, has finished and does not wait for this rank
         # It may have reported nothing: killed by a signal, after `os._exit`, or before kdist was used.
         kind, text = (Kind.SIGNAL, killed_by(-code)) if code < 0 else (Kind.EXIT, f"exited with code {code}")
         if code < 0 and restarts.get(rank):
@@ -226,6 +231,17 @@ def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[i
             append_failure(reports, Failure(kind, text, rank, platform.node(), from_launcher=True))
         return 128 - code if code < 0 else code
     return 0
+
+
+def _next_exit(limit: float | None) -> tuple[int, int]:
+    """Waits for a process that ends; returns its id and status, or zeros where none has ended by a time."""
+    if limit is None:
+        return os.wait()
+    while time.monotonic() < limit:
+        if (found := os.waitpid(-1, os.WNOHANG))[0]:
+            return found
+        time.sleep(0.05)
+    return 0, 0
 
 
 def _terminate(ranks: _Ranks) -> None:

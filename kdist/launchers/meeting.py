@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from kdist.cluster import connections
 from kdist.cluster.connections import keep_alive
 from kdist.errors import LaunchError
 from kdist.launchers.hosts.ports import free_ports
@@ -148,7 +149,7 @@ def _lead(
 ) -> tuple[list[Told], dict[int, Channel]]:
     words = member.words
     try:
-        server = stack.enter_context(_listening(member))
+        server = stack.enter_context(connections.listen(member.host, member.port, member.count))
     except OSError as error:
         raise LaunchError(
             f"{words.one.capitalize()} 0 cannot listen where the others come to. Received: port {member.port}: "
@@ -189,19 +190,6 @@ def _lead(
     for channel in channels.values():  # one that has gone in this moment is found lost at once
         channel.write(told=told)
     return told, channels
-
-
-def _listening(member: Member) -> socket.socket:
-    """Returns a socket that the others reach at number 0's address, by IPv6 too where it has no other."""
-    try:
-        found = socket.getaddrinfo(member.host, member.port, type=socket.SOCK_STREAM)
-    except OSError:  # a name that this host does not know, but the others do
-        found = []
-    if not found or any(family == socket.AF_INET for family, *_ in found):
-        return socket.create_server(("", member.port), backlog=member.count)
-    return socket.create_server(
-        ("", member.port), family=socket.AF_INET6, backlog=member.count, dualstack_ipv6=socket.has_dualstack_ipv6()
-    )
 
 
 def _is_of(member: Member, hello: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
@@ -282,7 +270,6 @@ def _connected(member: Member, deadline: float, timeout: float) -> socket.socket
 
 def _hello(member: Member, host: str) -> dict[str, Any]:
     host = member.own_host or host
-    host = f"[{host}]" if ":" in host else host
-    addresses = [f"{host}:{port}" for port in free_ports(member.num_ports)]
+    addresses = [connections.address(host, port) for port in free_ports(member.num_ports)]
     same = {"count": member.count, "job": member.job, "meeting": member.meeting}
     return {"rank": member.rank, **same, "addresses": addresses, "note": list(member.note)}

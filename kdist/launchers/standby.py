@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from kdist.cluster.connections import connect, keep_alive, own_hosts
+from kdist.cluster.connections import connect, keep_alive, listen, own_hosts
 
 # What a script imports: Keras with its backend, and what a scope of several ranks needs of kdist.
 _IMPORTED = ("keras", "kdist._scope", "kdist.callbacks", "kdist.trainer.session", "kdist.trainer.replicated_model")
@@ -31,7 +31,7 @@ class Standby:
     """
 
     def __init__(self, *, everywhere: bool) -> None:
-        self._listener = socket.create_server(("" if everywhere else "127.0.0.1", 0), backlog=128)
+        self._listener = listen("" if everywhere else "127.0.0.1", 0, 128)
         hosts = own_hosts() if everywhere else ["127.0.0.1"]
         self._token = secrets.token_hex(8)
         self.address = f"{','.join(hosts)}:{self._listener.getsockname()[1]}:{self._token}"

@@ -7,7 +7,6 @@ connection breaks without a last message has failed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import select
 import socket
@@ -115,11 +114,8 @@ def listen(address: str) -> socket.socket:
     """
     host, port = _host_port(address)
     try:
-        return socket.create_server((host, port), backlog=128)
+        return connections.listen(host, port, backlog=128)
     except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            with contextlib.suppress(OSError):  # the name is that of a gateway, say, and no interface of this machine
-                return socket.create_server(("", port), backlog=128)
         raise port_in_use("chief 0", address, error) from error
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Callable
 
+from kdist.cluster import connections
 from kdist.cluster.info import ClusterInfo
 from kdist.engines.engine import Engine
 from kdist.errors import ClusterError, StrategyError
@@ -86,24 +85,16 @@ def _by_rank(engine: Engine, num_ps: int) -> tuple[Cluster, str, int]:
             f"Too few ranks for parameter servers. Received: {engine.size} rank(s) and num_ps={num_ps}. Expected at "
             f"least {num_ps + 2}: one chief, one worker, {num_ps} ps. Fix: start more ranks."
         )
-    found = engine.gather_objects((_own_address(), free_ports(engine.size)))
+    found = engine.gather_objects((connections.own_hosts()[0], free_ports(engine.size)))
     hosts = [host for host, _ in found]
     is_one_host = len(set(hosts)) == 1
     addresses = []
     for rank, host in enumerate(hosts):
         # Of the ports that the host's first rank found: two ranks may find the same.
         port = found[hosts.index(host)][1][hosts[:rank].count(host)]
-        addresses.append(f"{'127.0.0.1' if is_one_host else host}:{port}")
+        addresses.append(connections.address("127.0.0.1" if is_one_host else host, port))
     first_ps = engine.size - num_ps
     cluster = {"chief": addresses[:1], "worker": addresses[1:first_ps], "ps": addresses[first_ps:]}
     starts = (("ps", first_ps), ("worker", 1), ("chief", 0))
     job, start = next(each for each in starts if engine.rank >= each[1])
     return cluster, job, engine.rank - start
-
-
-def _own_address() -> str:
-    """Returns this machine's address, as other machines reach it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # sends nothing; asks for the route only
-        return str(probe.getsockname()[0])
-    return socket.gethostname()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kdist.cluster.connections import connect, own_hosts
+from kdist.cluster.connections import connect, listen, own_hosts
 from kdist.restarts.report import own_reports
 from kdist.watch.activity import Activity
 from kdist.watch.failure_detector import Failure, RankReport, detect_failure
@@ -70,7 +70,7 @@ class Heartbeat:
         Returns:
             What the other ranks need to connect: `hosts`, `port`, and a `token` that only ranks of this job know.
         """
-        self._listener = socket.create_server(("" if everywhere else "127.0.0.1", 0), backlog=self._size)
+        self._listener = listen("" if everywhere else "127.0.0.1", 0, self._size)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._token = secrets.token_hex(16)
         hosts = own_hosts() if everywhere else ["127.0.0.1"]

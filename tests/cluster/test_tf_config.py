@@ -28,6 +28,7 @@ def test_evaluators_are_not_counted():
     assert tf_config(env(cluster)).size == 2
     assert (tf_config(env(cluster, "evaluator")).size, tf_config(env(cluster, "evaluator")).rank) == (1, 0)
     assert tf_config(env({"worker": ["a:1"]}, "evaluator")).task_type == "evaluator"
+    assert not tf_config(env(cluster, "evaluator")).is_chief
 
 
 def test_parameter_servers_are_recorded():

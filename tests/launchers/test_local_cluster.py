@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 RANK = "import json, os; rank = json.loads(os.environ['TF_CONFIG'])['task']['index']; "
 
 
-def start(code: str, ranks: int = 3) -> subprocess.Popen[str]:
+def start(code: str, ranks: int = 3, ps: int = 0) -> subprocess.Popen[str]:
     command = local_cluster.build(
-        sys.executable, [sys.executable, "-c", RANK + code], np=ranks, env={"KDIST_TEST": "7"}
+        sys.executable, [sys.executable, "-c", RANK + code], np=ranks, ps=ps, env={"KDIST_TEST": "7"}
     )
     return subprocess.Popen(
         command.argv,
@@ -66,6 +66,16 @@ def test_the_first_failure_ends_the_job_with_its_exit_code() -> None:
     assert "rank 1 of 3 exited with code 7" in ended(process)
     assert process.returncode == 7
     assert time.monotonic() - started < 60
+
+
+def test_a_job_with_parameter_servers_succeeds_with_its_chief() -> None:
+    """A worker that was started again may find no chief any more: it would wait, and fail."""
+    task = "task = json.loads(os.environ['TF_CONFIG'])['task']['type']; import time; "
+    process = start(task + "time.sleep(0 if task == 'chief' else 600)", ps=1)
+    began = time.monotonic()
+    ended(process)
+    assert process.returncode == 0
+    assert time.monotonic() - began < 60
 
 
 def test_a_rank_that_a_signal_kills_is_named() -> None:
