@@ -42,7 +42,7 @@ class JobFailure:
 
     def __init__(self, script: str = "", host: str = "") -> None:
         self.is_known = False
-        self._frame = re.compile(LABEL + rb'  File "%s", line (\d+)' % re.escape(os.path.abspath(script).encode()))
+        self._frame = re.compile(LABEL + rb'  File "%s", line (\d+)' % re.escape(os.fsencode(os.path.abspath(script))))
         self._script = os.path.basename(script)
         self._host = host
         self._report: tuple[str, str] | None = None  # of a rank

@@ -28,10 +28,11 @@ def show_log(info: ClusterInfo) -> None:
     if _LOG.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler()
+    shows_all = info.rank == 0  # an evaluator, too
     handler.setFormatter(
-        logging.Formatter("[kdist] %(message)s" if info.is_chief else f"[kdist rank {info.rank}] %(message)s")
+        logging.Formatter("[kdist] %(message)s" if shows_all else f"[kdist rank {info.rank}] %(message)s")
     )
-    handler.setLevel(logging.NOTSET if info.is_chief else logging.WARNING)
+    handler.setLevel(logging.NOTSET if shows_all else logging.WARNING)
     _LOG.addHandler(handler)
     _LOG.propagate = False
     level = os.environ.get("KDIST_LOG", "").lower()

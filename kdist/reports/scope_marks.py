@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -167,8 +168,12 @@ def read(directory: str) -> Marks:
         directory: str, the job's.
     """
     found: dict[str, list[int]] = {kind: [] for kind in (_WAITING, _ALONE, _NEVER, _NEVER_WITH_KERAS)}
-    for path in Path(directory).iterdir():
-        kind, _, rank = path.name.partition(".")
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:  # removed by what cleans /tmp: the job goes on without it
+        names = []
+    for name in names:
+        kind, _, rank = name.partition(".")
         if kind in found and rank.isdigit():
             found[kind].append(int(rank))
     waiting, alone, without, with_keras = (tuple(sorted(ranks)) for ranks in found.values())

@@ -89,7 +89,7 @@ class OwnReports:
             return
         self._place = place
         with contextlib.suppress(OSError):
-            (self.running / f"{_PLACE}.{self.rank}").write_text(place, encoding="utf-8")
+            (self.running / f"{_PLACE}.{self.rank}").write_text(place, encoding="utf-8", errors="surrogateescape")
 
     def reached_scope(self) -> None:
         """Reports that this rank has entered a scope."""

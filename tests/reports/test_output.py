@@ -1,5 +1,9 @@
 """What a failing rank has written is shown without what TensorFlow writes on every rank."""
 
+from pathlib import Path
+
+from kdist.reports import scope_marks
+from kdist.reports.job_failure import JobFailure
 from kdist.reports.output import without_startup_lines
 
 OF_TENSORFLOW = b"""WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
@@ -19,3 +23,12 @@ OF_THE_RANK = b"""loaded train.csv
 
 def test_what_tensorflow_says_on_every_rank_is_left_out():
     assert without_startup_lines(OF_TENSORFLOW + OF_THE_RANK + OF_TENSORFLOW) == OF_THE_RANK
+
+
+def test_a_directory_that_something_has_removed_ends_no_job(tmp_path):
+    """As a job that cleans /tmp does."""
+    assert scope_marks.read(str(tmp_path / "removed")).problem() == ""
+
+
+def test_a_path_need_not_be_text():
+    JobFailure(str(Path(b"/data/donn\xe9es/train.py".decode(errors="surrogateescape"))))

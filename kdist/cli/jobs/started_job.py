@@ -209,7 +209,8 @@ class StartedJob:
 
     def _reported(self, code: int, *, is_explained: bool) -> int:
         """Says how the job has ended, and returns its exit code, which is not 0 if a rank was lost."""
-        lost = sorted((name for name in os.listdir(self.running) if name.isdigit()), key=int)
+        names = os.listdir(self.running) if os.path.isdir(self.running) else []  # something may have cleaned /tmp
+        lost = sorted((name for name in names if name.isdigit()), key=int)
         if code == 0 and lost and self._has_hosts:
             # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
             tell(f"rank {', '.join(lost)} failed, but {self._command.argv[0]} reported success", after_output=True)
