@@ -101,6 +101,8 @@ class Feed:
             DataError: if the ranks cannot read the data in one order.
             MismatchError: if the ranks have different kinds of data.
         """
+        if steps_per_epoch is not None:  # a last execution is whole in Keras
+            steps_per_epoch = -(-steps_per_epoch // steps_per_execution) * steps_per_execution
         # The first data of a `fit` that does not call Keras' own, too.
         is_for_training = is_for_training or (verb == "fit" and self._training is None)
         make = functools.partial(
@@ -127,12 +129,15 @@ class Feed:
         if is_for_training and holds_random_state(source) and not self._holds_random_state:
             self._holds_random_state = True
             self._strategy.draws.num_holding += 1
+        job_steps = source.plan.job_steps_per_epoch
+        # The end of data of unknown length is found within a step: earlier steps of the execution would be lost. And an
+        # execution that an epoch's steps do not fill would take those of the next epoch.
+        is_whole = not source.has_uneven_shards and (job_steps or 0) % steps_per_execution == 0
         iterator = ShardedEpochIterator(
             SourceAdapter(source, self.agree_random_state, is_for_training=is_for_training),
             strategy=self._strategy,
-            steps_per_epoch=source.plan.job_steps_per_epoch,
-            # The end of such data is found within a step: earlier steps of the execution would be lost.
-            steps_per_execution=1 if source.has_uneven_shards else steps_per_execution,
+            steps_per_epoch=job_steps,
+            steps_per_execution=steps_per_execution if is_whole else 1,
             model=self._model,
             begin_pass=self._begin_pass,
             end_pass=self._end_pass,

@@ -134,6 +134,29 @@ def steps_per_execution() -> None:
 
 
 @feature
+def steps_per_execution_that_an_epoch_of_the_ranks_does_not_fill() -> None:
+    """An epoch has as many batches as in one process, and so have an evaluation and a prediction."""
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        is_plain = batch != BATCH
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution=1 if is_plain else 2 * size())
+        data = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(batch)
+        steps = 3 if is_plain else 3 * size() - 1  # which Keras rounds up
+        history = model.fit(data, steps_per_epoch=2 * steps, epochs=2, verbose=0)
+        steps = 3 * (1 if is_plain else size())
+        return outcome(
+            model,
+            history,
+            evaluated=model.evaluate(data, steps=2 * steps, verbose=0),
+            predicted=model.predict(data.map(lambda x, y: x), steps=2 * steps, verbose=0),
+        )
+
+    both(script)
+
+
+@feature
 def run_eagerly() -> None:
     simple(lambda: {"run_eagerly": True, "metrics": ["mae"]}, all_verbs=True)
 
