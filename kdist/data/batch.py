@@ -66,6 +66,8 @@ class Rows:
         self._sliced = with_rows if len(set(sizes.values())) <= 1 or (is_told and is_plausible) else None
         self._counted = next((number for number in with_rows if number in targets), next(iter(with_rows), None))
         self._sizes = list(sizes.values())
+        # As of a graph's nodes and edges, with one target.
+        self._may_differ = len(with_rows) > 1 and None in (sizes[number] for number in with_rows)
 
     def has_rows(self, number: int) -> bool:
         """Returns whether a leaf has rows, as far as is known; `number` is its place in the flat structure."""
@@ -97,7 +99,7 @@ class Rows:
         """Returns the first `stop` rows of a batch; the whole batch if its leaves differ in their numbers of rows."""
         if self._sliced is None:
             return batch
-        if self.size is None and len(self._sliced) > 1:
+        if self._may_differ:
             lengths = self._lengths(batch)
             stop = tf.where(tf.reduce_all(lengths == lengths[0]), int64(stop), tf.reduce_max(lengths))
         return self.slice(batch, 0, stop)
@@ -117,7 +119,7 @@ class Rows:
             DataError: if it is not known which leaves have rows.
         """
         total = int64(self.count(batch))
-        if self.size is None and self._sliced is not None and len(self._sliced) > 1:
+        if self._sliced is not None and self._may_differ:
             lengths = self._lengths(batch)
             check = tf.debugging.Assert(
                 tf.reduce_all(lengths == total), [_OTHER_ROWS.format("the numbers below"), lengths]

@@ -70,6 +70,7 @@ class GeneratorSource(Source):
             for a `None` in every batch.
         first: the first batch, peeked; `None` if there is none.
         num_batches: int or `None`, how many there are, if it is known.
+        is_single_pass: bool, whether `batches` goes on where it was left; not if their number is known.
 
     Raises:
         DataError: if there is no batch.
@@ -85,6 +86,7 @@ class GeneratorSource(Source):
         signature: Any,
         first: Any,
         num_batches: int | None = None,
+        is_single_pass: bool = True,
     ):
         if first is None or num_batches == 0:
             raise empty_input_error("generator")
@@ -92,7 +94,7 @@ class GeneratorSource(Source):
         self._batches = batches
         self._first = first
         self.cardinality = num_batches
-        self.is_single_pass = num_batches is None  # an iterable of known length is no generator
+        self.is_single_pass = is_single_pass and num_batches is None
         if plan.joins_batches or not plan.scale_batch:
             Rows(first).slice(first, 0, 1)  # raises here, not in the thread that reads the data
         self._dataset = self._build(lists_to_tuples(signature))

@@ -90,6 +90,7 @@ def iterable_parts(adapter: Any) -> IterableParts | None:
         return None
     signature = data_adapter_utils.get_tensor_spec(first) if first else None
     known = {"signature": signature, "first": _with_tensors(first[0]) if first else None, "num_batches": count}
+    known["is_single_pass"] = isinstance(adapter, GeneratorDataAdapter)  # a loader begins anew
     return IterableParts(lambda: map(_with_tensors, batches()), known)
 
 

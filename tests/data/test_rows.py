@@ -63,5 +63,26 @@ def test_a_batch_whose_sizes_are_seen_in_the_step_is_padded_whole_where_they_dif
     assert lengths(3, 4, 4) == [3, 4, 4]
 
 
+def test_a_graph_with_a_target_is_taken_whole():
+    """Nodes and edges are as many as they are, and the number of targets is known."""
+    signature = (tuple(specs(None, None)), *specs(1))
+
+    @tf.function(input_signature=[signature])
+    def whole(batch):
+        rows = Rows(signature)
+        return rows.head(batch, 1), rows.count(batch)
+
+    (inputs, target), count = whole(((tf.zeros([7, 5]), tf.zeros([9, 5])), tf.zeros([1, 5])))
+    assert [len(leaf) for leaf in (*inputs, target)] == [7, 9, 1]
+    assert count == 1
+
+    @tf.function(input_signature=[signature])
+    def split(batch):
+        return Rows(signature).split(batch, 2, 0)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="different first dimensions"):
+        split(((tf.zeros([7, 5]), tf.zeros([9, 5])), tf.zeros([1, 5])))
+
+
 def test_nothing_that_has_rows():
     assert Rows({"a": None, "b": 1.0}).count({"a": None, "b": 1.0}) == 1

@@ -142,6 +142,10 @@ def keep_alive(dataset: tf.data.Dataset, *resources: Any) -> tf.data.Dataset:
     return dataset
 
 
+GENERATOR, GENERATORS_BY_NODE = ORDERS = "generator", "generators by node"
+"""The keys in `resources_of` of what makes the orders of a dataset's shuffles."""
+
+
 def resources_of(dataset: Any) -> dict[Any, Any]:
     """Returns what kdist keeps as long as a dataset object lives, by any key: a second `fit` finds it there."""
     kept: dict[Any, Any] = dataset.__dict__.setdefault("_kdist_resources", {})

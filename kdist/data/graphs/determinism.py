@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdist.data.graphs.dataset_internals import flat_structure, from_variant, resources_of
+from kdist.data.graphs.dataset_internals import GENERATORS_BY_NODE, flat_structure, from_variant, resources_of
 from kdist.data.graphs.graph_def import called_functions, graph_of, node_lists, rename_functions
 from kdist.errors import DataError
 
@@ -149,7 +149,7 @@ def _reshuffles(node: Any) -> bool:
 def _set_generators(dataset: Any, nodes: Any, reshuffling: list[Any]) -> list[Any]:
     """Replaces the seed generators of seeded shuffles; returns the datasets that hold the new ones."""
     by_name = {node.name: node for node in nodes}
-    kept = resources_of(dataset).setdefault("generators by node", {})
+    kept = resources_of(dataset).setdefault(GENERATORS_BY_NODE, {})
     for node in reshuffling:
         first, position = _SEED_INPUTS[node.op]
         if node.name not in kept:

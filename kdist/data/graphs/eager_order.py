@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.data.graphs.dataset_internals import resources_of
+from kdist.data.graphs.dataset_internals import ORDERS, resources_of, with_inputs
 from kdist.data.graphs.determinism import derived_seed
 from kdist.data.graphs.pipeline import Pipeline, nondeterministic_parts
 from kdist.errors import DataError
@@ -70,7 +70,21 @@ def _in_one_order(dataset: Any, seed: int, num_iterated: collections.Counter[str
     num_iterated[parts] += 1
     seed = derived_seed(seed, zlib.crc32(f"{parts} {num_iterated[parts]}".encode()))
     try:
-        return Pipeline(dataset, seed).dataset().with_options(options)
+        with _own_orders(dataset):
+            return Pipeline(dataset, seed).dataset().with_options(options)
     except DataError as err:
         _log.warning("Ranks may see another order when they iterate over a dataset by hand. %s", err)
         return None
+
+
+@contextlib.contextmanager
+def _own_orders(dataset: Any) -> Iterator[None]:
+    """Gives the shuffles of a pipeline that is made meanwhile orders of their own: one rank alone may iterate."""
+    kept = list({id(each): resources_of(each) for each in with_inputs(dataset)}.values())
+    of_fit = [{name: each.pop(name) for name in ORDERS if name in each} for each in kept]
+    try:
+        yield
+    finally:
+        for each, orders in zip(kept, of_fit, strict=True):
+            each["by hand"] = {name: each.pop(name) for name in ORDERS if name in each}  # as long as the dataset lives
+            each.update(orders)

@@ -168,10 +168,10 @@ def _replay_shuffle(step: Any, dataset: Any, seed: int) -> Any:
 def _seed_generator(step: Any) -> Any:
     """Returns the resource that makes a seeded shuffle's order in each pass; a second `fit` continues with it."""
     kept = internals.resources_of(step)
-    if "generator" not in kept:
+    if internals.GENERATOR not in kept:
         op = attributes(step)
-        kept["generator"] = tf.raw_ops.AnonymousSeedGenerator(seed=op.seed, seed2=op.seed2, reshuffle=True)
-    return kept["generator"].handle
+        kept[internals.GENERATOR] = tf.raw_ops.AnonymousSeedGenerator(seed=op.seed, seed2=op.seed2, reshuffle=True)
+    return kept[internals.GENERATOR].handle
 
 
 # How each operation that a pipeline is split into is applied to another dataset, with a seed if it has none.
