@@ -8,11 +8,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from kdist.engines.arrays.fusion import part_bounds
 from kdist.errors import StrategyError
+from kdist.keras_hooks.layers.parts import PartVariable
 from kdist.keras_hooks.optimizers import variable_like
 from kdist.keras_hooks.variables import raw_variable
 
@@ -83,7 +83,7 @@ class Part:
         tf.raw_ops.AssignVariableOp(resource=raw.handle, value=value, validate_shape=False)
 
 
-class SlotPart(keras.Variable):  # type: ignore[misc]  # Keras has no types
+class SlotPart(PartVariable):
     """A slot of which this rank holds its part, for the optimizer alone: a script that reads it wants all of it."""
 
     def numpy(self) -> Any:

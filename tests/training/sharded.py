@@ -206,6 +206,26 @@ def a_part_that_a_script_reads_is_an_error() -> None:
 
 
 @case
+def files_of_tensorflow_are_refused() -> None:
+    """They would have one rank's parts for those of all; written and read, by a rank alone, too."""
+    fresh()
+    path = str(shared_folder() / f"plain-{kdist.rank()}")
+    plain = trained(keras.optimizers.Adam(0.01))
+    tf.train.Checkpoint(model=plain, optimizer=plain.optimizer).write(path)
+    with kdist.scope(SHARD):
+        model = trained(keras.optimizers.Adam(0.01))
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        runs = (
+            lambda: checkpoint.write(f"{path}-in-parts"),
+            lambda: checkpoint.read(path),
+            lambda: tf.saved_model.save(model, f"{path}-served"),  # which could not be loaded
+        )
+        for run in runs:
+            said = message_of(run)
+            assert re.search(r"tf.train.Checkpoint.*Received: .*Fix: model.save", said), said
+
+
+@case
 def files_are_plain_and_load_in_parts() -> None:
     """Saved outside of and in callbacks; one process that loads them goes on as one that never stopped."""
     folder = shared_folder()

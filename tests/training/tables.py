@@ -543,6 +543,8 @@ def uses_of_a_whole_table_are_refused() -> None:
             with pytest.raises((KDistError, ValueError), match="(?s)is used as a whole.*Fix: "):
                 use()
         assert "in parts" in repr(table)
+        with pytest.raises(KDistError, match="(?s)tf.train.Checkpoint.*Fix: model.save"):
+            tf.train.Checkpoint(model=model).write(str(shared_folder() / "checkpoint"))
         model.compile("sgd", "mse")
         writer = keras.callbacks.TensorBoard(str(shared_folder()), histogram_freq=1)
         with pytest.raises(KDistError, match="(?s)does not support TensorBoard.histogram_freq.*Fix: "):

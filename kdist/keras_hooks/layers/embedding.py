@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from kdist.errors import StrategyError
+from kdist.keras_hooks.layers.parts import PartVariable
 from kdist.keras_hooks.patching import patch, patched
 
 _STATELESS = "stateless_scope"
@@ -42,7 +43,7 @@ class WholeTable(Protocol):
         ...
 
 
-class TableVariable(keras.Variable):  # type: ignore[misc]  # Keras has no types
+class TableVariable(PartVariable):
     """A layer's table: of the shape of all rows, of which this rank holds some.
 
     It is read and assigned to as a whole: `numpy()` gathers the rows of all ranks. Operations refuse it.
@@ -78,9 +79,6 @@ class TableVariable(keras.Variable):  # type: ignore[misc]  # Keras has no types
         return self.kdist_table.refuse()
 
     assign_sub = assign_add
-
-    def __repr__(self) -> str:
-        return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, in parts>"
 
 
 def _refused(self: TableVariable | _Value, *args: Any, **kwargs: Any) -> Any:
