@@ -109,6 +109,47 @@ def accumulated_gradients() -> None:
     same(lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, clipvalue=0.01))
 
 
+class Noted(keras.optimizers.SGD):
+    """An optimizer with methods of its own around its state."""
+
+    def save_own_variables(self, store: Any) -> None:
+        super().save_own_variables(store)
+        store["note"] = np.ones(3)
+
+    def load_own_variables(self, store: Any) -> None:
+        super().load_own_variables({name: store[name] for name in store if name != "note"})
+        self.loaded_note = store["note"]
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        for variable in var_list:
+            variable.assign(keras.ops.round(variable))
+
+
+@case
+def optimizers_without_a_table_keep_their_methods() -> None:
+    """What saves, loads and ends a training is the class's own; of several optimizers in one, too."""
+    x, y = fidelity.rows("ragged")
+
+    def several() -> keras.optimizers.Optimizer:
+        average = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+        return keras.optimizers.MultiOptimizer(lambda variable: average)
+
+    for make in (Noted, *([several] if hasattr(keras.optimizers, "MultiOptimizer") else [])):
+
+        def script(batch: int, make: Callable[[], Any] = make) -> dict[str, Any]:
+            model = fidelity.mlp()
+            model.compile(make(), "mse")
+            found = outcome(model, model.fit(x, y, batch_size=batch, shuffle=False, verbose=0))
+            if make is Noted:
+                state: dict[str, Any] = {}
+                model.optimizer.save_own_variables(state)
+                model.optimizer.load_own_variables(state)
+                found["note"] = model.optimizer.loaded_note
+            return found
+
+        both(script, strategy=TABLES)
+
+
 @case
 def masks() -> None:
     same(lambda: keras.optimizers.Adam(0.01), lambda: reader(mask=True))
