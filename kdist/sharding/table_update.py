@@ -12,6 +12,7 @@ from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import TRAINED, innermost, trained_variables
 from kdist.keras_hooks.patching import patched
 from kdist.sharding.norms import whole_norms
+from kdist.sharding.part import parts_are_updated
 from kdist.sharding.table_optimizer import seen_by_optimizer
 from kdist.step.reduce import Reduce
 from kdist.step.update import Update
@@ -41,6 +42,7 @@ class TableReduce(Reduce):
         ]
         update.variables = seen_by_optimizer(weights)
         with (
+            parts_are_updated(),
             whole_norms(update.optimizer, are_parts, self._step.engine),
             patched(inner, TRAINED, seen_by_optimizer(trained_variables(inner))),
         ):

@@ -21,6 +21,7 @@ import tensorflow as tf
 import kdist
 from kdist._process import open_engine
 from kdist.errors import KDistError
+from kdist.keras_hooks.variables import raw_variable
 from tests.training import fidelity
 from tests.training.features import FEATURES
 from tests.training.fidelity import BATCH, both, compare, fed, fit_alone, fresh, mlp, outcome, rows, size, state_of
@@ -191,7 +192,7 @@ def slots_take_their_part_of_the_memory() -> None:
     whole = 2 * model.count_params()
     assert len(slots) == 8
     assert abs(numbers - whole / size()) <= 8, (numbers, whole)
-    in_memory = sum(each.value.read_value().shape.num_elements() for each in slots)
+    in_memory = sum(raw_variable(each).read_value().shape.num_elements() for each in slots)
     assert in_memory == numbers
 
 
@@ -201,8 +202,14 @@ def a_part_that_a_script_reads_is_an_error() -> None:
     with kdist.scope(SHARD):
         model = trained(keras.optimizers.Adam(0.01))
     slot = model.optimizer.variables[-1]
-    for read in (slot.numpy, lambda: np.asarray(slot)):
+    reads = (
+        *(slot.numpy, lambda: np.asarray(slot), lambda: float(tf.norm(slot)), lambda: keras.ops.sum(slot)),
+        *(lambda: slot * 2.0, lambda: slot + slot, lambda: slot[0], lambda: tf.convert_to_tensor(slot)),
+        lambda: keras.ops.convert_to_numpy(slot),
+    )
+    for read in reads:
         assert "This rank holds a part" in message_of(read)
+    assert "in parts" in repr(slot)
 
 
 @case
@@ -223,6 +230,7 @@ def files_of_tensorflow_are_refused() -> None:
         for run in runs:
             said = message_of(run)
             assert re.search(r"tf.train.Checkpoint.*Received: .*Fix: model.save", said), said
+        model.export(f"{path}-served", verbose=False)
 
 
 @case

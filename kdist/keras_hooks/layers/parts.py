@@ -12,7 +12,7 @@ from kdist.errors import StrategyError
 class PartVariable(keras.Variable):  # type: ignore[misc]  # Keras has no types
     """A variable that has other values on each rank; files of TensorFlow would have those of one."""
 
-    def _serialize_to_tensors(self) -> NoReturn:
+    def _refuse_file(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StrategyError(
             "tf.train.Checkpoint and tf.saved_model.save do not support state in parts: each rank holds its part of "
             f"this variable. Received: {self.path!r}, to write or to read. Expected a file for which the ranks gather "
@@ -20,8 +20,7 @@ class PartVariable(keras.Variable):  # type: ignore[misc]  # Keras has no types
             "model.export(...) to serve."
         )
 
-    def _restore_from_tensors(self, restored_tensors: Any) -> NoReturn:
-        self._serialize_to_tensors()
+    _serialize_to_tensors = _restore_from_tensors = _export_to_saved_model_graph = _refuse_file
 
     def __repr__(self) -> str:
         return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, in parts>"
