@@ -61,7 +61,7 @@ def _build(layer: keras.layers.Embedding, strategy: AllReduceStrategy, num_bytes
     make_table(
         layer,
         lambda dtype: initial_rows(layer.embeddings_initializer, shape, dtype, ranks, rank),
-        lambda rows: Table(strategy, shape, rows, layer.embeddings_regularizer),
+        lambda rows, sign: Table(strategy, shape, rows, layer.embeddings_regularizer, sign),
     )
     save_by_rows(layer)
     set_lookup(layer, lambda table, ids: table.look_up(ids, layer.name))

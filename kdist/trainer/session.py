@@ -221,7 +221,7 @@ class ReplicatedSession(TrainingSession):
                 f"write the same on all of them. {WAYS_OUT}",
             )
 
-    def _loads(self) -> dict[str, int]:
+    def _loads(self) -> dict[str, Any]:
         return {**loads(optimizers_of(self.model)), **table_loads(self.model)}
 
     def _broadcast(self, root: int) -> None:

@@ -313,6 +313,25 @@ def initial_values() -> None:
 
 
 @case
+def initial_values_of_several_seeds_are_refused() -> None:
+    """They would be rows of several tables. Values that are assigned, or loaded, take their place."""
+    x, y = sentences()
+    with kdist.scope(dataclasses.replace(TABLES, shard_embeddings=1.0)):
+        for kind in ("uniform", "glorot_uniform"):
+            fresh()
+            keras.config.set_floatx("float32")
+            keras.utils.set_random_seed(42 + kdist.rank())
+            words = keras.layers.Embedding(ROWS, WIDTH, embeddings_initializer=kind, name="words")
+            layers = [words, keras.layers.Flatten(), keras.layers.Dense(2)]
+            model = keras.Sequential([keras.Input((LENGTH,), dtype="int64"), *layers])
+            model.compile("sgd", "mse")
+            with pytest.raises(KDistError, match="Ranks differ in .*: initial values of .*words/embeddings.*Fix: "):
+                model.fit(x, y, verbose=0)
+            model.set_weights([np.ones(each.shape) for each in model.get_weights()])
+            model.fit(x, y, verbose=0)
+
+
+@case
 def what_a_script_sees() -> None:
     """The whole shape; whole values, on all ranks; and operations on them are refused."""
     with kdist.scope(TABLES):
