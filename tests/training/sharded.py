@@ -374,6 +374,15 @@ class _SharedState(keras.optimizers.SGD):
         variable.assign_sub(gradient * keras.ops.cast(self.distance, gradient.dtype))
 
 
+class _OwnBackup(keras.callbacks.BackupAndRestore):
+    pass
+
+
+class _Orbax(getattr(keras.callbacks, "OrbaxCheckpoint", _OwnBackup)):
+    def __init__(self) -> None:  # without the package, which a refusal does not need
+        keras.callbacks.Callback.__init__(self)
+
+
 @case
 def what_is_refused() -> None:
     """Each before the first step, with a fix."""
@@ -417,6 +426,10 @@ def what_is_refused() -> None:
         "built outside of the scope": lambda: trained(built),
         "loop of the script's own": loop,
         "NaNPolicy": lambda: trained(keras.optimizers.SGD(0.1), callbacks=[kdist.callbacks.NaNPolicy()]),
+        "a _OwnBackup, by Keras": lambda: trained(
+            keras.optimizers.SGD(0.1), callbacks=[_OwnBackup(str(shared_folder()))]
+        ),
+        "a _Orbax, by Keras": lambda: trained(keras.optimizers.SGD(0.1), callbacks=[_Orbax()]),
         "HDF5": lambda: trained(keras.optimizers.SGD(0.1)).save(shared_folder() / "model.h5"),
     }
     if not hasattr(keras.optimizers, "MultiOptimizer"):
