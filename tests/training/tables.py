@@ -555,6 +555,33 @@ def saves_that_fail_or_are_declined() -> None:
     assert not [each.name for each in folder.iterdir() if each.name.startswith((".", "too_large"))]
 
 
+@case
+def files_that_skip_objects() -> None:
+    """Other ranks do not send what the file is without, also where it cannot be written."""
+    folder = shared_folder()
+    x, y = sentences()
+    with kdist.scope(TABLES, stall_timeout=30.0):
+        fresh()
+        model, other = reader(), reader()
+        for each in (model, other):
+            each.compile("adam", "mse")
+            each.fit(x, y, verbose=0)
+        values = np.zeros((ROWS, WIDTH))
+        model.get_layer("words").set_weights([values])
+        words = model.get_layer("words")
+        with fails_on_the_chief():
+            keras.saving.save_weights(model, folder / "no/such/folder.weights.h5", objects_to_skip=[words])
+        keras.saving.save_weights(model, folder / "skipped.weights.h5", objects_to_skip=[words])
+        before = other.get_layer("words").get_weights()[0]
+        other.load_weights(folder / "skipped.weights.h5", objects_to_skip=[other.get_layer("words")])
+        after = other.get_weights()
+        np.testing.assert_array_equal(after[0], before)
+        for one, two in zip(after[1:], model.get_weights()[1:], strict=True):
+            np.testing.assert_array_equal(one, two)
+        for one, two in zip(fidelity.state_of(other.optimizer), fidelity.state_of(model.optimizer), strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
 @contextlib.contextmanager
 def fails_on_the_chief() -> Iterator[None]:
     if kdist.is_chief():
