@@ -22,7 +22,8 @@ class TableReduce(Reduce):
     """Sums gradients over the ranks; the later stages and Keras update this rank's rows of each table."""
 
     def _reduce_and(self, update: Update, proceed: Callable[[], Any]) -> Any:
-        if not any(table_of(each) for each in update.variables):
+        # Moving averages are of all weights of the optimizer.
+        if not any(table_of(each) for each in [*update.variables, *trained_variables(innermost(update.optimizer))]):
             return super()._reduce_and(update, proceed)
         if not update.optimizer.built:
             with tf.init_scope():

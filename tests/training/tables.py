@@ -267,6 +267,31 @@ def a_table_that_is_read_twice_in_an_own_step() -> None:
 
 
 @case
+def an_update_without_the_table() -> None:
+    """One optimizer, with averages of all weights, updates other weights and then the table."""
+    x, y = sentences(n=3 * size() * BATCH)
+
+    class InTurn(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((self(data[0], training=True) - data[1]) ** 2)
+            pairs = list(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True))
+            for each in (pairs[1:], pairs[:1]):
+                self.optimizer.apply_gradients(each)
+            return {"loss": loss}
+
+    def script(batch: int) -> dict[str, Any]:
+        inner = reader()
+        model = InTurn(inner.inputs, inner.outputs)
+        model.compile(keras.optimizers.Adam(0.01, use_ema=True))
+        model.optimizer.build(model.trainable_variables)
+        model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+        return outcome(model)
+
+    both(script, strategy=TABLES)
+
+
+@case
 def ranks_without_rows() -> None:
     """And all in eager steps."""
     for eager in (False, True):
