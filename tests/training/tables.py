@@ -20,6 +20,7 @@ import tensorflow as tf
 import kdist
 from kdist.errors import KDistError
 from kdist.planning.activations import status
+from tests.helpers.logs import logged
 from tests.training import fidelity
 from tests.training.fidelity import BATCH, both, compare, fed, fit_evaluate_predict, fresh, outcome, size
 from tests.training.sharded import sharded, shared_folder
@@ -757,6 +758,26 @@ def layers_with_a_lookup_of_their_own_are_whole() -> None:
         layer = Doubled(ROWS, WIDTH)
         layer.build(())
         assert type(layer.embeddings) is keras.Variable
+
+
+@case
+def tables_that_are_made_elsewhere_are_told_of() -> None:
+    x, y = sentences()
+    fresh()
+    large, small = keras.layers.Embedding(ROWS, WIDTH, name="words"), keras.layers.Embedding(ROWS // 2, WIDTH)
+    for layer in (large, small):
+        layer.build(())
+    with kdist.scope(TABLES), logged() as lines:
+        inputs = keras.Input((LENGTH,), dtype="int64")
+        read = [keras.layers.Flatten()(each) for each in (large(inputs), small(inputs // 3))]
+        model = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.concatenate(read)))
+        model.compile("sgd", "mse")
+        for _ in range(2):
+            model.fit(x, y, verbose=0)
+        reader().predict(x, verbose=0)
+    told = [line for line in lines if "is whole on each rank" in line]
+    assert len(told) == kdist.is_chief(), lines
+    assert all("'words', 984 bytes" in line and "outside of kdist.scope()" in line for line in told), told
 
 
 @case
