@@ -180,6 +180,40 @@ def a_layer_that_sets_a_weight() -> None:
     compare(run(kdist.AllReduce()), run(SHARD))
 
 
+class Copying(keras.optimizers.SGD):
+    """A rule with copies of the first weights, as of ScheduleFreeAdamW."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.first = [self.add_variable_from_reference(each, "first") for each in variables]
+        for copied, each in zip(self.first, variables, strict=True):
+            copied.assign(each)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        first = self.first[self._get_variable_index(variable)]
+        rate = keras.ops.cast(learning_rate, gradient.dtype)
+        variable.assign(variable - rate * (gradient + 0.1 * (variable - first)))
+
+
+@case
+def a_rule_that_copies_weights() -> None:
+    """Those of the chief, who alone has set them."""
+    made = [Copying, *filter(None, [getattr(keras.optimizers, "ScheduleFreeAdamW", None)])]
+    for make in made:
+
+        def script(batch: int, make: Any = make) -> dict[str, Any]:
+            model = mlp()
+            model.compile(make(0.01), "mse")
+            if kdist.is_chief():
+                model.set_weights([each + 0.5 for each in model.get_weights()])
+            if not tf.distribute.has_strategy():  # in a graph's first trace, where Keras loses the copies
+                model.optimizer.build(model.trainable_variables)
+            x, y = rows("ragged")
+            return outcome(model, model.fit(x, y, batch_size=batch, shuffle=False, verbose=0))
+
+        both(script, strategy=SHARD)
+
+
 @case
 def slots_take_their_part_of_the_memory() -> None:
     fresh()
