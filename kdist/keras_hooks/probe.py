@@ -35,7 +35,10 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         *("_get_current_learning_rate", "_get_variable_index", "_iterations", "_learning_rate"),
         "_trainable_variables",
     ),
-    "variable": ("_direct_assign", "_path", "_shape", "_value"),
+    "variable": (
+        *("_direct_assign", "_export_to_saved_model_graph", "_path", "_restore_from_tensors", "_serialize_to_tensors"),
+        *("_shape", "_value"),
+    ),
     "embedding": ("_embeddings",),
     "saving": ("_save_state", "is_memory_sufficient", "safe_get_h5_dataset"),
     "HDF5 store": ("_create_h5_group", "_h5_entry_group", "_h5_entry_initialized", "_h5_entry_path"),

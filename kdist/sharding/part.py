@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from kdist.engines.arrays.fusion import part_bounds
 from kdist.errors import StrategyError
+from kdist.keras_hooks.layers.parts import PartVariable
 from kdist.keras_hooks.optimizers import variable_like
 from kdist.keras_hooks.variables import raw_variable
 
@@ -83,15 +85,33 @@ class Part:
         tf.raw_ops.AssignVariableOp(resource=raw.handle, value=value, validate_shape=False)
 
 
-class SlotPart(keras.Variable):  # type: ignore[misc]  # Keras has no types
+_IS_UPDATING = contextvars.ContextVar("kdist_is_updating_parts", default=False)
+
+
+@contextlib.contextmanager
+def parts_are_updated() -> Iterator[None]:
+    """Lets an optimizer read its slots in parts, in this thread, while the context is open."""
+    token = _IS_UPDATING.set(True)
+    try:
+        yield
+    finally:
+        _IS_UPDATING.reset(token)
+
+
+class SlotPart(PartVariable):
     """A slot of which this rank holds its part, for the optimizer alone: a script that reads it wants all of it."""
+
+    @property
+    def value(self) -> Any:
+        """This rank's part, in an update; else it raises `StrategyError`."""
+        return super().value if _IS_UPDATING.get() else self.numpy()
 
     def numpy(self) -> Any:
         """Raises `StrategyError`."""
         raise StrategyError(
-            f'This rank holds a part of this variable (shard="optimizer"). Received: a read of {self.path!r} on one '
-            "rank. Expected a call that all ranks make, which gathers the parts. Fix: model.save(...), or `state = {}` "
-            "and optimizer.save_own_variables(state), on all ranks."
+            f'This rank holds a part of this variable (shard="optimizer", shard_embeddings). Received: a read of '
+            f"{self.path!r} on one rank. Expected a call that all ranks make, which gathers the parts. Fix: "
+            "model.save(...), or `state = {}` and optimizer.save_own_variables(state), on all ranks."
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

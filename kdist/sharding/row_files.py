@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -86,13 +86,14 @@ _SENT: contextvars.ContextVar[_Sent | None] = contextvars.ContextVar("kdist_rows
 
 
 @contextlib.contextmanager
-def all_rows_sent(model: keras.Model) -> Iterator[None]:
+def all_rows_sent(model: keras.Model, skipped: Sequence[Any] = ()) -> Iterator[None]:
     """Sends the rows of a model that a file has not asked for, where its writing fails or is declined.
 
     The other ranks send the rows of all variables, and would wait for this one.
 
     Args:
         model: `keras.Model`, which is written in the context.
+        skipped: sequence of objects that are not written.
     """
     if _SENT.get() is not None:  # `model.save` calls `saving_lib.save_model`
         yield
@@ -105,7 +106,7 @@ def all_rows_sent(model: keras.Model) -> Iterator[None]:
     finally:
         if not is_written:
             sent.begin_again()
-            save_nowhere(model)
+            save_nowhere(model, skipped)
         _SENT.reset(token)
 
 

@@ -29,8 +29,11 @@ def save_whole_slots(optimizer: keras.optimizers.Optimizer) -> None:
 def _save(optimizer: keras.optimizers.Optimizer, store: Any) -> None:
     """Saves whole slots, one after the other. Collective: every rank must call this, in the same order."""
     parts = slots_in_parts(optimizer)
+    if parts is None:
+        original(optimizer, "save_own_variables")(store)
+        return
     for place, variable in enumerate(optimizer.variables):
-        if parts is not None and parts.has(variable):
+        if parts.has(variable):
             save_rows(store, str(place), variable, parts)
         else:
             store[str(place)] = variable.numpy()
@@ -39,13 +42,12 @@ def _save(optimizer: keras.optimizers.Optimizer, store: Any) -> None:
 def _load(optimizer: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> None:
     """Loads this rank's parts of whole slots."""
     parts, variables = slots_in_parts(optimizer), optimizer.variables
-    if len(store.keys()) != len(variables):
-        original(optimizer, "load_own_variables")(store)  # which warns
+    if parts is None or len(store.keys()) != len(variables):
+        original(optimizer, "load_own_variables")(store)  # which warns of another number
         return
-    if parts is not None:
-        parts.num_loads += 1
+    parts.num_loads += 1
     for place, variable in enumerate(variables):
-        if parts is not None and parts.has(variable):
+        if parts.has(variable):
             parts.assign(variable, open_array(store, str(place)))
         else:
             variable.assign(store[str(place)])

@@ -27,6 +27,7 @@ class Table:
         shape: pair of ints, the number of all rows and their length.
         rows: `keras.Variable`, this rank's rows.
         regularizer: callable or `None`; the penalty of all rows is the sum of those of each rank's.
+        sign: JSON value that tells the initial values of all rows from others.
 
     Attributes:
         engine: `Engine`, of all ranks.
@@ -39,6 +40,7 @@ class Table:
         shape: tuple[int, int],
         rows: keras.Variable,
         regularizer: Callable[[Any], Any] | None = None,
+        sign: Any = None,
     ) -> None:
         self._strategy = strategy
         self.engine = strategy.engine
@@ -46,6 +48,7 @@ class Table:
         self.rows = rows
         self._regularizer = regularizer
         self._has_slope = False
+        self._sign = sign
         self.num_loads = 0
 
     # The table itself, and slots of its shape; see `SlotsInParts`.
@@ -107,6 +110,11 @@ class Table:
             # In place: what is assigned to a variable of which rows were read is copied.
             raw.scatter_update(tf.IndexedSlices(values, tf.range(first, stop)))
             first = stop
+
+    def values(self) -> dict[str, Any]:
+        """Returns where the values come from, by name, for a comparison."""
+        assigned = {f"values assigned to {self.rows.path}": self.num_loads}
+        return assigned if self.num_loads else {**assigned, f"initial values of {self.rows.path}": self._sign}
 
     def refuse(self) -> NoReturn:
         """Raises `StrategyError`."""
@@ -237,9 +245,12 @@ def tables_of(model: keras.Model) -> list[Table]:
     return list(dict.fromkeys(each for each in found if each is not None))
 
 
-def table_loads(model: keras.Model) -> dict[str, int]:
-    """Returns how many values were assigned to each table of a model, for a comparison."""
-    return {f"values assigned to {each.rows.path}": each.num_loads for each in tables_of(model)}
+def table_loads(model: keras.Model) -> dict[str, Any]:
+    """Returns how many values were assigned to each table of a model, and the signs of initial ones, to compare."""
+    found: dict[str, Any] = {}
+    for table in tables_of(model):
+        found |= table.values()
+    return found
 
 
 def _by_owner(ids: Any, size: int) -> tuple[Any, Any]:

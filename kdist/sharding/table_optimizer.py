@@ -78,7 +78,9 @@ class TableOptimizer:
 
     def finalize(self, var_list: Any) -> None:
         """Sets weights to their moving averages."""
-        if self._optimizer.use_ema:
+        if not self._slots:
+            original(self._optimizer, "finalize_variable_values")(var_list)
+        elif self._optimizer.use_ema:
             for weight, average in moving_averages(self._optimizer):
                 if average is not None:
                     raw_variable(weight).assign(raw_variable(average))

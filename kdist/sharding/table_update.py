@@ -12,6 +12,7 @@ from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import TRAINED, innermost, trained_variables
 from kdist.keras_hooks.patching import patched
 from kdist.sharding.norms import whole_norms
+from kdist.sharding.part import parts_are_updated
 from kdist.sharding.table_optimizer import seen_by_optimizer
 from kdist.step.reduce import Reduce
 from kdist.step.update import Update
@@ -21,7 +22,8 @@ class TableReduce(Reduce):
     """Sums gradients over the ranks; the later stages and Keras update this rank's rows of each table."""
 
     def _reduce_and(self, update: Update, proceed: Callable[[], Any]) -> Any:
-        if not any(table_of(each) for each in update.variables):
+        # Moving averages are of all weights of the optimizer.
+        if not any(table_of(each) for each in [*update.variables, *trained_variables(innermost(update.optimizer))]):
             return super()._reduce_and(update, proceed)
         if not update.optimizer.built:
             with tf.init_scope():
@@ -41,6 +43,7 @@ class TableReduce(Reduce):
         ]
         update.variables = seen_by_optimizer(weights)
         with (
+            parts_are_updated(),
             whole_norms(update.optimizer, are_parts, self._step.engine),
             patched(inner, TRAINED, seen_by_optimizer(trained_variables(inner))),
         ):

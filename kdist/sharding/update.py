@@ -17,6 +17,7 @@ from kdist.keras_hooks.patching import patched
 from kdist.sharding.gradients import PartReducer
 from kdist.sharding.norms import whole_norms
 from kdist.sharding.optimizer import ShardedOptimizer, sharded
+from kdist.sharding.part import parts_are_updated
 from kdist.sharding.table_update import sums_with_tables
 from kdist.step.reduce import Reduce
 from kdist.step.update import Update
@@ -65,6 +66,7 @@ class ShardedReduce(Reduce):
         count = tf.identity(iterations(optimizer).value)
         are_parts = [True] * sum(each is not None for each in update.gradients)
         with (
+            parts_are_updated(),
             whole_norms(update.optimizer, are_parts, self._step.engine),
             _updating_parts(update.optimizer, found),
         ):

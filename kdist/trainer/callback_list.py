@@ -63,7 +63,7 @@ def _replicated_list(
         session.accumulation.choose(state_is_read=gathered.read_state or not is_outermost or reduces_each_step)
     if has_parts:
         _refuse_swapped_averages(given, session.options.in_parts)
-        _refuse_readers_of_tables(given, session)
+        _refuse_readers(given, session)
         for label, each in zip(labels(given), given, strict=True):
             decide_together(each, session.engine, gathered.writer(label), undo)
     run = [
@@ -111,12 +111,19 @@ def _refuse_swapped_averages(callbacks: list[Any], option: str) -> None:
         )
 
 
-def _refuse_readers_of_tables(callbacks: list[Any], session: ReplicatedSession) -> None:
+def _refuse_readers(callbacks: list[Any], session: ReplicatedSession) -> None:
+    """Raises for callbacks that read the whole state on one rank."""
+    option, kinds = session.options.in_parts, ("BackupAndRestore", "OrbaxCheckpoint")
     settings = ("histogram_freq", "embeddings_freq") if tables_of(session.model) else ("embeddings_freq",)
     for each in callbacks:
+        if found := [name for name in kinds if isinstance(each, getattr(keras.callbacks, name, ()))]:
+            raise StrategyError(
+                f"{option} does not support a callback that saves on one rank. Received: a {type(each).__name__}, by "
+                f"Keras' {found[0]}. Expected one that saves on all ranks. Fix: kdist.callbacks.BackupAndRestore, or a "
+                "subclass of it."
+            )
         read = [name for name in settings if getattr(each, name, 0)]
         if isinstance(each, keras.callbacks.TensorBoard) and read:
-            option = session.options.in_parts
             raise StrategyError(
                 f"{option} does not support TensorBoard({read[0]}=...), which reads all weights on one rank. Received: "
                 f"{read[0]}={getattr(each, read[0])!r}. Expected 0. Fix: TensorBoard(..., {read[0]}=0), or "

@@ -183,13 +183,18 @@ class ReplicatedModel:
                     'scope with shard="optimizer", for a model of one without. Expected one scope. Fix: make the model '
                     "and its optimizer in the same kdist.scope()."
                 )
+        name = self.session.verbs[-1] if self.session.verbs else ""
+        if name and self.session.parts_reducer is not None:
+            # A rule may copy the weights, of which some ranks may have others, to its slots in parts.
+            waits = any(not innermost(each).built for each in optimizers_of(self._model)) and is_built(self._model)[0]
+            if all(self._engine.gather_objects(waits)):
+                self.session.broadcast_state(name)
         try:
             self._build(iterator, data_batch)
         except Exception:
             # Without a strategy Keras does not call the model here; one with custom steps may not be callable.
             if not has_own_steps(self._model):
                 raise
-        name = self.session.verbs[-1] if self.session.verbs else ""
         if name in self._on_batch_verbs and self._is_first_on_batch(name):
             self.session.broadcast_state(name)
 

@@ -64,7 +64,8 @@ def whole_files(strategy: AllReduceStrategy) -> Iterator[None]:
 def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = session_of(saved) if isinstance(saved, keras.Model) else None
     in_parts = isinstance(saved, keras.Model) and _has_parts(saved)
-    path = str(inspect.signature(save).bind(*args, **kwargs).arguments.get("filepath", ""))
+    given = inspect.signature(save).bind(*args, **kwargs).arguments
+    path, skipped = str(given.get("filepath", "")), given.get("objects_to_skip") or ()
     takes_parts = in_parts and bool(path) and save.__name__ != "export"
     if takes_parts and path.endswith((".h5", ".hdf5")) and not path.endswith(".weights.h5"):
         raise CheckpointError(
@@ -73,13 +74,13 @@ def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *a
         )
     if isinstance(session, ReplicatedSession) and session.verbs and not session.writes:
         if takes_parts:
-            save_nowhere(saved)  # sends this rank's parts
+            save_nowhere(saved, skipped)  # sends this rank's parts
         return None  # in a callback: the chief saves the same
     is_in_verb = isinstance(session, ReplicatedSession) and bool(session.verbs)
     # Where `model.save` calls `saving_lib.save_model` the engine is that of one rank: see `no_sync` below.
     is_sent = takes_parts and strategy.engine.size > 1 and not is_in_verb
     if is_sent and not _writes(strategy.engine, path):
-        save_nowhere(saved)
+        save_nowhere(saved, skipped)
         strategy.engine.barrier()
         return None
     variables = [each for each in getattr(saved, "variables", ()) if table_of(each) is None]
@@ -87,7 +88,7 @@ def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *a
         if is_sent:
             stack.callback(strategy.engine.barrier)  # the other ranks of the host may read the file
         if is_sent or (takes_parts and is_in_verb):
-            stack.enter_context(all_rows_sent(saved))
+            stack.enter_context(all_rows_sent(saved, skipped))
         # A graph that is saved runs in one process: `kdist.all_gather` leaves it alone.
         stack.enter_context(strategy.extended.no_sync())
         return write_whole(lambda path: strategy.versions.next(path, variables), save, *args, **kwargs)

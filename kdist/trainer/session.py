@@ -16,6 +16,7 @@ from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import count_ended_step, innermost, optimizers_of, stored_learning_rate
 from kdist.keras_hooks.trainer import initial_epoch, plain_compiles, set_initial_epoch
 from kdist.keras_hooks.variables import is_declared_of_one_rank, is_of_one_rank, is_seed, key_of
+from kdist.sharding.embedding import warn_of_whole_tables
 from kdist.sharding.gradients import PartReducer
 from kdist.sharding.slot_files import loads
 from kdist.sharding.table import table_loads
@@ -195,6 +196,8 @@ class ReplicatedSession(TrainingSession):
         described = {**describe_model(self.model), **self._loads()}
         models, epochs = zip(*gather_values(self.engine, what, [described, epoch]), strict=True)
         refuse_differences(what, models)
+        if self.engine.rank == 0:
+            warn_of_whole_tables(self.model, self.engine.size, self.options.shard_embeddings)
         self._broadcast(root=0)
         self.votes.withdraw("weights")
         if verb == "fit":
@@ -221,7 +224,7 @@ class ReplicatedSession(TrainingSession):
                 f"write the same on all of them. {WAYS_OUT}",
             )
 
-    def _loads(self) -> dict[str, int]:
+    def _loads(self) -> dict[str, Any]:
         return {**loads(optimizers_of(self.model)), **table_loads(self.model)}
 
     def _broadcast(self, root: int) -> None:

@@ -21,6 +21,7 @@ import tensorflow as tf
 import kdist
 from kdist._process import open_engine
 from kdist.errors import KDistError
+from kdist.keras_hooks.variables import raw_variable
 from kdist.sharding import gradients
 from tests.training import fidelity
 from tests.training.features import FEATURES
@@ -180,6 +181,40 @@ def a_layer_that_sets_a_weight() -> None:
     compare(run(kdist.AllReduce()), run(SHARD))
 
 
+class Copying(keras.optimizers.SGD):
+    """A rule with copies of the first weights, as of ScheduleFreeAdamW."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.first = [self.add_variable_from_reference(each, "first") for each in variables]
+        for copied, each in zip(self.first, variables, strict=True):
+            copied.assign(each)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        first = self.first[self._get_variable_index(variable)]
+        rate = keras.ops.cast(learning_rate, gradient.dtype)
+        variable.assign(variable - rate * (gradient + 0.1 * (variable - first)))
+
+
+@case
+def a_rule_that_copies_weights() -> None:
+    """Those of the chief, who alone has set them."""
+    made = [Copying, *filter(None, [getattr(keras.optimizers, "ScheduleFreeAdamW", None)])]
+    for make in made:
+
+        def script(batch: int, make: Any = make) -> dict[str, Any]:
+            model = mlp()
+            model.compile(make(0.01), "mse")
+            if kdist.is_chief():
+                model.set_weights([each + 0.5 for each in model.get_weights()])
+            if not tf.distribute.has_strategy():  # in a graph's first trace, where Keras loses the copies
+                model.optimizer.build(model.trainable_variables)
+            x, y = rows("ragged")
+            return outcome(model, model.fit(x, y, batch_size=batch, shuffle=False, verbose=0))
+
+        both(script, strategy=SHARD)
+
+
 @case
 def slots_take_their_part_of_the_memory() -> None:
     fresh()
@@ -192,7 +227,7 @@ def slots_take_their_part_of_the_memory() -> None:
     whole = 2 * model.count_params()
     assert len(slots) == 8
     assert abs(numbers - whole / size()) <= 8, (numbers, whole)
-    in_memory = sum(each.value.read_value().shape.num_elements() for each in slots)
+    in_memory = sum(raw_variable(each).read_value().shape.num_elements() for each in slots)
     assert in_memory == numbers
 
 
@@ -202,8 +237,35 @@ def a_part_that_a_script_reads_is_an_error() -> None:
     with kdist.scope(SHARD):
         model = trained(keras.optimizers.Adam(0.01))
     slot = model.optimizer.variables[-1]
-    for read in (slot.numpy, lambda: np.asarray(slot)):
+    reads = (
+        *(slot.numpy, lambda: np.asarray(slot), lambda: float(tf.norm(slot)), lambda: keras.ops.sum(slot)),
+        *(lambda: slot * 2.0, lambda: slot + slot, lambda: slot[0], lambda: tf.convert_to_tensor(slot)),
+        lambda: keras.ops.convert_to_numpy(slot),
+    )
+    for read in reads:
         assert "This rank holds a part" in message_of(read)
+    assert "in parts" in repr(slot)
+
+
+@case
+def files_of_tensorflow_are_refused() -> None:
+    """They would have one rank's parts for those of all; written and read, by a rank alone, too."""
+    fresh()
+    path = str(shared_folder() / f"plain-{kdist.rank()}")
+    plain = trained(keras.optimizers.Adam(0.01))
+    tf.train.Checkpoint(model=plain, optimizer=plain.optimizer).write(path)
+    with kdist.scope(SHARD):
+        model = trained(keras.optimizers.Adam(0.01))
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        runs = (
+            lambda: checkpoint.write(f"{path}-in-parts"),
+            lambda: checkpoint.read(path),
+            lambda: tf.saved_model.save(model, f"{path}-served"),  # which could not be loaded
+        )
+        for run in runs:
+            said = message_of(run)
+            assert re.search(r"tf.train.Checkpoint.*Received: .*Fix: model.save", said), said
+        model.export(f"{path}-served", verbose=False)
 
 
 @case
@@ -347,6 +409,15 @@ class _SharedState(keras.optimizers.SGD):
         variable.assign_sub(gradient * keras.ops.cast(self.distance, gradient.dtype))
 
 
+class _OwnBackup(keras.callbacks.BackupAndRestore):
+    pass
+
+
+class _Orbax(getattr(keras.callbacks, "OrbaxCheckpoint", _OwnBackup)):
+    def __init__(self) -> None:  # without the package, which a refusal does not need
+        keras.callbacks.Callback.__init__(self)
+
+
 @case
 def what_is_refused() -> None:
     """Each before the first step, with a fix."""
@@ -390,6 +461,10 @@ def what_is_refused() -> None:
         "built outside of the scope": lambda: trained(built),
         "loop of the script's own": loop,
         "NaNPolicy": lambda: trained(keras.optimizers.SGD(0.1), callbacks=[kdist.callbacks.NaNPolicy()]),
+        "a _OwnBackup, by Keras": lambda: trained(
+            keras.optimizers.SGD(0.1), callbacks=[_OwnBackup(str(shared_folder()))]
+        ),
+        "a _Orbax, by Keras": lambda: trained(keras.optimizers.SGD(0.1), callbacks=[_Orbax()]),
         "HDF5": lambda: trained(keras.optimizers.SGD(0.1)).save(shared_folder() / "model.h5"),
     }
     if not hasattr(keras.optimizers, "MultiOptimizer"):

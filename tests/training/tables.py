@@ -20,6 +20,7 @@ import tensorflow as tf
 import kdist
 from kdist.errors import KDistError
 from kdist.planning.activations import status
+from tests.helpers.logs import logged
 from tests.training import fidelity
 from tests.training.fidelity import BATCH, both, compare, fed, fit_evaluate_predict, fresh, outcome, size
 from tests.training.sharded import sharded, shared_folder
@@ -107,6 +108,47 @@ def averages_of_weights() -> None:
 @case
 def accumulated_gradients() -> None:
     same(lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, clipvalue=0.01))
+
+
+class Noted(keras.optimizers.SGD):
+    """An optimizer with methods of its own around its state."""
+
+    def save_own_variables(self, store: Any) -> None:
+        super().save_own_variables(store)
+        store["note"] = np.ones(3)
+
+    def load_own_variables(self, store: Any) -> None:
+        super().load_own_variables({name: store[name] for name in store if name != "note"})
+        self.loaded_note = store["note"]
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        for variable in var_list:
+            variable.assign(keras.ops.round(variable))
+
+
+@case
+def optimizers_without_a_table_keep_their_methods() -> None:
+    """What saves, loads and ends a training is the class's own; of several optimizers in one, too."""
+    x, y = fidelity.rows("ragged")
+
+    def several() -> keras.optimizers.Optimizer:
+        average = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+        return keras.optimizers.MultiOptimizer(lambda variable: average)
+
+    for make in (Noted, *([several] if hasattr(keras.optimizers, "MultiOptimizer") else [])):
+
+        def script(batch: int, make: Callable[[], Any] = make) -> dict[str, Any]:
+            model = fidelity.mlp()
+            model.compile(make(), "mse")
+            found = outcome(model, model.fit(x, y, batch_size=batch, shuffle=False, verbose=0))
+            if make is Noted:
+                state: dict[str, Any] = {}
+                model.optimizer.save_own_variables(state)
+                model.optimizer.load_own_variables(state)
+                found["note"] = model.optimizer.loaded_note
+            return found
+
+        both(script, strategy=TABLES)
 
 
 @case
@@ -226,6 +268,31 @@ def a_table_that_is_read_twice_in_an_own_step() -> None:
 
 
 @case
+def an_update_without_the_table() -> None:
+    """One optimizer, with averages of all weights, updates other weights and then the table."""
+    x, y = sentences(n=3 * size() * BATCH)
+
+    class InTurn(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((self(data[0], training=True) - data[1]) ** 2)
+            pairs = list(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True))
+            for each in (pairs[1:], pairs[:1]):
+                self.optimizer.apply_gradients(each)
+            return {"loss": loss}
+
+    def script(batch: int) -> dict[str, Any]:
+        inner = reader()
+        model = InTurn(inner.inputs, inner.outputs)
+        model.compile(keras.optimizers.Adam(0.01, use_ema=True))
+        model.optimizer.build(model.trainable_variables)
+        model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+        return outcome(model)
+
+    both(script, strategy=TABLES)
+
+
+@case
 def ranks_without_rows() -> None:
     """And all in eager steps."""
     for eager in (False, True):
@@ -269,6 +336,25 @@ def initial_values() -> None:
         return keras.Sequential([keras.Input((LENGTH,), dtype="int64"), made])
 
     both(script, rtol=0.0, strategy=dataclasses.replace(TABLES, shard_embeddings=1.0))
+
+
+@case
+def initial_values_of_several_seeds_are_refused() -> None:
+    """They would be rows of several tables. Values that are assigned, or loaded, take their place."""
+    x, y = sentences()
+    with kdist.scope(dataclasses.replace(TABLES, shard_embeddings=1.0)):
+        for kind in ("uniform", "glorot_uniform"):
+            fresh()
+            keras.config.set_floatx("float32")
+            keras.utils.set_random_seed(42 + kdist.rank())
+            words = keras.layers.Embedding(ROWS, WIDTH, embeddings_initializer=kind, name="words")
+            layers = [words, keras.layers.Flatten(), keras.layers.Dense(2)]
+            model = keras.Sequential([keras.Input((LENGTH,), dtype="int64"), *layers])
+            model.compile("sgd", "mse")
+            with pytest.raises(KDistError, match="Ranks differ in .*: initial values of .*words/embeddings.*Fix: "):
+                model.fit(x, y, verbose=0)
+            model.set_weights([np.ones(each.shape) for each in model.get_weights()])
+            model.fit(x, y, verbose=0)
 
 
 @case
@@ -495,6 +581,33 @@ def saves_that_fail_or_are_declined() -> None:
     assert not [each.name for each in folder.iterdir() if each.name.startswith((".", "too_large"))]
 
 
+@case
+def files_that_skip_objects() -> None:
+    """Other ranks do not send what the file is without, also where it cannot be written."""
+    folder = shared_folder()
+    x, y = sentences()
+    with kdist.scope(TABLES, stall_timeout=30.0):
+        fresh()
+        model, other = reader(), reader()
+        for each in (model, other):
+            each.compile("adam", "mse")
+            each.fit(x, y, verbose=0)
+        values = np.zeros((ROWS, WIDTH))
+        model.get_layer("words").set_weights([values])
+        words = model.get_layer("words")
+        with fails_on_the_chief():
+            keras.saving.save_weights(model, folder / "no/such/folder.weights.h5", objects_to_skip=[words])
+        keras.saving.save_weights(model, folder / "skipped.weights.h5", objects_to_skip=[words])
+        before = other.get_layer("words").get_weights()[0]
+        other.load_weights(folder / "skipped.weights.h5", objects_to_skip=[other.get_layer("words")])
+        after = other.get_weights()
+        np.testing.assert_array_equal(after[0], before)
+        for one, two in zip(after[1:], model.get_weights()[1:], strict=True):
+            np.testing.assert_array_equal(one, two)
+        for one, two in zip(fidelity.state_of(other.optimizer), fidelity.state_of(model.optimizer), strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
 @contextlib.contextmanager
 def fails_on_the_chief() -> Iterator[None]:
     if kdist.is_chief():
@@ -543,6 +656,8 @@ def uses_of_a_whole_table_are_refused() -> None:
             with pytest.raises((KDistError, ValueError), match="(?s)is used as a whole.*Fix: "):
                 use()
         assert "in parts" in repr(table)
+        with pytest.raises(KDistError, match="(?s)tf.train.Checkpoint.*Fix: model.save"):
+            tf.train.Checkpoint(model=model).write(str(shared_folder() / "checkpoint"))
         model.compile("sgd", "mse")
         writer = keras.callbacks.TensorBoard(str(shared_folder()), histogram_freq=1)
         with pytest.raises(KDistError, match="(?s)does not support TensorBoard.histogram_freq.*Fix: "):
@@ -643,6 +758,26 @@ def layers_with_a_lookup_of_their_own_are_whole() -> None:
         layer = Doubled(ROWS, WIDTH)
         layer.build(())
         assert type(layer.embeddings) is keras.Variable
+
+
+@case
+def tables_that_are_made_elsewhere_are_told_of() -> None:
+    x, y = sentences()
+    fresh()
+    large, small = keras.layers.Embedding(ROWS, WIDTH, name="words"), keras.layers.Embedding(ROWS // 2, WIDTH)
+    for layer in (large, small):
+        layer.build(())
+    with kdist.scope(TABLES), logged() as lines:
+        inputs = keras.Input((LENGTH,), dtype="int64")
+        read = [keras.layers.Flatten()(each) for each in (large(inputs), small(inputs // 3))]
+        model = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.concatenate(read)))
+        model.compile("sgd", "mse")
+        for _ in range(2):
+            model.fit(x, y, verbose=0)
+        reader().predict(x, verbose=0)
+    told = [line for line in lines if "is whole on each rank" in line]
+    assert len(told) == kdist.is_chief(), lines
+    assert all("'words', 984 bytes" in line and "outside of kdist.scope()" in line for line in told), told
 
 
 @case

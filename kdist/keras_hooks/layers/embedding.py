@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from kdist.errors import StrategyError
+from kdist.keras_hooks.layers.parts import PartVariable
 from kdist.keras_hooks.patching import patch, patched
 
 _STATELESS = "stateless_scope"
@@ -42,7 +43,7 @@ class WholeTable(Protocol):
         ...
 
 
-class TableVariable(keras.Variable):  # type: ignore[misc]  # Keras has no types
+class TableVariable(PartVariable):
     """A layer's table: of the shape of all rows, of which this rank holds some.
 
     It is read and assigned to as a whole: `numpy()` gathers the rows of all ranks. Operations refuse it.
@@ -79,9 +80,6 @@ class TableVariable(keras.Variable):  # type: ignore[misc]  # Keras has no types
 
     assign_sub = assign_add
 
-    def __repr__(self) -> str:
-        return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, in parts>"
-
 
 def _refused(self: TableVariable | _Value, *args: Any, **kwargs: Any) -> Any:
     return self.kdist_table.refuse()
@@ -106,24 +104,26 @@ for _name in _ARITHMETIC:
 
 
 def make_table(
-    layer: keras.layers.Embedding, initial_rows: Callable[[Any], Any], make: Callable[[Any], WholeTable]
+    layer: keras.layers.Embedding,
+    initial_rows: Callable[[Any], tuple[Any, Any]],
+    make: Callable[[Any, Any], WholeTable],
 ) -> None:
     """Builds a layer whose table has this rank's rows alone.
 
     Args:
         layer: `keras.layers.Embedding`, not built.
-        initial_rows: callable that takes a dtype and returns this rank's rows.
-        make: callable that takes the `keras.Variable` of this rank's rows and returns the table.
+        initial_rows: callable that takes a dtype and returns this rank's rows, and a sign of all rows.
+        make: callable that takes the `keras.Variable` of this rank's rows, and the sign, and returns the table.
     """
     with tf.init_scope(), _without_stateless_scope():  # where Keras would put the values off
-        first = initial_rows(layer.variable_dtype)
+        first, sign = initial_rows(layer.variable_dtype)
         made = layer.add_weight(
             shape=first.shape, initializer=lambda *_, **__: first, name="embeddings", trainable=True
         )
         rows = keras.Variable(made._value, dtype=made.dtype, trainable=True, name=made.name)
     rows._path = made.path
     made.__class__, made._shape = TableVariable, (layer.input_dim, layer.output_dim)
-    made.kdist_table = make(rows)
+    made.kdist_table = make(rows, sign)
     if layer.embeddings_regularizer is not None:
         made.regularizer = lambda _: made.kdist_table.penalty()
     rows.constraint = layer.embeddings_constraint  # the optimizer applies it to what it updates

@@ -65,6 +65,6 @@ def weights_on_disk(is_large: Callable[[Any], bool]) -> Iterator[None]:
         yield
 
 
-def save_nowhere(model: Any) -> None:
-    """Calls all that a file of a model is written by, in the same order, and writes none."""
-    saving_lib._save_state(model, _Nowhere(), None, "", set())
+def save_nowhere(model: Any, skipped: Sequence[Any] = ()) -> None:
+    """Calls all that a file of a model, without some objects, is written by, in the same order, and writes none."""
+    saving_lib._save_state(model, _Nowhere(), None, "", {id(each) for each in skipped})
