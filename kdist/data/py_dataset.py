@@ -169,8 +169,9 @@ class ShardedPyDataset(keras.utils.PyDataset):
         return cls.on_epoch_begin is not base.on_epoch_begin or cls.on_epoch_end is not base.on_epoch_end
 
     def next_epoch(self) -> None:
-        """Continues with the next epoch's order; must be called before the workers start."""
+        """Continues with the next epoch's order and length; must be called before the workers start."""
         self._epoch += 1
+        self.num_user_batches = self._py_dataset.num_batches
 
     def _pass_of_epoch(self) -> int:
         epoch, batches, per_epoch = max(self._epoch, 0), self.num_user_batches, self.plan.steps_per_epoch

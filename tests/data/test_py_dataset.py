@@ -54,6 +54,16 @@ def test_a_step_takes_a_group_of_batches(num_shards, workers):
     assert not ranks[0].knows_global_rows
 
 
+def test_the_length_of_each_epoch_counts():
+    """As of a dataset that keeps the hardest samples only, or adds some."""
+    datasets = [Numbers(13, 2) for _ in range(2)]
+    ranks = [source(plan, dataset) for plan, dataset in zip(plans(2), datasets, strict=True)]
+    for num_samples in (13, 6, 20):
+        for dataset in datasets:
+            dataset.batches = in_batches(num_samples, 2)
+        assert one_pass(ranks, limit=20) == groups(in_batches(num_samples, 2), 2)
+
+
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_batches_are_split_when_the_batch_is_not_scaled(num_shards):
     ranks = sources(plans(num_shards, scale_batch=False), 7, 2)
