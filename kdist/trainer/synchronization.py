@@ -87,6 +87,10 @@ class RankSynchronization(keras.callbacks.Callback):
 
     on_predict_begin, on_predict_end = on_test_begin, on_test_end
 
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Stores the steps of the epoch that are made: a resumed one may have no other."""
+        self._num_steps = batch
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Applies the votes of this step's message, and writes this rank's votes for the next one."""
         session = self._session

@@ -204,6 +204,11 @@ def in_an_epoch(kind: str) -> None:
     resumed(kind, [(0, 3), (1, 0 if kind == "arrays_steps" else 4)])
 
 
+def after_the_last_step_of_unknown_length() -> None:
+    """That no step is left is known when the data has ended: the epoch's logs are those of the saved metrics."""
+    resumed("tf_data_unknown", [(0, None)])
+
+
 KEPT = {
     "power_sgd": ("residual/", {"compression": "powersgd", "powersgd_rank": 1}),
     "top_k": ("residual/", {"compression": "topk", "topk_ratio": 0.2}),
@@ -670,6 +675,7 @@ CASES = {
     **{
         function.__name__: function
         for function in (
+            after_the_last_step_of_unknown_length,
             none_can_be_read,
             another_model,
             another_engine,
