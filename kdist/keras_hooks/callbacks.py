@@ -49,7 +49,7 @@ def checkpoint_decision(callback: Any) -> Callable[..., None]:
     """Returns a replacement for a `ModelCheckpoint`'s save, which updates `best` and writes no file."""
 
     def decide(epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
-        callback._should_save_model(epoch, batch, logs, callback._get_file_path(epoch, batch, logs))
+        callback._should_save_model(epoch, batch, logs, "")  # the logs of this rank may have no name for a file
 
     return decide
 
