@@ -96,6 +96,7 @@ class RankSynchronization(keras.callbacks.Callback):
         session = self._session
         self._num_steps = batch + 1
         if self._stops_at_once or not self._is_checked:  # a callback may have set weights on one rank already
+            session.votes.withdraw("stop")  # of before this step: the flag may be set back
             session.agree_to_stop()
         if "weights" in session.votes.agreed:
             session.broadcast_loaded_weights()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -84,6 +85,25 @@ def stopping_in_the_midst_of_an_epoch_as_in_one_process() -> None:
             assert model.stop_training is True
             assert int(model.optimizer.iterations) == 4
             assert_equal_everywhere([weights_of(model), history.history])
+
+
+def a_stop_is_taken_back_as_in_one_process() -> None:
+    """Where an epoch has ended, by a callback; between two calls of `train_on_batch`, by the script."""
+    for rank in (1, None):
+        steps, take_back = Steps(), keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: resume())
+        with kdist.scope(scale_lr=None):
+            model = compiled()
+            resume = functools.partial(setattr, model, "stop_training", False)
+            train(model, [At("on_train_batch_end", 1, rank, stop), take_back, steps], epochs=3)
+        assert assert_equal_everywhere(steps.epochs) == [2, 2, 2]
+    batch = [a[: size()] for a in rows("even")]
+    model.train_on_batch(*batch)
+    model.stop_training = kdist.rank() == 1
+    model.train_on_batch(*batch)
+    assert model.stop_training is True
+    model.stop_training = False
+    model.train_on_batch(*batch)
+    assert model.stop_training is False
 
 
 def one_rank_stops_unseen() -> None:
@@ -404,6 +424,7 @@ CASES = {
     function.__name__: function
     for function in (
         stopping_in_the_midst_of_an_epoch_as_in_one_process,
+        a_stop_is_taken_back_as_in_one_process,
         one_rank_stops_unseen,
         one_rank_stops_in_the_last_step,
         one_rank_stops_at_the_end_of_an_epoch,
