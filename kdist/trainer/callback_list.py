@@ -12,6 +12,7 @@ import keras
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
 from kdist.checkpoint.backup import Backup
 from kdist.checkpoint.callback_state import labels
+from kdist.checkpoint.file_writers import decide_together, without_writing
 from kdist.checkpoint.preempt import Preempt
 from kdist.errors import MismatchError, StrategyError
 from kdist.keras_hooks.callbacks import call_in_this_thread
@@ -19,7 +20,6 @@ from kdist.keras_hooks.fit_loop import callback_lists
 from kdist.sharding.table import tables_of
 from kdist.step.extensions import extensions_removed_at_exit
 from kdist.step.gradient_accumulation import read_state_between_steps
-from kdist.trainer.file_writers import decide_together, without_writing
 from kdist.trainer.session import ReplicatedSession
 from kdist.trainer.synchronization import EffectiveRateLog, RankSynchronization
 
