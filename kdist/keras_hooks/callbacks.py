@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -28,9 +28,9 @@ SAVED_ATTRIBUTES = {
 SAVE_MODEL, LOAD_MODEL, SHOULD_SAVE = "_save_model", "_load_model", "_should_save_model"
 
 
-def is_called_each_step(callback: Any) -> bool:
-    """Returns whether a callback overrides a method that is called at each step of training."""
-    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+def is_called_each_step(callback: Any, verbs: Sequence[str] = ("", "train_")) -> bool:
+    """Returns whether a callback overrides a method that is called at each step, of training by default."""
+    names = [f"on_{verb}batch_{moment}" for verb in verbs for moment in ("begin", "end")]
     return not all(is_default(getattr(callback, name)) for name in names)
 
 
