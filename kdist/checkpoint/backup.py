@@ -18,7 +18,7 @@ from kdist.checkpoint.callback_state import CallbackState
 from kdist.checkpoint.files import Checkpoint, CheckpointDirectory, arrays_of
 from kdist.checkpoint.host_copies import HostCopies
 from kdist.errors import CheckpointError
-from kdist.keras_hooks.trainer import set_initial_epoch
+from kdist.keras_hooks.trainer import layers_of, set_initial_epoch
 from kdist.restarts.progress import own_progress
 from kdist.restarts.report import own_reports
 from kdist.state.part import DeferredArray, StatePart
@@ -253,6 +253,7 @@ class Backup(AllRanksCallback):
         """Resumes an interrupted training, unless `RankSynchronization` calls `begin`."""
         self.session.check_save_frequency(self.save_freq if self.memory_freq is None else 1)
         if not self.session.begins_backups:
+            self._check_built()
             self.begin()
 
     def begin(self) -> None:
@@ -280,6 +281,16 @@ class Backup(AllRanksCallback):
         self._number = saved["training"].get("number", 0)
         self._load(saved, with_rates=True)
         self._begin_at(saved, name)
+
+    def _check_built(self) -> None:
+        parts = [each for each in layers_of(self.model) if not isinstance(each, keras.Model)]
+        if not self.model.built and not all(each.built for each in parts):
+            raise CheckpointError(
+                "BackupAndRestore needs a model that is built when fit begins: a resumed training loads its weights "
+                f"then. Received: {type(self.model).__name__} {self.model.name!r} with layers that the first step "
+                "would build. Expected all of its weights. Fix: begin the model with keras.Input(...), or call "
+                "model.build(input_shape), or the model on a batch, before fit."
+            )
 
     def _check_alone(self) -> None:
         directories = [each.backup_dir for each in self.siblings if isinstance(each, Backup)]
