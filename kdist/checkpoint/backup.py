@@ -97,6 +97,9 @@ class Backup(AllRanksCallback):
         self._epoch, self._last_batch = epoch, -1
         if self._resumed is None:
             self._random_at_epoch = random_state()
+            if self._replay is not None:  # of earlier epochs that share their pass with this one
+                self._replay.replay()
+                self._replay = None
             return
         # `on_epoch_begin` of other callbacks has run twice for this epoch: it may have changed a rate again.
         self._load(self._resumed, with_rates=False)
@@ -134,7 +137,9 @@ class Backup(AllRanksCallback):
         """Saves after each epoch, or if a save was due in its last step."""
         if self._resumed is not None:  # the epoch had no steps left
             self._set_random_state(self._resumed)
-            self._resumed = None
+            if self._replay is not None:
+                self._replay.end()
+            self._resumed = self._replay = None
         is_due = self.save_freq == "epoch" or self._steps_since >= int(self.save_freq)
         self._epoch, self._last_batch = epoch + 1, -1
         if is_due:
@@ -359,9 +364,9 @@ class Backup(AllRanksCallback):
         data.load_state_dict(saved["data"])
         place = data.place
         self._set_random_state(saved)  # after the data's hooks, which set other states
+        self._replay = data if isinstance(data, KerasData) and data.needs_replay else None
         if place.epoch_step:
             self._resumed, self._resumed_step = saved, place.epoch_step
-            self._replay = data if isinstance(data, KerasData) else None
             self.session.metrics.load_state_dict(saved.get("metrics", {}))
         if self.is_chief:
             level = logging.WARNING if engine.size == 1 else logging.INFO  # kdist logs warnings only in one process

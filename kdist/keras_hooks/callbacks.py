@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import keras
 from keras.src.backend.tensorflow import trainer as trainer_module
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.utils.io_utils import print_msg as print_msg
 from keras.src.utils.python_utils import is_default
 
@@ -115,13 +116,35 @@ class RunningFit:
 
 def _is_called_by_fit(callback: Any, frame: FrameType | None) -> bool:
     """Returns whether a frame or one of its callers is a `fit` of Keras with a callback in its list."""
+    lists = (names.get("callbacks") for names in _running_fits(frame))
+    return any(each is callback for listed in lists for each in getattr(listed, "callbacks", ()))
+
+
+def _running_fits(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
+    """Yields the local names of each `fit` of Keras that is a frame or one of its callers."""
     while frame is not None:
         if frame.f_code.co_name == "fit" and frame.f_globals is vars(trainer_module):
-            listed = getattr(frame.f_locals.get("callbacks"), "callbacks", ())
-            if any(each is callback for each in listed):
-                return True
+            yield frame.f_locals
         frame = frame.f_back
-    return False
+
+
+def running_epoch_iterator(model: keras.Model) -> TFEpochIterator | None:
+    """Returns Keras' own epoch iterator of a model's running `fit`, if it has one."""
+    names = next((each for each in _running_fits(inspect.currentframe()) if each.get("self") is model), {})
+    found = names.get("epoch_iterator")
+    return found if type(found) is TFEpochIterator else None
+
+
+def steps_of_pass(iterator: TFEpochIterator | None) -> int:
+    """Returns the steps of a pass over data that epochs share, as with `steps_per_epoch`; 0 where each has its own."""
+    if iterator is None or not iterator.steps_per_epoch or iterator._current_iterator is None:
+        return 0
+    return int(iterator._steps_seen)
+
+
+def add_steps_of_pass(iterator: TFEpochIterator, steps: int) -> None:
+    """Counts steps of a pass that were drawn beside Keras' own loop."""
+    iterator._steps_seen += steps
 
 
 class _ListHook:
