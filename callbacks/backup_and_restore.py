@@ -43,7 +43,7 @@ class BackupAndRestore(Backup):
     Raises:
         ScopeError: when training begins, if workers of parameter servers would save between two steps.
         CheckpointError: if an argument is invalid; when training begins, if no checkpoint can be read, or it is another
-            model's; when one cannot be written.
+            model's, or if one process trains a model that is not built; when one cannot be written.
 
     Example:
     ```python

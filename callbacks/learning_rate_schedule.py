@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.errors import DataError, ScopeError
-from kdist.keras_hooks.optimizers import innermost, optimizers_of
+from kdist.keras_hooks.optimizers import innermost, iterations, optimizers_of
 from kdist.state.session import session_of
 from kdist.state.single_process import is_replaying
 from kdist.step.extensions import step_extensions
@@ -107,10 +107,21 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the effective rate to the logs."""
-        if logs is not None:
-            optimizer = innermost(optimizers_of(self.model)[0])
-            rate = logs.get("effective_learning_rate", float(optimizer.learning_rate))
-            logs["effective_learning_rate"] = rate * float(self.multiplier_now())
+        if logs is None:
+            return
+        rates = {id(rate.optimizer): rate for rate in session_of(self.model).rates()}
+        optimizers = [innermost(each) for each in optimizers_of(self.model)]
+        if len(optimizers) > 1:  # a model may hold one that it never calls
+            optimizers = [
+                each
+                for each in optimizers
+                if (rates[id(each)].is_used if id(each) in rates else int(iterations(each)) > 0)
+            ]
+        for optimizer in optimizers:
+            key = "effective_learning_rate" + (f"_{optimizer.name}" if len(optimizers) > 1 else "")
+            rate = rates.get(id(optimizer))
+            own = float(optimizer.learning_rate) if rate is None else rate.effective()
+            logs[key] = logs.get(key, own) * float(self.multiplier_now())
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Removes the stage."""

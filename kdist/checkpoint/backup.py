@@ -18,7 +18,7 @@ from kdist.checkpoint.callback_state import CallbackState
 from kdist.checkpoint.files import Checkpoint, CheckpointDirectory, arrays_of
 from kdist.checkpoint.host_copies import HostCopies
 from kdist.errors import CheckpointError
-from kdist.keras_hooks.trainer import set_initial_epoch
+from kdist.keras_hooks.trainer import layers_of, set_initial_epoch
 from kdist.restarts.progress import own_progress
 from kdist.restarts.report import own_reports
 from kdist.state.part import DeferredArray, StatePart
@@ -97,6 +97,9 @@ class Backup(AllRanksCallback):
         self._epoch, self._last_batch = epoch, -1
         if self._resumed is None:
             self._random_at_epoch = random_state()
+            if self._replay is not None:  # of earlier epochs that share their pass with this one
+                self._replay.replay()
+                self._replay = None
             return
         # `on_epoch_begin` of other callbacks has run twice for this epoch: it may have changed a rate again.
         self._load(self._resumed, with_rates=False)
@@ -134,7 +137,9 @@ class Backup(AllRanksCallback):
         """Saves after each epoch, or if a save was due in its last step."""
         if self._resumed is not None:  # the epoch had no steps left
             self._set_random_state(self._resumed)
-            self._resumed = None
+            if self._replay is not None:
+                self._replay.end()
+            self._resumed = self._replay = None
         is_due = self.save_freq == "epoch" or self._steps_since >= int(self.save_freq)
         self._epoch, self._last_batch = epoch + 1, -1
         if is_due:
@@ -253,6 +258,7 @@ class Backup(AllRanksCallback):
         """Resumes an interrupted training, unless `RankSynchronization` calls `begin`."""
         self.session.check_save_frequency(self.save_freq if self.memory_freq is None else 1)
         if not self.session.begins_backups:
+            self._check_built()
             self.begin()
 
     def begin(self) -> None:
@@ -280,6 +286,16 @@ class Backup(AllRanksCallback):
         self._number = saved["training"].get("number", 0)
         self._load(saved, with_rates=True)
         self._begin_at(saved, name)
+
+    def _check_built(self) -> None:
+        parts = [each for each in layers_of(self.model) if not isinstance(each, keras.Model)]
+        if not self.model.built and not all(each.built for each in parts):
+            raise CheckpointError(
+                "BackupAndRestore needs a model that is built when fit begins: a resumed training loads its weights "
+                f"then. Received: {type(self.model).__name__} {self.model.name!r} with layers that the first step "
+                "would build. Expected all of its weights. Fix: begin the model with keras.Input(...), or call "
+                "model.build(input_shape), or the model on a batch, before fit."
+            )
 
     def _check_alone(self) -> None:
         directories = [each.backup_dir for each in self.siblings if isinstance(each, Backup)]
@@ -348,9 +364,9 @@ class Backup(AllRanksCallback):
         data.load_state_dict(saved["data"])
         place = data.place
         self._set_random_state(saved)  # after the data's hooks, which set other states
+        self._replay = data if isinstance(data, KerasData) and data.needs_replay else None
         if place.epoch_step:
             self._resumed, self._resumed_step = saved, place.epoch_step
-            self._replay = data if isinstance(data, KerasData) else None
             self.session.metrics.load_state_dict(saved.get("metrics", {}))
         if self.is_chief:
             level = logging.WARNING if engine.size == 1 else logging.INFO  # kdist logs warnings only in one process

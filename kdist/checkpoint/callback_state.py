@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from kdist.keras_hooks.callbacks import SAVED_ATTRIBUTES
@@ -41,10 +42,17 @@ class CallbackState(StatePart):
                 setattr(callback, name, state["values"][label][name])
 
     def _attributes(self) -> Iterator[tuple[str, Any, str]]:
-        for label, callback in zip(labels(self._callbacks), self._callbacks, strict=True):
+        for label, given in zip(labels(self._callbacks), self._callbacks, strict=True):
+            callback = run_by(given)
             for cls, names in SAVED_ATTRIBUTES.items():
                 if isinstance(callback, cls):
                     yield from ((label, callback, name) for name in names if hasattr(callback, name))
+
+
+def run_by(callback: Any) -> Any:
+    """Returns the callback that a callback such as `ChiefOnly` runs, or the callback itself."""
+    within = getattr(callback, "callback", None)
+    return within if isinstance(within, keras.callbacks.Callback) else callback
 
 
 def labels(callbacks: Sequence[Any]) -> list[str]:

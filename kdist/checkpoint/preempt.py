@@ -132,6 +132,7 @@ class Preempt(AllRanksCallback):
         for each in backups:
             each.wait_until_written()
         if not backups:
+            self.session.synchronize()
             for each in self._all():
                 if isinstance(each, keras.callbacks.ModelCheckpoint):
                     self._save_with(each, batch, logs)

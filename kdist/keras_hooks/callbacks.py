@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import keras
 from keras.src.backend.tensorflow import trainer as trainer_module
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.utils.io_utils import print_msg as print_msg
 from keras.src.utils.python_utils import is_default
 
@@ -28,9 +29,9 @@ SAVED_ATTRIBUTES = {
 SAVE_MODEL, LOAD_MODEL, SHOULD_SAVE = "_save_model", "_load_model", "_should_save_model"
 
 
-def is_called_each_step(callback: Any) -> bool:
-    """Returns whether a callback overrides a method that is called at each step of training."""
-    names = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+def is_called_each_step(callback: Any, verbs: Sequence[str] = ("", "train_")) -> bool:
+    """Returns whether a callback overrides a method that is called at each step, of training by default."""
+    names = [f"on_{verb}batch_{moment}" for verb in verbs for moment in ("begin", "end")]
     return not all(is_default(getattr(callback, name)) for name in names)
 
 
@@ -49,7 +50,7 @@ def checkpoint_decision(callback: Any) -> Callable[..., None]:
     """Returns a replacement for a `ModelCheckpoint`'s save, which updates `best` and writes no file."""
 
     def decide(epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
-        callback._should_save_model(epoch, batch, logs, callback._get_file_path(epoch, batch, logs))
+        callback._should_save_model(epoch, batch, logs, "")  # the logs of this rank may have no name for a file
 
     return decide
 
@@ -87,36 +88,6 @@ def on_list_ready(callback: Any, function: Callable[[keras.callbacks.CallbackLis
     weakref.finalize(callback, hook.restore_if_unused)
 
 
-class _ShortProgressBar(keras.callbacks.ProgbarLogger):
-    """Keras' progress bar without the logs that some callbacks name in `keys_not_in_bar`."""
-
-    reads_state_between_steps = False
-
-    def __init__(self, callbacks: list[Any]) -> None:
-        super().__init__()
-        self._callbacks = callbacks
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Shows the other logs of an epoch."""
-        hidden = {key for each in self._callbacks for key in each.keys_not_in_bar}
-        super().on_epoch_end(epoch, {key: value for key, value in (logs or {}).items() if key not in hidden})
-
-
-def shorten_progress_bar(listed: keras.callbacks.CallbackList) -> None:
-    """Makes the progress bar of a list, if it has Keras' own, leave out what callbacks name in `keys_not_in_bar`.
-
-    All other callbacks see the whole logs. It is for `on_list_ready`.
-    """
-    # Not the list itself: that would be a circle, and the callbacks would live until it is collected.
-    callbacks = [each for each in listed.callbacks if hasattr(each, "keys_not_in_bar")]
-    for place, each in enumerate(listed.callbacks):
-        if type(each) is keras.callbacks.ProgbarLogger:
-            listed.callbacks[place] = bar = _ShortProgressBar(callbacks)
-            bar.set_model(each.model)
-            if each.params is not None:
-                bar.set_params(each.params)
-
-
 class RunningFit:
     """The `fit` in whose `on_train_begin` it is made: Keras calls no callback when a `fit` has raised.
 
@@ -145,13 +116,35 @@ class RunningFit:
 
 def _is_called_by_fit(callback: Any, frame: FrameType | None) -> bool:
     """Returns whether a frame or one of its callers is a `fit` of Keras with a callback in its list."""
+    lists = (names.get("callbacks") for names in _running_fits(frame))
+    return any(each is callback for listed in lists for each in getattr(listed, "callbacks", ()))
+
+
+def _running_fits(frame: FrameType | None) -> Iterator[Mapping[str, Any]]:
+    """Yields the local names of each `fit` of Keras that is a frame or one of its callers."""
     while frame is not None:
         if frame.f_code.co_name == "fit" and frame.f_globals is vars(trainer_module):
-            listed = getattr(frame.f_locals.get("callbacks"), "callbacks", ())
-            if any(each is callback for each in listed):
-                return True
+            yield frame.f_locals
         frame = frame.f_back
-    return False
+
+
+def running_epoch_iterator(model: keras.Model) -> TFEpochIterator | None:
+    """Returns Keras' own epoch iterator of a model's running `fit`, if it has one."""
+    names = next((each for each in _running_fits(inspect.currentframe()) if each.get("self") is model), {})
+    found = names.get("epoch_iterator")
+    return found if type(found) is TFEpochIterator else None
+
+
+def steps_of_pass(iterator: TFEpochIterator | None) -> int:
+    """Returns the steps of a pass over data that epochs share, as with `steps_per_epoch`; 0 where each has its own."""
+    if iterator is None or not iterator.steps_per_epoch or iterator._current_iterator is None:
+        return 0
+    return int(iterator._steps_seen)
+
+
+def add_steps_of_pass(iterator: TFEpochIterator, steps: int) -> None:
+    """Counts steps of a pass that were drawn beside Keras' own loop."""
+    iterator._steps_seen += steps
 
 
 class _ListHook:

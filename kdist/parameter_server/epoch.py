@@ -78,6 +78,12 @@ class DispatchedEpoch:
         while self._num_in_flight:
             self._dispatcher.process_result(wait=True)
 
+    def finish_early(self) -> None:
+        """Waits for the steps in flight, if there are some, and writes the metrics' variables."""
+        if self._num_in_flight:
+            self.finish()
+            self.logs(now=True)
+
     def logs(self, *, now: bool = False) -> dict[str, Any]:
         """Returns the logs of the steps that have finished, under the names that the user's step returns.
 

@@ -105,6 +105,11 @@ class ParameterServerSession(TrainingSession):
                 "Fix: leave save_freq out."
             )
 
+    def synchronize(self) -> None:
+        """Waits for the steps of a running `fit` that are in flight, and counts them in its metrics."""
+        if self._verbs and self._verbs[-1] in self._epochs:
+            self._epochs[self._verbs[-1]].finish_early()
+
     def _run_verb(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.model, "run_eagerly", False):
             raise ScopeError(

@@ -9,10 +9,12 @@ from typing import Any
 
 import keras
 
+from kdist.keras_hooks.callbacks import add_steps_of_pass, running_epoch_iterator, steps_of_pass
 from kdist.keras_hooks.optimizers import innermost, iterations, stored_learning_rate
 from kdist.keras_hooks.trainer import build_symbolically
 from kdist.state.metrics import MetricReducer
 from kdist.state.part import State, StatePart
+from kdist.state.random_state import random_state, set_random_state
 
 _REPLAY = "_kdist_replay"
 
@@ -61,55 +63,110 @@ class KerasData(StatePart):
 
     name = "data"
 
-    def __init__(self, model: keras.Model, metrics: MetricReducer, epoch_step: int = 0) -> None:
+    def __init__(
+        self, model: keras.Model, metrics: MetricReducer, epoch_step: int = 0, *, batches_per_step: int = 1
+    ) -> None:
         self._model = model
         self._metrics = metrics
         self._epoch_step = epoch_step
+        self._batches_per_step = batches_per_step
+        self._steps_before = 0
         self.place = Place(0, "its beginning")
 
     def state_dict(self) -> State:
-        """Returns the step of the epoch; the position in the data is not known."""
-        return {"position": None, "epoch step": self._epoch_step}
+        """Returns the steps of the epoch and of the pass, and the size of a step; other positions are not known."""
+        iterator = running_epoch_iterator(self._model)
+        return {
+            "position": None,
+            "epoch step": self._epoch_step,
+            "pass step": steps_of_pass(iterator),
+            "rows": None if iterator is None else iterator.data_adapter.batch_size,
+            "batches": self._batches_per_step,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets `place`; `replay` goes there."""
-        step = state["epoch step"]
-        if step and state["position"] is not None:
-            self.place = Place(
-                0, "which starts again: one process cannot reproduce the order of the data on several ranks"
-            )
-        elif step:
+        if state["position"] is not None:
+            if state["epoch step"]:
+                self.place = Place(
+                    0, "which starts again: one process cannot reproduce the order of the data on several ranks"
+                )
+            return
+        iterator = running_epoch_iterator(self._model)
+        saved, step = state["epoch step"], self._converted(state, state["epoch step"], iterator)
+        if iterator is not None and iterator.steps_per_epoch:
+            before = self._converted(state, state.get("pass step", 0), iterator)
+            self._steps_before = max(0, before - step)
+        change = f": {saved} step(s) of other batches correspond to {step}" if step != saved else ""
+        if step or self._steps_before:
             self.place = Place(
                 step,
-                f"after {step} step(s), whose batches are drawn again without training: the rest of the epoch is the "
-                "same if the input is seeded",
+                f"after {step} step(s){change}, whose batches are drawn again without training: the rest of the epoch "
+                "is the same if the input is seeded",
             )
 
+    def _converted(self, state: Mapping[str, Any], step: int, iterator: Any) -> int:
+        """Returns the step of this `fit` at a step of the saved one; if none begins there, the one before."""
+        before, now = state.get("rows"), None if iterator is None else iterator.data_adapter.batch_size
+        if not before or not now:
+            before, now = state.get("batches", 1), self._batches_per_step
+        if before == now:
+            return step
+        step = step * before // now
+        return step - step % self._model.steps_per_execution
+
+    @property
+    def needs_replay(self) -> bool:
+        """Whether batches are to be drawn before the first new step."""
+        return bool(self.place.epoch_step or self._steps_before)
+
     def replay(self) -> None:
-        """Draws the batches of the earlier steps of this epoch without training."""
+        """Draws the batches of the earlier steps of this pass without training."""
         self._model.train_function = vars(self._model)[_REPLAY] = _Replay(
-            self._model, self.place.epoch_step, self._metrics
+            self._model, self.place.epoch_step, self._steps_before, self._metrics
         )
+
+    def end(self) -> None:
+        """Ends the replay, if it has not: the epoch has no more steps now."""
+        if _REPLAY in vars(self._model):
+            vars(self._model)[_REPLAY].end()
 
 
 class _Replay:
     """Replaces a model's `train_function` until the batches of earlier steps are drawn."""
 
-    def __init__(self, model: keras.Model, num_steps: int, metrics: MetricReducer) -> None:
+    def __init__(self, model: keras.Model, num_steps: int, steps_before: int, metrics: MetricReducer) -> None:
         self._model = model
-        self._num_steps = num_steps
+        self.num_steps = num_steps  # of the epoch
+        self._steps_before = steps_before  # of the pass, in earlier epochs
         self._metrics = metrics
         self._train: Callable[..., Any] = model.train_function
         self.fit = model.history  # new for each `fit`: an earlier one may have raised
 
     def __call__(self, iterator: Any) -> Any:
-        if not is_replaying(self._model):  # called by another callback's wrapper
+        # Another callback's wrapper may call it later.
+        if vars(self._model).get(_REPLAY) is not self or self.fit is not self._model.history:
             return self._train(iterator)
         try:
-            return self._draw(iterator)
+            self._draw_earlier_epochs(iterator)
+            if self.num_steps > 0:
+                return self._draw(iterator)
         except BaseException:
-            self._end()
+            self.end()
             raise
+        self.end()
+        return self._train(iterator)
+
+    def _draw_earlier_epochs(self, iterator: Any) -> None:
+        if not self._steps_before:
+            return
+        state = random_state()
+        for _ in range(self._steps_before):
+            next(iterator)
+        set_random_state(state)
+        if (running := running_epoch_iterator(self._model)) is not None:
+            add_steps_of_pass(running, self._steps_before)
+        self._steps_before = 0
 
     def _draw(self, iterator: Any) -> Any:
         batches = [next(iterator) for _ in range(self._model.steps_per_execution)]
@@ -117,13 +174,14 @@ class _Replay:
             # Without a strategy Keras makes metrics in the first step; a custom step may make others.
             with contextlib.suppress(RuntimeError, ValueError, TypeError, NotImplementedError):
                 build_symbolically(self._model, batches[0])
-        self._num_steps -= self._model.steps_per_execution
-        if self._num_steps <= 0:
-            self._end()
+        self.num_steps -= self._model.steps_per_execution
+        if self.num_steps <= 0:
+            self.end()
         self._metrics.restore()
         return self._model.get_metrics_result()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Trains again."""
         vars(self._model).pop(_REPLAY, None)
         if self._model.train_function is self:
             self._model.train_function = self._train
@@ -132,4 +190,4 @@ class _Replay:
 def is_replaying(model: keras.Model) -> bool:
     """Returns whether the next step was made before the interruption, and is not trained again."""
     replay = vars(model).get(_REPLAY)
-    return replay is not None and replay.fit is model.history
+    return replay is not None and replay.fit is model.history and replay.num_steps > 0

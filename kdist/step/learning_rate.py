@@ -74,7 +74,7 @@ class EffectiveRate(RateScale):
         """A description of the warm-up, for the log."""
         if not self.warmup_is_known:
             return "after a warm-up that begins after the first epoch, when the steps of an epoch are known"
-        steps = math.ceil(float(self._warmup_steps))
+        steps = math.ceil(_number(self._warmup_steps))
         return f"after a warm-up of {steps} step{'s' * (steps != 1)}" if steps else "at once"
 
     def set_warmup(self, steps: float) -> None:
@@ -122,13 +122,13 @@ class EffectiveRate(RateScale):
 
     def progress(self) -> dict[str, Any]:
         """Returns the state of the warm-up and of the user's schedule, as JSON values."""
-        warmup_steps = float(self._warmup_steps)
+        warmup_steps = _number(self._warmup_steps)
         return {
             "factor": self.rule.factor,
             "stretch": self._stretch,
-            "origin": float(self._origin),
+            "origin": _number(self._origin),
             "warmup_steps": warmup_steps if self.warmup_is_known else None,
-            "steps_made": [float(each) for each in self._steps_made.numpy()],
+            "steps_made": tf.convert_to_tensor(self._steps_made).numpy().tolist(),
             "user_steps": float(self._user_steps(iterations(self.optimizer))),
         }
 
@@ -149,7 +149,7 @@ class EffectiveRate(RateScale):
         length = progress["warmup_steps"]
         self._resumed_share = min(1.0, (made - progress["origin"]) / length) if length else 1.0
         if self.warmup_is_known:
-            self.set_warmup(float(self._warmup_steps))
+            self.set_warmup(_number(self._warmup_steps))
 
     def _user_steps(self, step: Any) -> Any:
         at, made = self._steps_made[0], self._steps_made[1]
@@ -215,7 +215,11 @@ class EffectiveRate(RateScale):
 
 
 def _num_steps(optimizer: keras.optimizers.Optimizer) -> float:
-    return float(tf.convert_to_tensor(iterations(optimizer)))  # a mirrored variable has no float()
+    return _number(iterations(optimizer))
+
+
+def _number(variable: Any) -> float:
+    return float(tf.convert_to_tensor(variable))  # a mirrored variable has no float()
 
 
 class EffectiveRates(StatePart):

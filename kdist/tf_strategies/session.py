@@ -19,7 +19,10 @@ from kdist.keras_hooks.patching import VERBS, patch
 from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import original, patch_methods, watch_models
 from kdist.scaling import num_warmup_steps
+from kdist.state.part import StatePart
 from kdist.state.session import TrainingSession, has_session, set_session
+from kdist.state.single_process import KerasData
+from kdist.state.variables import ModelState
 from kdist.step.learning_rate import EffectiveRate, EffectiveRates
 from kdist.tf_strategies.global_batches import with_global_batches
 
@@ -83,6 +86,15 @@ class ScaledSession(TrainingSession):
         self._rates = EffectiveRates(model, scale_lr=options.scale_lr, batches_per_step=options.batches_per_step)
         # A variable, because `train_on_batch` may take the function that `fit` has traced. A callback may call `fit`.
         self._num_fits = tf.Variable(0, trainable=False, name="kdist_running_fits")
+
+    def parts(self) -> list[StatePart]:
+        """See `TrainingSession.parts`."""
+        return [ModelState(self.model), self._rates]
+
+    def data(self, epoch_step: int = 0) -> KerasData:
+        """See `TrainingSession.data`."""
+        batches = self._options.batches_per_step
+        return KerasData(self.model, self.metrics, epoch_step, batches_per_step=batches)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Fits with global batches and the scaled learning rate."""

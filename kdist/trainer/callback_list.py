@@ -11,15 +11,15 @@ import keras
 
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
 from kdist.checkpoint.backup import Backup
-from kdist.checkpoint.callback_state import labels
+from kdist.checkpoint.callback_state import labels, run_by
+from kdist.checkpoint.file_writers import decide_together, without_writing
 from kdist.checkpoint.preempt import Preempt
 from kdist.errors import MismatchError, StrategyError
-from kdist.keras_hooks.callbacks import call_in_this_thread
+from kdist.keras_hooks.callbacks import call_in_this_thread, is_called_each_step
 from kdist.keras_hooks.fit_loop import callback_lists
 from kdist.sharding.table import tables_of
 from kdist.step.extensions import extensions_removed_at_exit
 from kdist.step.gradient_accumulation import read_state_between_steps
-from kdist.trainer.file_writers import decide_together, without_writing
 from kdist.trainer.session import ReplicatedSession
 from kdist.trainer.synchronization import EffectiveRateLog, RankSynchronization
 
@@ -73,7 +73,12 @@ def _replicated_list(
     ]
     first = EffectiveRateLog(session)
     last = RankSynchronization(
-        session, verb, is_outermost, gathered.any_callbacks, stops_at_once=gathered.may_stop and not is_local_sgd
+        session,
+        verb,
+        is_outermost,
+        gathered.any_callbacks,
+        stops_at_once=gathered.may_stop and not is_local_sgd,
+        may_end_passes=gathered.may_end_passes,
     )
     users = [first, *(each for each in run if each is not None)]
     if session.engine.rank != 0:
@@ -141,6 +146,7 @@ class _GatheredCallbacks:
         settings: list with each rank's settings of `AllRanksCallback`, by label.
         read_state: bool, whether a callback of any rank may read the model's state between two steps.
         may_stop: bool, whether one may stop the training there.
+        may_end_passes: bool, whether one may end an evaluation or a prediction between two steps.
     """
 
     rank: int
@@ -148,6 +154,7 @@ class _GatheredCallbacks:
     settings: list[dict[str, Any]]
     read_state: bool
     may_stop: bool
+    may_end_passes: bool
 
     @classmethod
     def gather(cls, session: ReplicatedSession, given: list[Any]) -> _GatheredCallbacks:
@@ -164,7 +171,13 @@ class _GatheredCallbacks:
         # Keras' checkpoints look, and leave the training alone; so do kdist's callbacks.
         users = [each for each, (_, is_it) in zip(others, local, strict=True) if not is_it]
         may_stop = read_state_between_steps(each for each in users if type(each) is not keras.callbacks.ModelCheckpoint)
-        gathered = session.engine.gather_objects([local, settings, read_state_between_steps(given), may_stop])
+        may_end = any(
+            is_called_each_step(run_by(each), ("test_", "predict_"))
+            for each in users
+            if type(each) is not keras.callbacks.TensorBoard
+        )
+        flags = [read_state_between_steps(given), may_stop, may_end]
+        gathered = session.engine.gather_objects([local, settings, *flags])
         by_rank = [[label for label, _ in each[0]] for each in gathered]
         collective = {label: rank for rank, each in enumerate(gathered) for label, is_it in each[0] if is_it}
         for label, rank in collective.items():
@@ -173,8 +186,8 @@ class _GatheredCallbacks:
                     f"A collective callback is not given on all ranks. Received: {label} on rank {rank}, and not on "
                     f"rank(s) {missing}. Expected it on all {len(by_rank)}. Fix: give it without a branch on the rank."
                 )
-        _, settings_by_rank, *flags = zip(*gathered, strict=True)
-        return cls(session.engine.rank, by_rank, list(settings_by_rank), *map(any, flags))
+        _, settings_by_rank, *by_flag = zip(*gathered, strict=True)
+        return cls(session.engine.rank, by_rank, list(settings_by_rank), *map(any, by_flag))
 
     def writer(self, label: str) -> int:
         """Returns the first rank that was given a callback; the others run it without writing."""

@@ -288,6 +288,8 @@ class ReplicatedModel:
         Collective: every rank must call this, in the same order.
         """
         name = "train_step" if self.session.verbs[-1] == "fit" else "test_step"
+        if isinstance(logs, dict) and not logs and name == "train_step":  # no step was left in a resumed epoch
+            logs = self._results.get(name, self._model.get_metrics_result())
         logs = self._with_results(name, self._original(EPOCH_LOGS)(logs))
         if self.session.local_sgd is None or name != "train_step" or not isinstance(logs, dict):
             return logs

@@ -242,6 +242,7 @@ class ReplicatedSession(TrainingSession):
         """
         if self.agree_to_stop():
             self.model.stop_training = True
+        self.votes.withdraw("stop")  # from here on the flag says it, which a callback may set back
         if "weights" in self.votes.agreed:
             self.broadcast_loaded_weights()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from kdist.checkpoint.backup import Backup
 from kdist.keras_hooks.optimizers import optimizers_of
@@ -36,13 +37,21 @@ class RankSynchronization(keras.callbacks.Callback):
         any_callbacks: bool, whether any rank was given a callback.
         stops_at_once: bool, whether votes are exchanged after each step, so that training stops after the same step as
             in one process. They are sent in the next step's message else.
+        may_end_passes: bool, whether a callback may end an evaluation or a prediction between two steps.
 
     Attributes:
         backups: list of `Backup`.
     """
 
     def __init__(
-        self, session: ReplicatedSession, verb: str, is_outermost: bool, any_callbacks: bool, *, stops_at_once: bool
+        self,
+        session: ReplicatedSession,
+        verb: str,
+        is_outermost: bool,
+        any_callbacks: bool,
+        *,
+        stops_at_once: bool,
+        may_end_passes: bool,
     ) -> None:
         super().__init__()
         self._session = session
@@ -50,6 +59,7 @@ class RankSynchronization(keras.callbacks.Callback):
         self._is_outermost = is_outermost
         self._any_callbacks = any_callbacks
         self._stops_at_once = stops_at_once
+        self._may_end_passes = may_end_passes
         self.backups: list[Backup] = []
         self._is_checked = False
         self._num_steps = 0
@@ -87,11 +97,29 @@ class RankSynchronization(keras.callbacks.Callback):
 
     on_predict_begin, on_predict_end = on_test_begin, on_test_end
 
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ends the evaluation on all ranks, if one has asked."""
+        self._end_together("stop_evaluating")
+
+    def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ends the prediction on all ranks, if one has asked."""
+        self._end_together("stop_predicting")
+
+    def _end_together(self, flag: str) -> None:
+        if self._may_end_passes:
+            (count,) = self._session.engine.allreduce([tf.constant(int(getattr(self.model, flag)), tf.int32)])
+            setattr(self.model, flag, bool(count > 0))
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Stores the steps of the epoch that are made: a resumed one may have no other."""
+        self._num_steps = batch
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Applies the votes of this step's message, and writes this rank's votes for the next one."""
         session = self._session
         self._num_steps = batch + 1
         if self._stops_at_once or not self._is_checked:  # a callback may have set weights on one rank already
+            session.votes.withdraw("stop")  # of before this step: the flag may be set back
             session.agree_to_stop()
         if "weights" in session.votes.agreed:
             session.broadcast_loaded_weights()

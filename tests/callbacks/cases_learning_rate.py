@@ -244,6 +244,16 @@ def an_unknown_number_of_steps_is_refused() -> None:
     assert model.optimizer.rates[-1] == pytest.approx(0.05)
 
 
+def the_rate_in_the_logs_is_at_the_step_of_the_schedule() -> None:
+    """Which is stretched over the ranks, whatever the factor."""
+    schedule = keras.optimizers.schedules.PolynomialDecay(0.5, 1000, 0.0)
+    with kdist.scope(scale_lr=1.0):
+        model = noting(schedule)
+        train(model, LearningRateSchedule({0: 0.5}), epochs=2)
+    expected = [0.5 * float(schedule(steps * size())) for steps in (STEPS, 2 * STEPS)]
+    assert_rates(model.history.history["effective_learning_rate"], expected)
+
+
 def an_optimizer_of_several_is_refused() -> None:
     with kdist.scope(scale_lr=None):
         model = mlp()
@@ -267,6 +277,7 @@ CASES = {
         as_in_one_process,
         with_loss_scaling_as_in_one_process,
         an_unknown_number_of_steps_is_refused,
+        the_rate_in_the_logs_is_at_the_step_of_the_schedule,
         an_optimizer_of_several_is_refused,
     )
 }

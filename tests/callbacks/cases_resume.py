@@ -204,6 +204,32 @@ def in_an_epoch(kind: str) -> None:
     resumed(kind, [(0, 3), (1, 0 if kind == "arrays_steps" else 4)])
 
 
+def epochs_that_share_a_pass() -> None:
+    """In one process, too: with `steps_per_epoch` Keras goes on where the last epoch ended."""
+    for kind in ("generator", "arrays_steps"):
+        resumed(kind, [(0, None), (1, 1)], {"save_freq": 1})
+
+
+def with_another_batch_size() -> None:
+    """In one process, too, the step is converted; where none begins there, the one before is made again."""
+    for batch_size in (2 * BATCH, STEPS * BATCH, BATCH // 2):
+        folder = shared_folder()
+        with pytest.raises(Interrupted):
+            train("arrays", folder, [InterruptAt(0, 4)])  # 4 steps were saved
+        model = network()
+        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae", keras.metrics.R2Score()])
+        backup = kdist.callbacks.BackupAndRestore(folder, save_freq=100, delete_checkpoint=False)
+        data = {**inputs("arrays"), "batch_size": batch_size}
+        model.fit(**data, epochs=2, verbose=0, callbacks=[backup])
+        num_steps = -(-len(data["x"]) // batch_size)
+        assert int(model.optimizer.iterations) == 4 + 2 * num_steps - 4 * BATCH // batch_size, batch_size
+
+
+def after_the_last_step_of_unknown_length() -> None:
+    """That no step is left is known when the data has ended: the epoch's logs are those of the saved metrics."""
+    resumed("tf_data_unknown", [(0, None)])
+
+
 KEPT = {
     "power_sgd": ("residual/", {"compression": "powersgd", "powersgd_rank": 1}),
     "top_k": ("residual/", {"compression": "topk", "topk_ratio": 0.2}),
@@ -670,6 +696,7 @@ CASES = {
     **{
         function.__name__: function
         for function in (
+            after_the_last_step_of_unknown_length,
             none_can_be_read,
             another_model,
             another_engine,
@@ -703,7 +730,15 @@ ALONE = {
         "told_to_go_in_an_epoch",
         "told_to_go_with_a_model_checkpoint",
     )
-} | {function.__name__: function for function in (interrupted_while_it_goes_there, taken_up_by_others)}
+} | {
+    function.__name__: function
+    for function in (
+        interrupted_while_it_goes_there,
+        taken_up_by_others,
+        epochs_that_share_a_pass,
+        with_another_batch_size,
+    )
+}
 
 OTHERS = {"taken_up_by_others": taken_up_by_others}
 

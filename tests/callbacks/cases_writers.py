@@ -112,6 +112,20 @@ def given_on_another_rank_than_the_chief() -> None:
     assert sorted(os.listdir(folder)) == ["c", "last.keras", f"own{last}.weights.h5"]
 
 
+def named_after_what_the_chief_alone_knows() -> None:
+    """Other ranks write no file, and need no name of it."""
+    folder = shared_folder()
+
+    class Chief(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs.update({"mine": 5} if kdist.is_chief() else {})
+
+    with kdist.scope():
+        train(compiled(), [Chief(), keras.callbacks.ModelCheckpoint(str(folder / "{epoch}-{mine}.keras"))])
+    kdist.barrier()
+    assert os.listdir(folder) == ["1-5.keras"]
+
+
 def a_callback_of_the_users_own_saves() -> None:
     """`model.save` in a callback of all ranks, to one path: once, whole; `model.save` after `fit` too."""
     folder = shared_folder()
@@ -301,6 +315,7 @@ CASES = {
         writers_of_the_users_own_may_use_all_ranks,
         the_best_is_known_everywhere,
         given_on_another_rank_than_the_chief,
+        named_after_what_the_chief_alone_knows,
         a_callback_of_the_users_own_saves,
         a_directory_of_the_chiefs,
         a_full_disk,

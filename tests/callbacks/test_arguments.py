@@ -71,3 +71,16 @@ def test_in_one_process_all_of_them_work_without_an_engine():
     x[5] = np.nan
     with pytest.raises(NotFiniteError, match="on rank 0 its data, a loss of nan"):
         model.fit(x, y, batch_size=4, verbose=0, callbacks=[callbacks.NaNPolicy()])
+
+
+def test_a_backup_of_a_model_that_the_first_step_would_build_is_refused_before_it_is_saved(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data, folder = (np.ones((4, 2)), np.ones((4, 1))), tmp_path / "backup"
+    backup = callbacks.BackupAndRestore(str(folder), delete_checkpoint=False)
+    with pytest.raises(CheckpointError, match=r"(?s)Received: Sequential .*Expected .*Fix: .*keras\.Input"):
+        model.fit(*data, verbose=0, callbacks=[backup])
+    assert not folder.exists()
+    model.build((None, 2))
+    model.fit(*data, verbose=0, callbacks=[backup])
+    assert folder.exists()

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+from kdist.callbacks import ChiefOnly
 from kdist.checkpoint.callback_state import CallbackState
 
 
@@ -28,3 +29,11 @@ def test_the_best_weights_survive_a_file(dtype):
     for one, two in zip(other.get_weights(), best.best_weights, strict=True):
         assert str(one.dtype) == dtype
         np.testing.assert_array_equal(one, two)
+
+
+def test_a_callback_that_the_chief_alone_runs_remembers():
+    best, other, found = (keras.callbacks.ModelCheckpoint("best.keras", save_best_only=True) for _ in range(3))
+    best.best, other.best = 0.5, 0.25
+    state = CallbackState([ChiefOnly(best), other]).state_dict()
+    CallbackState([ChiefOnly(found)]).load_state_dict(state)
+    assert found.best == 0.5

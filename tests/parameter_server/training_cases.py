@@ -4,7 +4,9 @@ The chief runs the cases named on its command line and writes a report of each; 
 """
 
 import json
+import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -16,6 +18,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
+from kdist.checkpoint.files import CheckpointDirectory
 from kdist.errors import ScopeError, StrategyError
 from kdist.parameter_server.staleness import staleness_logs
 from kdist.state.session import session_of
@@ -355,6 +358,24 @@ def case_two_workers_make_updates_stale():
         history = model.fit(np.tile(X, (4, 1)), np.tile(Y, 4), batch_size=16, verbose=0).history
         assert iterations(model) == 33
         assert 0 < history["staleness_mean"][0] <= history["staleness_max"][0], history
+
+
+def case_what_is_in_flight_is_saved_before_the_job_leaves():
+    folder = tempfile.mkdtemp()
+    tell = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: os.kill(os.getpid(), signal.SIGUSR1) if batch == 4 else None
+    )
+    with scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1500), keras.layers.Dense(1500)])
+        model.add(keras.layers.Dense(1))
+        model.compile(keras.optimizers.SGD(1e-6), "mse")
+        backup = kdist.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+        with pytest.raises(SystemExit):
+            model.fit(X, Y, batch_size=16, verbose=0, callbacks=[tell, backup, kdist.callbacks.Preemption()])
+    saved = CheckpointDirectory(folder).read()[1]
+    numbers = [np.asarray(each).tolist() for each in saved["model"].values() if getattr(each, "dtype", None) == "int64"]
+    assert saved["data"]["epoch step"] == 5
+    assert 5 in numbers, numbers
 
 
 def case_refusals():

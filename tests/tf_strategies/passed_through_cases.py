@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,6 +115,8 @@ def mirrored() -> None:
         for a, b in zip(alone.get_weights(), fitted.get_weights(), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9)
 
+    _resumed_in_the_warmup()
+
     with kdist.scope("mirrored", scale_batch=False):
         same(trained(sgd(0.1), BATCH), trained(sgd(0.1), BATCH))
 
@@ -142,6 +145,25 @@ def mirrored() -> None:
     assert len(history["loss"]) == 2
     assert any("first batch of a generator" in line for line in said), said
     assert any("clipnorm of SGD clips each replica's own gradients" in line for line in said), said
+
+
+def _resumed_in_the_warmup() -> None:
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                raise InterruptedError
+
+    def train(*callbacks: Any) -> tuple[list[Any], Any]:
+        model = dense(keras.optimizers.SGD(0.01))
+        data = tf.data.Dataset.from_tensor_slices(rows()).batch(BATCH).filter(lambda *_: True)  # of unknown length
+        history = model.fit(data, epochs=4, verbose=0, callbacks=[*callbacks])
+        return model.get_weights(), history.history
+
+    with kdist.scope("mirrored", warmup_epochs=2), tempfile.TemporaryDirectory() as folder:
+        expected, backup = train(), functools.partial(kdist.callbacks.BackupAndRestore, folder, save_freq=1)
+        with pytest.raises(InterruptedError):
+            train(backup(), Interrupt())
+        same(train(backup()), expected)
 
 
 def the_users_own() -> None:

@@ -86,6 +86,47 @@ def stopping_in_the_midst_of_an_epoch_as_in_one_process() -> None:
             assert_equal_everywhere([weights_of(model), history.history])
 
 
+def a_stop_is_taken_back_as_in_one_process() -> None:
+    """Where an epoch has ended, by a callback; between two calls of `train_on_batch`, by the script."""
+
+    class TakeBack(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = False
+
+    for rank in (1, None):
+        steps = Steps()
+        with kdist.scope(scale_lr=None):
+            model = compiled()
+            train(model, [At("on_train_batch_end", 1, rank, stop), TakeBack(), steps], epochs=3)
+        assert assert_equal_everywhere(steps.epochs) == [2, 2, 2]
+    batch = [a[: size()] for a in rows("even")]
+    model.train_on_batch(*batch)
+    model.stop_training = kdist.rank() == 1
+    model.train_on_batch(*batch)
+    assert model.stop_training is True
+    model.stop_training = False
+    model.train_on_batch(*batch)
+    assert model.stop_training is False
+
+
+def one_rank_ends_an_evaluation_or_a_prediction() -> None:
+    """After the same batch on all ranks, also in the validation of `fit`."""
+    x, y = (np.concatenate([a] * 4) for a in rows("even"))
+    validations: list[int] = []
+    count = keras.callbacks.Callback()
+    count.on_test_batch_end = lambda batch, logs: validations.append(batch)  # type: ignore[method-assign]
+    with kdist.scope(scale_lr=None):
+        model = compiled()
+        expected = model.evaluate(x[: 2 * size() * BATCH], y[: 2 * size() * BATCH], batch_size=BATCH, verbose=0)
+        end = At("on_test_batch_end", 1, 1, lambda model: setattr(model, "stop_evaluating", True))
+        found = model.evaluate(x, y, batch_size=BATCH, verbose=0, callbacks=[end])
+        np.testing.assert_allclose(assert_equal_everywhere(found), expected)
+        train(model, [end, count], epochs=1, validation_data=(x, y))
+        assert assert_equal_everywhere(validations) == [0, 1]
+        end = At("on_predict_batch_end", 1, 1, lambda model: setattr(model, "stop_predicting", True))
+        assert len(model.predict(x, batch_size=BATCH, verbose=0, callbacks=[end])) == 2 * size() * BATCH
+
+
 def one_rank_stops_unseen() -> None:
     """In a step of its own, or in a callback that is said not to look: the next step's message carries the wish."""
 
@@ -404,6 +445,8 @@ CASES = {
     function.__name__: function
     for function in (
         stopping_in_the_midst_of_an_epoch_as_in_one_process,
+        a_stop_is_taken_back_as_in_one_process,
+        one_rank_ends_an_evaluation_or_a_prediction,
         one_rank_stops_unseen,
         one_rank_stops_in_the_last_step,
         one_rank_stops_at_the_end_of_an_epoch,
