@@ -101,6 +101,8 @@ class Feed:
             DataError: if the ranks cannot read the data in one order.
             MismatchError: if the ranks have different kinds of data.
         """
+        if limit := getattr(keras.config, "max_steps_per_epoch", lambda: None)():  # for trials; of the user's steps
+            steps_per_epoch = min(steps_per_epoch or limit, limit)
         if steps_per_epoch is not None:  # a last execution is whole in Keras
             steps_per_epoch = -(-steps_per_epoch // steps_per_execution) * steps_per_execution
         # The first data of a `fit` that does not call Keras' own, too.

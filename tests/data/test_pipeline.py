@@ -241,6 +241,18 @@ def test_files_that_a_cache_will_write_are_known(tmp_path):
     assert inspection.unwritten_cache_files(cached) == []  # it is whole now
 
 
+@pytest.mark.parametrize(("seed", "is_told"), [(None, True), (1, False)])
+def test_decisions_after_random_numbers_are_warned_of(caplog, seed, is_told):
+    """Each rank draws its own: one may keep an element that another one leaves out."""
+    tf.random.set_seed(None)  # a test before may have set one
+    drawn = Dataset.range(8).map(lambda x: tf.cast(x, tf.float32) + tf.random.uniform([], seed=seed))
+    Pipeline(drawn.batch(2), 7)
+    assert "drawn unseeded" not in caplog.text
+    for _ in range(2):
+        Pipeline(drawn.filter(lambda x: x > 3), 7)
+    assert caplog.text.count("keeps or groups elements (Filter)") == 2 * is_told
+
+
 def test_a_shuffle_in_a_function_is_warned_of(caplog):
     Pipeline(Dataset.range(3).flat_map(lambda i: inner(i).shuffle(4)), seed=7)
     assert "ShuffleDatasetV3 without a seed inside a function" in caplog.text

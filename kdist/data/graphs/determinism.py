@@ -54,6 +54,15 @@ def is_nondeterministic(graph: Any, *, random_counts: bool) -> bool:
     return any(_nondeterministic_nodes(nodes) for nodes in node_lists(graph)) or bool(_random_decisions(graph))
 
 
+def draws_unseeded(graph: Any) -> bool:
+    """Returns whether an op in a graph, or in a function that it calls, draws unseeded random numbers.
+
+    Args:
+        graph: `GraphDef`.
+    """
+    return _draws_unseeded(graph, graph.node)
+
+
 def make_deterministic(dataset: tf.data.Dataset, seed: int, fixed_seeds: Sequence[int] = ()) -> tf.data.Dataset:
     """Returns a dataset in which unseeded shuffles have a seed and all ops are deterministic.
 

@@ -15,7 +15,13 @@ import tensorflow as tf
 
 from kdist.data.graphs import dataset_internals as internals
 from kdist.data.graphs.dataset_internals import attributes, flat_structure, from_variant, functions, kind, with_inputs
-from kdist.data.graphs.determinism import derived_seed, is_nondeterministic, make_deterministic, shuffle_with
+from kdist.data.graphs.determinism import (
+    derived_seed,
+    draws_unseeded,
+    is_nondeterministic,
+    make_deterministic,
+    shuffle_with,
+)
 from kdist.data.graphs.inspection import is_stateless
 from kdist.data.graphs.random_ops import with_rank_seeds
 from kdist.errors import DataError
@@ -174,6 +180,8 @@ def _seed_generator(step: Any) -> Any:
     return kept[internals.GENERATOR].handle
 
 
+_DECIDING = ("Filter", "GroupByWindow", "TakeWhile")
+
 # How each operation that a pipeline is split into is applied to another dataset, with a seed if it has none.
 _REPLAYS: dict[str, Callable[[Any, Any, int], Any]] = {
     "Batch": _replay_batch,
@@ -224,6 +232,7 @@ def _has_nondeterministic_function(dataset: Any) -> bool:
 
 def _deterministic_base(dataset: Any, seed: int) -> Any:
     """Returns what comes before the known steps, rewritten as a graph where it must be."""
+    _tell_of_random_decisions(dataset)
     if not _is_deterministic(dataset):
         return make_deterministic(dataset, seed, [fixed for _, fixed in _fixed_seeds(dataset)])
     if not any(_reshuffles(each) for each in with_inputs(dataset)):
@@ -237,6 +246,26 @@ def _deterministic_base(dataset: Any, seed: int) -> Any:
             dataset,
         )
         return dataset
+
+
+def _tell_of_random_decisions(dataset: Any) -> None:
+    """Warns of elements that a rank may keep or leave out by random numbers of its own, which a map has drawn."""
+    kept = internals.resources_of(dataset)
+    deciding = [each for each in with_inputs(dataset) if kind(each) in _DECIDING]
+    if "was told of decisions" in kept or not any(_draws(part) for each in deciding for part in with_inputs(each)):
+        return
+    kept["was told of decisions"] = True
+    _log.warning(
+        "A tf.data pipeline keeps or groups elements (%s) after a map has drawn unseeded random numbers, which are "
+        "others on each rank: ranks may keep other elements. Fix: filter and group before that map, or call "
+        "`keras.utils.set_random_seed` before the dataset is made.",
+        ", ".join(sorted({kind(each) for each in deciding})),
+    )
+
+
+def _draws(dataset: Any) -> bool:
+    is_map = kind(dataset) in ("Map", "ParallelMap")
+    return is_map and any(draws_unseeded(each.graph.as_graph_def()) for each in functions(dataset))
 
 
 def nondeterministic_parts(dataset: Any) -> list[str]:

@@ -156,6 +156,25 @@ def steps_per_execution_that_an_epoch_of_the_ranks_does_not_fill() -> None:
     both(script)
 
 
+if hasattr(keras.config, "set_max_steps_per_epoch"):
+
+    @feature
+    def steps_that_keras_limits() -> None:
+        """Its limit of steps is one of the user's batches."""
+        x, y = rows("ragged")
+
+        def script(batch: int) -> dict[str, Any]:
+            keras.config.set_max_steps_per_epoch(2 if batch != BATCH else 2 * size())
+            try:
+                model = mlp()
+                model.compile(keras.optimizers.SGD(0.05), "mse")
+                return fit_alone(model, fed("arrays", (x, y), batch))
+            finally:
+                keras.config.set_max_steps_per_epoch(None)
+
+        both(script)
+
+
 @feature
 def run_eagerly() -> None:
     simple(lambda: {"run_eagerly": True, "metrics": ["mae"]}, all_verbs=True)
