@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import types
@@ -123,7 +124,7 @@ def copy(tmp_path):
     here = Path(importlib.util.find_spec("horovod").submodule_search_locations[0])
     there = tmp_path / "horovod"
     shutil.copytree(here, there, ignore=shutil.ignore_patterns("__pycache__", "torch", "spark", "ray", "mxnet"))
-    return there, {"PYTHONPATH": str(tmp_path)}
+    return there, {"PYTHONPATH": os.pathsep.join((str(tmp_path), spmd.LEAN["PYTHONPATH"]))}
 
 
 def test_a_horovod_without_tensorflow_is_named(copy):

