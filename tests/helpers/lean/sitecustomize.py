@@ -10,7 +10,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-HIDDEN = os.environ.get("KDIST_TEST_HIDDEN", "jax,matplotlib,pandas,scipy,sklearn").split(",")
+HIDDEN = os.environ.get("KDIST_TEST_HIDDEN", "IPython,jax,matplotlib,pandas,scipy,sklearn").split(",")
 
 
 class Finder(PathFinder):
