@@ -274,7 +274,7 @@ def selected(request: Any, parameter: str = "case", **others: Any) -> list[str]:
     return list(dict.fromkeys(each[parameter] for each in found))
 
 
-def batch_with(case: str, cases: Sequence[str], size: int = 40) -> list[str]:
+def batch_with(case: str, cases: Sequence[str], size: int = 45) -> list[str]:
     """Returns the batch of consecutive cases that holds a case: with more, a launch would near its time limit."""
     start = cases.index(case) // size * size
     return list(cases[start : start + size])
