@@ -1,10 +1,11 @@
 """MPIEngine on 1 and 3 ranks under a real mpirun, and its groups on 4."""
 
+import functools
 import sys
 
 import pytest
 
-from tests.engines.conformance import GROUPS
+from tests.engines.conformance import GROUPS, SWEEPS
 from tests.helpers import spmd
 
 CONFORMANCE = "tests.engines.conformance"
@@ -12,14 +13,21 @@ OWN = "tests.engines.mpi_cases"
 CASES = f"{CONFORMANCE},{OWN}"
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def launched(request):
-    return spmd.run(CASES, request.param, given=f"{OWN}:engine", only=spmd.selected(request))
+@pytest.fixture(scope="module")
+def launches(request):
+    @functools.cache
+    def launched(ranks):
+        return spmd.run(CASES, ranks, given=f"{OWN}:engine", only=spmd.selected(request, ranks=ranks))
+
+    return launched
 
 
-@pytest.mark.parametrize("case", spmd.names(CASES))
-def test_case(launched, case):
-    launched.check(case)
+CELLS = [(ranks, case) for ranks in (1, 3) for case in spmd.names(CASES) if ranks > 1 or case not in SWEEPS]
+
+
+@pytest.mark.parametrize(("ranks", "case"), CELLS)
+def test_case(launches, ranks, case):
+    launches(ranks).check(case)
 
 
 @pytest.fixture(scope="module")
