@@ -16,9 +16,10 @@ from tests.helpers import needs, spmd
 EXAMPLES = spmd.ROOT / "examples"
 BESIDE = Path(sys.executable).parent
 QUIET = {
-    **spmd.EVERY_PACKAGE,
+    **spmd.WITH_SKLEARN,
     **{name: spmd.RANK_ENVIRONMENT[name] for name in ("TF_CPP_MIN_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")},
 }
+PLOTS = {**QUIET, **spmd.EVERY_PACKAGE}
 AS_ROOT = {name: value for name, value in spmd.RANK_ENVIRONMENT.items() if "RUN_AS_ROOT" in name}
 
 WAYS = {
@@ -133,7 +134,7 @@ def test_callbacks_leave_a_csv_a_log_for_tensorboard_and_a_plot(tmp_path):
         assert row["samples_per_second"] > 0
     # The warm-up ends with the first of three epochs; the last fifth of them takes a tenth of the doubled rate.
     assert [row["effective_learning_rate"] for row in rows] == pytest.approx([0.1, 0.1, 0.01], rel=0.05)
-    plotted = spmd.execute([sys.executable, str(EXAMPLES / "plot_training.py")], env=QUIET, timeout=120, cwd=tmp_path)
+    plotted = spmd.execute([sys.executable, str(EXAMPLES / "plot_training.py")], env=PLOTS, timeout=120, cwd=tmp_path)
     assert plotted.returncode == 0, plotted.output
     assert (written / "training.png").read_bytes().startswith(b"\x89PNG")
 

@@ -77,15 +77,6 @@ with kdist.scope():
     assert "[kdist] rank 1 of 2" in done.output
 
 
-def test_an_error_on_all_ranks_is_printed_once(ended):
-    done = ended("with kdist.scope():\n    model(2 + rank).fit(x, y, verbose=0)\n")
-    assert done.returncode != 0
-    assert done.output.count("kdist.errors.MismatchError: ") == 1, done.output
-    assert "rank 0 of 2" in done.output
-    assert "[3, 2]" in done.output
-    assert "[3, 3]" in done.output
-
-
 def test_an_argument_that_no_rank_accepts_is_refused_once(ended):
     """Before there is an engine, and without `kdist run`, which would refuse it before it starts anything."""
     done = ended("with kdist.scope():\n    pass\n", head="import kdist\n", env={"KDIST_SCALE_LR": "lots"})
@@ -93,11 +84,6 @@ def test_an_argument_that_no_rank_accepts_is_refused_once(ended):
     assert done.output.count("StrategyError: `scale_lr` is invalid") == 1, done.output
     assert done.output.count("Traceback (most recent call last)") == 1
     assert "contextlib" not in done.output
-
-
-def test_all_ranks_that_exit_with_a_code_end_with_it(ended):
-    done = ended("with kdist.scope():\n    model().fit(x, y, verbose=0)\n    sys.exit(4)\n")
-    assert done.returncode == 4, done.output
 
 
 def test_different_methods_on_two_ranks_are_refused(ended):
@@ -108,14 +94,13 @@ def test_different_methods_on_two_ranks_are_refused(ended):
     assert done.output.count("Ranks make different calls") == 1, done.output
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_an_update_of_a_loop_on_the_chief_only_ends_the_job(ended, steps):
-    """The first compares the ranks' weights, the others send gradients."""
-    lines = f"""
+def test_an_update_of_a_loop_on_the_chief_only_ends_the_job(ended):
+    """The first one, before which ranks compare weights; gradients that nobody answers: `tests/faults`."""
+    lines = """
 with kdist.scope():
     variable = keras.Variable([1.0])
     optimizer = keras.optimizers.SGD(0.1)
-    for step in range({steps} + (rank == 0)):
+    for step in range(int(rank == 0)):
         optimizer.apply([np.ones(1, "float32")], [variable])
 """
     done = ended(lines)

@@ -57,8 +57,8 @@ def said(cell):
 
 @pytest.mark.starts_processes  # a kernel
 def test_a_notebook(monkeypatch, tmp_path):
-    for name, value in spmd.RANK_ENVIRONMENT.items():
-        monkeypatch.setenv(name, spmd.EVERY_PACKAGE["PYTHONPATH"] if name == "PYTHONPATH" else value)
+    for name, value in {**spmd.RANK_ENVIRONMENT, **spmd.WITH_SKLEARN}.items():
+        monkeypatch.setenv(name, value)
     notebook = nbformat.read(spmd.ROOT / "examples" / "notebook.ipynb", as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=LIMIT, resources={"metadata": {"path": str(tmp_path)}})
     with client.setup_kernel():

@@ -1,5 +1,6 @@
 """What a wheel holds: the package, its callbacks under kdist, its types, and nothing else."""
 
+import os
 import re
 import shutil
 import sys
@@ -61,7 +62,8 @@ def test_what_a_distribution_holds_trains_without_the_checkout(tree, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)  # a wheel of pure Python
     shutil.copytree(unpacked / "examples", tmp_path / "examples")
-    env = {**spmd.RANK_ENVIRONMENT, "PYTHONPATH": str(site)}
+    lean, *_ = spmd.WITH_SKLEARN["PYTHONPATH"].split(os.pathsep)  # without the checkout
+    env = {**spmd.RANK_ENVIRONMENT, **spmd.WITH_SKLEARN, "PYTHONPATH": os.pathsep.join((str(site), lean))}
     line = [sys.executable, "-m", "kdist", "run", "-np", "2", "examples/digits.py", "--epochs", "1"]
     done = spmd.execute(line, env=env, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.output

@@ -30,7 +30,7 @@ def script(tmp_path):
 @pytest.mark.parametrize("start", [[], ["-m", "kdist.cli.main", "run", "-np", "2"]])
 def test_the_script_runs_as_printed(start, script):
     done = spmd.execute(
-        [sys.executable, *start, script], env={**spmd.RANK_ENVIRONMENT, **spmd.EVERY_PACKAGE}, timeout=180
+        [sys.executable, *start, script], env={**spmd.RANK_ENVIRONMENT, **spmd.WITH_SKLEARN}, timeout=180
     )
     assert done.returncode == 0, done.output
     steps = 24 if start else 47  # 1500 samples in batches of 32, by one or by two

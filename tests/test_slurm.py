@@ -17,8 +17,7 @@ from tests.helpers.jobs import job
 pytestmark = needs.slurm
 
 CASES = "tests.training.all_cases:CASES"
-OVER_TCP = ("two_optimizers", "exact_metrics")
-OVER_MPI = ("two_optimizers",)
+TRAINED = ("two_optimizers",)
 
 # Each rank counts its steps in a file, which a test waits for.
 TRAIN = """
@@ -71,20 +70,20 @@ def losses(said: str) -> list[list[float]]:
 
 
 def test_ranks_of_two_nodes_train_as_one_process_without_mpi(cluster: slurm.Slurm) -> None:
-    done = job("slurm", 2).run(CASES, only=OVER_TCP, timeout=180, env=cluster.env)
+    done = job("slurm", 2).run(CASES, only=TRAINED, timeout=180, env=cluster.env)
     done.check()
     assert "2 ranks train together over collective, started by Slurm without MPI" in done.outputs[0], done.outputs[0]
 
 
 def test_ranks_train_as_one_process_over_pmix(cluster: slurm.Slurm) -> None:
-    done = job("slurm pmix", 2).run(CASES, only=OVER_MPI, timeout=180, env=cluster.env)
+    done = job("slurm pmix", 2).run(CASES, only=TRAINED, timeout=180, env=cluster.env)
     done.check()
     assert "2 ranks train together over mpi, started by Slurm" in done.outputs[0], done.outputs[0]
 
 
 @needs.intel_mpi
 def test_ranks_of_two_nodes_train_as_one_process_over_pmi2(cluster: slurm.Slurm) -> None:
-    done = job("slurm pmi2", 2).run(CASES, only=OVER_MPI, timeout=180, env=cluster.env)
+    done = job("slurm pmi2", 2).run(CASES, only=TRAINED, timeout=180, env=cluster.env)
     done.check()
     assert "2 ranks train together over mpi, started by Slurm" in done.outputs[0], done.outputs[0]
 

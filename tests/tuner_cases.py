@@ -32,7 +32,7 @@ def build(hp: Any) -> keras.Model:
 
 
 def random_search(directory: str, **more: Any) -> keras_tuner.Tuner:
-    return keras_tuner.RandomSearch(build, "val_loss", max_trials=3, directory=directory, project_name="p", **more)
+    return keras_tuner.RandomSearch(build, "val_loss", max_trials=2, directory=directory, project_name="p", **more)
 
 
 def hyperband(directory: str, **more: Any) -> keras_tuner.Tuner:
@@ -98,7 +98,7 @@ def case_without_a_seed_and_made_before_the_scope():
     with kdist.scope(scale_lr=None):
         searched(tuner, BATCH)
     found = assert_equal_everywhere(trials_of(tuner))
-    assert [status for status, *_ in found.values()] == ["COMPLETED"] * 3
+    assert [status for status, *_ in found.values()] == ["COMPLETED"] * 2
 
 
 def case_a_search_goes_on():
@@ -109,15 +109,15 @@ def case_a_search_goes_on():
         first = searched(random_search(folder, distribution_strategy=strategy), BATCH)
         found = assert_equal_everywhere(trials_of(first))
         again = random_search(folder)
-        again.oracle.max_trials = 4
+        again.oracle.max_trials = 3
         searched(again, BATCH)
         after = assert_equal_everywhere(trials_of(again))
         assert {name: after[name] for name in found} == found
-        assert len(after) == 4
+        assert len(after) == 3
         anew = random_search(folder, overwrite=True)
         assert_equal_everywhere(trials_of(searched(anew, BATCH)))
         kdist.barrier()
-        assert len(list(Path(folder).rglob("trial.json"))) == 3
+        assert len(list(Path(folder).rglob("trial.json"))) == 2
 
 
 def case_the_chief_alone_writes():
@@ -142,8 +142,8 @@ def case_a_trial_that_fails_on_all_ranks():
         return build(hp)
 
     with kdist.scope(scale_lr=None):
-        tuner = keras_tuner.RandomSearch(sometimes, "val_loss", max_trials=3, directory=shared_directory())
+        tuner = keras_tuner.RandomSearch(sometimes, "val_loss", max_trials=2, directory=shared_directory())
         searched(tuner, BATCH)
         statuses = [status for status, *_ in assert_equal_everywhere(trials_of(tuner)).values()]
-        assert sorted(statuses) == ["COMPLETED", "COMPLETED", "FAILED"]
+        assert sorted(statuses) == ["COMPLETED", "FAILED"]
         assert np.isfinite(tuner.get_best_models()[0].predict(np.ones((2 * size(), 5)), verbose=0)).all()

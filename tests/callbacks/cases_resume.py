@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -144,14 +145,19 @@ def train(
     scope: dict[str, Any] | None = None,
     backup: Any = kdist.callbacks.BackupAndRestore,
     width: int = 8,
+    is_small: bool = False,
     backup_first: bool = False,
     **compile_: Any,
 ) -> dict[str, Any]:
-    """Trains as a script does from its first line, and returns all that must be equal."""
+    """Trains as a script does from its first line, and returns all that must be equal.
+
+    A small model has weights alone, and no metrics: for cases that are not about kinds of state.
+    """
     fresh()
     with kdist.scope(**(scope or {})):
-        model = network(width)
-        model.compile(optimizer(), "mse", metrics=["mae", keras.metrics.R2Score()], **compile_)
+        model = mlp() if is_small else network(width)
+        metrics = [] if is_small else ["mae", keras.metrics.R2Score()]
+        model.compile(optimizer(), "mse", metrics=metrics, **compile_)
         saving = [backup(folder, save_freq=save_freq, delete_checkpoint=False)]
         in_order = [*saving, *callbacks] if backup_first else [*callbacks, *saving]
         history = model.fit(**inputs(kind), epochs=epochs, verbose=0, callbacks=in_order)
@@ -177,19 +183,32 @@ def uninterrupted(kind: str, **compile_: Any) -> dict[str, Any]:
     return train(kind, shared_folder(), others(), **compile_)
 
 
+@functools.cache
+def small_uninterrupted() -> dict[str, Any]:
+    """Returns what `train` does with a small model, and no callbacks."""
+    return train("arrays", shared_folder(), [], is_small=True)
+
+
+@contextlib.contextmanager
+def resuming(times: int = 1) -> Iterator[None]:
+    """Asserts that trainings go on from a checkpoint so many times: from the beginning they would end alike."""
+    with logged() as lines:
+        yield
+    if kdist.is_chief():
+        assert "\n".join(lines).count("training resumes from checkpoint-") == times, "\n".join(lines)
+
+
 def resumed(
     kind: str, places: list[tuple[int, int | None]], saving: dict[str, Any] | None = None, **compile_: Any
 ) -> None:
     """Trains without an interruption, and with some, and compares."""
     expected, settings = uninterrupted(kind, **compile_), {**(saving or {}), **compile_}
     folder = shared_folder()
-    with logged() as lines:
+    with resuming(len(places)):
         for place in places:
             with pytest.raises(Interrupted):
                 train(kind, folder, [InterruptAt(*place), *others()], **settings)
         found = train(kind, folder, others(), **settings)
-    if kdist.is_chief():
-        assert "\n".join(lines).count("training resumes from checkpoint-") == len(places), "\n".join(lines)
     for part in expected:
         assert expected[part] == found[part], part
     assert_equal_everywhere(found)
@@ -288,7 +307,7 @@ def _take_away(newest: Path) -> None:
 def none_can_be_read() -> None:
     folder = shared_folder()
     with pytest.raises(Interrupted):
-        train("arrays", folder, [InterruptAt(1, 3)])
+        train("arrays", folder, [InterruptAt(1, 3)], is_small=True)
     if kdist.is_chief():
         for each in checkpoints(folder):
             _cut_off(each)
@@ -300,7 +319,7 @@ def none_can_be_read() -> None:
 def a_resumed_fit_that_raises_leaves_no_epoch_behind() -> None:
     folder = shared_folder()
     with kdist.scope():
-        model = network()
+        model = mlp()
         model.compile("sgd", "mse")
         for place in ((1, 0), (1, 1)):
             callbacks = [kdist.callbacks.BackupAndRestore(folder), InterruptAt(*place)]
@@ -312,23 +331,23 @@ def a_resumed_fit_that_raises_leaves_no_epoch_behind() -> None:
 def another_model() -> None:
     folder = shared_folder()
     with pytest.raises(Interrupted):
-        train("arrays", folder, [InterruptAt(0, 3)])
+        train("arrays", folder, [InterruptAt(0, 3)], is_small=True)
     with pytest.raises(CheckpointError, match="of another model or optimizer"):
-        train("arrays", folder, [], optimizer=lambda: keras.optimizers.SGD(0.1))
+        train("arrays", folder, [], optimizer=lambda: keras.optimizers.SGD(0.1), is_small=True)
 
 
 def another_engine() -> None:
     """It is said that sums may be rounded otherwise."""
     folder, told = shared_folder(), ""
     with pytest.raises(Interrupted):
-        train("arrays", folder, [InterruptAt(0, 3)])
+        train("arrays", folder, [InterruptAt(0, 3)], is_small=True)
     if kdist.is_chief():
         saved = CheckpointDirectory(folder)
         found = saved.read()[1]
         told = f"saved with engine pigeons and is resumed with {found['training']['engine']}:"
         saved.write({**found, "training": {**found["training"], "engine": "pigeons"}})
     with logged() as lines:
-        train("arrays", folder, [], epochs=1)
+        train("arrays", folder, [], epochs=1, is_small=True)
     assert told in "\n".join(lines)
 
 
@@ -339,11 +358,12 @@ def scaled_rates_and_schedules() -> None:
         (lambda: keras.optimizers.SGD(0.01, momentum=0.9), {"scale_lr": 3.0, "warmup_epochs": 2}),
         (lambda: keras.optimizers.Adam(schedule(0.02, STEPS * EPOCHS * kdist.size())), {"scale_lr": 1.0}),
     ):
-        expected = train("arrays", shared_folder(), [], optimizer=optimizer, scope=scope)
-        folder = shared_folder()
+        trained = functools.partial(train, "arrays", optimizer=optimizer, scope=scope, is_small=True)
+        expected, folder = trained(shared_folder(), []), shared_folder()
         with pytest.raises(Interrupted):
-            train("arrays", folder, [InterruptAt(1, 4)], optimizer=optimizer, scope=scope)
-        assert train("arrays", folder, [], optimizer=optimizer, scope=scope) == expected
+            trained(folder, [InterruptAt(1, 4)])
+        with resuming():
+            assert trained(folder, []) == expected
 
 
 def several_steps_an_execution() -> None:
@@ -352,24 +372,25 @@ def several_steps_an_execution() -> None:
 
 def kerass_own_in_a_scope_is_ours() -> None:
     """Also where the last rank alone is given one."""
-    expected = train("arrays", shared_folder(), [])
 
     def on_one(folder: str, **kwargs: Any) -> Any:
         backup = keras.callbacks.BackupAndRestore(folder, **kwargs)
         return backup if kdist.rank() == kdist.size() - 1 else keras.callbacks.Callback()
 
-    for backup in (keras.callbacks.BackupAndRestore, on_one):
-        folder = shared_folder()
+    folder = shared_folder()
+    with resuming(2):  # each saves what the other goes on from
         with pytest.raises(Interrupted):
-            train("arrays", folder, [InterruptAt(1, 4)], backup=backup)
-        assert train("arrays", folder, [], backup=backup) == expected
+            train("arrays", folder, [InterruptAt(0, 3)], backup=on_one, is_small=True)
+        with pytest.raises(Interrupted):
+            train("arrays", folder, [InterruptAt(1, 4)], backup=keras.callbacks.BackupAndRestore, is_small=True)
+        assert train("arrays", folder, [], backup=on_one, is_small=True) == small_uninterrupted()
 
 
 def a_backup_of_kerass_own_is_told_of() -> None:
     """It is not read: who leaves one process for several must hear of it."""
-    folder, expected = shared_folder(), train("arrays", shared_folder(), [])
+    folder, expected = shared_folder(), small_uninterrupted()
     if kdist.is_chief():
-        model = network()
+        model = mlp()
         model.compile("sgd", "mse")
         with pytest.raises(Interrupted):
             model.fit(
@@ -378,7 +399,7 @@ def a_backup_of_kerass_own_is_told_of() -> None:
             )  # fmt: skip
     kdist.barrier()
     with logged() as lines:
-        assert train("arrays", folder, []) == expected
+        assert train("arrays", folder, [], is_small=True) == expected
     assert ("load_weights('" in "\n".join(lines)) == kdist.is_chief()
 
 
@@ -393,10 +414,10 @@ def with_callbacks_of_kdist() -> None:
     expected = train("arrays", shared_folder(), callbacks())
     for backup_first in (False, True)[: 2 if kdist.size() == 1 else 1]:  # of several ranks it is always the last
         folder = shared_folder()
-        for place in ((0, 3), (1, 4)):
-            with pytest.raises(Interrupted):
-                train("arrays", folder, [InterruptAt(*place), *callbacks()], backup_first=backup_first)
-        found = train("arrays", folder, callbacks(), backup_first=backup_first)
+        with pytest.raises(Interrupted):
+            train("arrays", folder, [InterruptAt(1, 4), *callbacks()], backup_first=backup_first)
+        with resuming():
+            found = train("arrays", folder, callbacks(), backup_first=backup_first)
         assert of_the_training(found) == of_the_training(expected)
 
 
@@ -427,19 +448,21 @@ def stopped_early_stays_stopped() -> None:
     def stopping() -> list[Any]:
         return [keras.callbacks.EarlyStopping(monitor="loss", patience=1, min_delta=9.0, restore_best_weights=True)]
 
-    expected = train("arrays", shared_folder(), stopping(), epochs=9)
+    trained = functools.partial(train, "arrays", is_small=True)
+    expected = trained(shared_folder(), stopping(), epochs=9)
     assert len(expected["epochs"]) < 9
     folder = shared_folder()
     with pytest.raises(Interrupted):
-        train("arrays", folder, [AtEnd(), *stopping()], epochs=9, save_freq="epoch")
-    assert train("arrays", folder, stopping(), epochs=9) == expected
-    assert train("arrays", folder, [], epochs=11)["epochs"] == list(range(11)), "asked for more, it goes on"
+        trained(folder, [AtEnd(), *stopping()], epochs=9, save_freq="epoch")
+    with resuming(2):
+        assert trained(folder, stopping(), epochs=9) == expected
+        assert trained(folder, [], epochs=11)["epochs"] == list(range(11)), "asked for more, it goes on"
 
 
 def deleted_at_the_end() -> None:
     folder = shared_folder()
     with kdist.scope():
-        model = network()
+        model = mlp()
         model.compile("sgd", "mse")
         backup = kdist.callbacks.BackupAndRestore(folder)
         model.fit(**inputs("arrays"), epochs=2, verbose=0, callbacks=[backup])
@@ -508,7 +531,7 @@ def told_to_go_in_the_last_step_and_between_epochs() -> None:
 def told_to_go_with_a_model_checkpoint() -> None:
     folder = Path(shared_folder())
     with kdist.scope():
-        model = network()
+        model = mlp()
         model.compile("sgd", "mse")
         preemption = kdist.callbacks.Preemption()
         preemption.set_model(model)
@@ -544,7 +567,7 @@ FOLDER = "INTERRUPTED_TRAININGS"
 def left_for_others() -> None:
     for kind in ("arrays", "py_dataset", "tf_data"):
         with pytest.raises(Interrupted):
-            train(kind, str(Path(os.environ[FOLDER], kind)), [InterruptAt(1, 3)], optimizer=_scheduled)
+            train(kind, str(Path(os.environ[FOLDER], kind)), [InterruptAt(1, 3)], optimizer=_scheduled, is_small=True)
     with pytest.raises(Interrupted):
         train(
             "arrays", str(Path(os.environ[FOLDER], "compressed")), [InterruptAt(1, 3)], scope=_compressed(), width=260
@@ -600,8 +623,8 @@ def taken_up_by_others() -> None:
         seen: list[int] = []
         fresh()
         with kdist.scope(), logged() as lines:
-            model = network()
-            model.compile(_scheduled(), "mse", metrics=["mae", keras.metrics.R2Score()])
+            model = mlp()
+            model.compile(_scheduled(), "mse")
             data = _sized(kind, n)
             history = model.fit(
                 **data,
@@ -688,6 +711,7 @@ CASES = {
         for kind in ("arrays", "tf_data", "py_dataset")
     },
     **{f"in_an_epoch_{kind}": functools.partial(in_an_epoch, kind) for kind in KINDS},
+    **{f"a_step_later_{kind}": functools.partial(resumed, kind, [(1, 4)]) for kind in ("tf_data", "py_dataset")},
     **{
         f"kept_beside_the_model_{n}": functools.partial(what_is_kept_beside_the_model, *kept)
         for n, kept in KEPT.items()
@@ -721,6 +745,7 @@ ALONE = {
     for name in (
         "in_an_epoch_arrays",
         "in_an_epoch_py_dataset",
+        "a_step_later_py_dataset",
         "the_newest_is_changed",
         "another_model",
         "a_backup_of_kerass_own_is_told_of",

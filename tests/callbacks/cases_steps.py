@@ -19,7 +19,17 @@ from tests.callbacks.alone import engine, own_loop
 from tests.callbacks.cases_state import state_of
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere, everyone
-from tests.training.fidelity import BATCH, Batches, compare, deterministic_weights, fresh, mlp, outcome, size
+from tests.training.fidelity import (
+    BATCH,
+    Batches,
+    compare,
+    deterministic_weights,
+    fresh,
+    mlp,
+    of_the_chief,
+    outcome,
+    size,
+)
 
 STEPS = 6
 
@@ -110,8 +120,7 @@ def skipped(make: Callable[[], keras.Model], bad: tuple[int, ...], *, value: flo
         return outcome(model, history)
 
     x, y = rows(BATCH, bad, value)
-    fresh()
-    plain = train(make(), *without(bad, x, y), size() * BATCH)
+    plain = of_the_chief(lambda: train(make(), *without(bad, x, y), size() * BATCH))
     fresh()
     with kdist.scope(scale_lr=None), logged(logging.WARNING) as lines:
         model = make()

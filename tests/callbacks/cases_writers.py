@@ -18,7 +18,7 @@ from kdist.checkpoint.files import CheckpointDirectory
 from kdist.errors import CheckpointError
 from tests.callbacks.full_disk import full_disk
 from tests.training.behaviours import assert_equal_everywhere, weights_of
-from tests.training.fidelity import BATCH, compare, fresh, mlp, outcome, rows, size
+from tests.training.fidelity import BATCH, compare, fresh, mlp, of_the_chief, outcome, rows, size
 
 BOARD = ["board"] if importlib.util.find_spec("tensorboard") else []
 
@@ -202,6 +202,8 @@ def a_full_disk() -> None:
 def weights_set_on_one_rank() -> None:
     """By a callback, within an epoch, at its end, at the end of training; between two calls of train_on_batch."""
     x, y = rows("even")
+    with kdist.scope(scale_lr=None):
+        model = compiled()  # traced once
     for moment in ("on_train_batch_end", "on_epoch_end", "on_train_end"):
         for rank in range(size()):
 
@@ -211,9 +213,7 @@ def weights_set_on_one_rank() -> None:
                         self.model.set_weights([np.full(v.shape, 0.5) for v in self.model.weights])
 
             setattr(Restores, moment, Restores._restore)
-            with kdist.scope(scale_lr=None):
-                model = compiled()
-                train(model, [Restores()])
+            train(model, [Restores()])
             assert_equal_everywhere(weights_of(model))
             if moment != "on_train_batch_end":
                 assert all(np.all(np.asarray(v) == 0.5) for v in model.weights)
@@ -226,8 +226,7 @@ def weights_set_on_one_rank() -> None:
                 model.set_weights([np.full(v.shape, 0.25) for v in model.weights])
         return outcome(model)
 
-    fresh()
-    plain = script(0)
+    plain = of_the_chief(lambda: script(0))
     fresh()
     with kdist.scope(scale_lr=None):
         ours = script(BATCH)

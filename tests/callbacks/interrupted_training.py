@@ -20,7 +20,7 @@ import kdist
 from tests.callbacks.cases_resume import inputs, network, others
 from tests.callbacks.full_disk import fill_disk
 
-EPOCHS = 20
+EPOCHS = 12
 KILL = "kill"
 WRITERS = ("CSVLogger", "ModelCheckpoint", "BackupAndRestore")
 

@@ -35,6 +35,7 @@ def kill_saver(folder: Path, moments: int, seed: int) -> list[int]:
         with subprocess.Popen(
             [sys.executable, "-m", "tests.callbacks.saver", str(folder)],
             cwd=spmd.ROOT,
+            env={**os.environ, **spmd.LEAN},
             stdout=subprocess.PIPE,
             text=True,
         ) as process:

@@ -14,13 +14,17 @@ TARGETS = {2: f"{cases.__name__}:CASES", 1: f"{cases.__name__}:ALONE", 3: f"{cas
 # Of what differs little, one or two; all of it by `python -m tests.callbacks.full`.
 LEFT_OUT = (
     *("between_epochs_tf_data", "between_epochs_py_dataset"),
+    *("in_an_epoch_tf_data", "in_an_epoch_py_dataset"),  # but for a place in them
     *("in_an_epoch_arrays_steps", "in_an_epoch_py_dataset_workers", "in_an_epoch_py_dataset_by_itself"),
     *("in_an_epoch_tf_data_unseeded", "in_an_epoch_tf_data_unknown", "in_an_epoch_tf_data_repeat"),
     *("in_an_epoch_generator", "told_to_go_in_the_last_step_and_between_epochs"),
     *("kept_beside_the_model_outer_momentum", "kept_beside_the_model_power_sgd", "several_steps_an_execution"),
     *("kept_beside_the_model_top_k", "the_newest_is_cut_off", "the_newest_is_incomplete"),
 )
-LEFT_OUT_ALONE = ("in_an_epoch_arrays", "with_callbacks_of_kdist", "a_backup_of_kerass_own_is_told_of")
+LEFT_OUT_ALONE = (
+    *("in_an_epoch_arrays", "the_newest_is_changed"),
+    *("with_callbacks_of_kdist", "a_backup_of_kerass_own_is_told_of"),
+)
 PARAMETERS = [
     (ranks, case)
     for ranks, target in TARGETS.items()
@@ -59,7 +63,7 @@ def test_case(launches, ranks, case):
 
 
 def test_killed_while_it_saves(tmp_path):
-    numbers = kill_saver(tmp_path / "saved", 4, seed=0)
+    numbers = kill_saver(tmp_path / "saved", 3, seed=0)
     assert len(set(numbers)) > 1
 
 
@@ -105,5 +109,5 @@ def test_no_pickle_is_read_or_written(tmp_path):
         folder.read()
 
 
-def test_a_training_that_found_the_disk_full_and_was_killed(tmp_path):
-    interrupt_training(tmp_path, ["ModelCheckpoint", "kill"], seed=4, on=job("mpi", 2))
+def test_a_training_that_found_the_disk_full(tmp_path):
+    interrupt_training(tmp_path, ["ModelCheckpoint"], seed=4, on=job("mpi", 2))

@@ -23,7 +23,7 @@ TEXT = "\n".join(path.read_text() for path in guide.PAGES.values())
 
 @pytest.fixture(scope="module")
 def launched(request):
-    return spmd.run(TARGET, 2, env=spmd.EVERY_PACKAGE, only=spmd.selected(request))
+    return spmd.run(TARGET, 2, env=spmd.WITH_SKLEARN, only=spmd.selected(request))
 
 
 @pytest.mark.parametrize("case", spmd.names(TARGET))

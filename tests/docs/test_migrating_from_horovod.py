@@ -21,7 +21,7 @@ def test_what_it_shows_runs(tmp_path):
     # The ranks run in the repository: the script's files go elsewhere.
     script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{after}")
     ended = spmd.launch(
-        [sys.executable, str(script)], 2, launcher="horovodrun_gloo", env=spmd.EVERY_PACKAGE, timeout=150
+        [sys.executable, str(script)], 2, launcher="horovodrun_gloo", env=spmd.WITH_SKLEARN, timeout=150
     )
     assert ended.returncode == 0, ended.output
     assert "2 ranks train together over horovod" in ended.output

@@ -23,12 +23,12 @@ SLOPE = 0.5  # KB a step; a tensor that is kept in each step is more
 Samples = list[dict[str, int]]
 
 
-def measure(engine: str, steps: int, timeout: float) -> dict[int, Samples]:
-    """Trains on three ranks; returns what each held."""
-    ended = job(engine, RANKS).launch(["-m", script.__name__, str(steps)], timeout=timeout)
+def measure(engine: str, steps: int, timeout: float, ranks: int = RANKS) -> dict[int, Samples]:
+    """Trains, and returns what each rank held."""
+    ended = job(engine, ranks).launch(["-m", script.__name__, str(steps)], timeout=timeout)
     assert ended.returncode == 0, ended.output
     found = re.findall(r"held (\d) (\[.*?\])", ended.output)
-    assert {int(rank) for rank, _ in found} == set(range(RANKS)), ended.output
+    assert {int(rank) for rank, _ in found} == set(range(ranks)), ended.output
     return {int(rank): json.loads(samples) for rank, samples in found}
 
 

@@ -10,7 +10,7 @@ FLAT = [{"memory": 100_000, "files": 9, "threads": 20}] * SAMPLES
 
 
 def test_nothing_grows():
-    for samples in measure("mpi", STEPS, timeout=300).values():
+    for samples in measure("mpi", STEPS, timeout=300, ranks=2).values():
         assert len(samples) == SAMPLES
         check(samples, STEPS)
 

@@ -15,7 +15,7 @@ def training(request):
     return job("intel mpi", 2).run(TRAINING, only=spmd.selected(request, "trained"), timeout=300)
 
 
-@pytest.mark.parametrize("trained", ["sgd-ragged-arrays", "adam-few-tf_data", "two_optimizers"])
+@pytest.mark.parametrize("trained", ["adam-few-tf_data"])
 def test_training(training, trained):
     training.check(trained)
     assert "2 ranks train together over mpi, started by Intel MPI" in training.outputs[0]

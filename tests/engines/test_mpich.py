@@ -15,8 +15,8 @@ from tests.engines.conformance import SWEEPS
 from tests.helpers import needs, spmd
 
 OWN = "tests.engines.mpi_cases"
-CASES = f"tests.engines.conformance,{OWN}"
-TRAINING = "tests.training.all_cases:CASES"
+CASES = f"tests.engines.conformance,{OWN},tests.training.all_cases:CASES"
+TRAINING = "adam-few-tf_data"  # no MPI knows of more; `python -m tests.training.full --engines mpich`
 PYTHON = os.environ.get("KDIST_TEST_MPICH_PYTHON", "")
 
 pytestmark = needs.mpich
@@ -32,19 +32,12 @@ def launched(request):
     return spmd.run(CASES, 2, given=f"{OWN}:engine", only=spmd.selected(request), python=PYTHON)
 
 
-@pytest.mark.parametrize("case", [case for case in spmd.names(CASES) if case not in SWEEPS])
+ENGINE = [case for case in spmd.names(CASES) if case.startswith("case_") and case not in SWEEPS]
+
+
+@pytest.mark.parametrize("case", [*ENGINE, TRAINING])
 def test_case(launched, case):
     launched.check(case)
-
-
-@pytest.fixture(scope="module")
-def training(request):
-    return spmd.run(TRAINING, 2, only=spmd.selected(request, "trained"), python=PYTHON, timeout=300)
-
-
-@pytest.mark.parametrize("trained", ["sgd-ragged-arrays", "adam-few-tf_data", "custom_train_step", "on_batch"])
-def test_training(training, trained):
-    training.check(trained)
 
 
 def test_a_rank_that_ends_early_waits_for_the_others_nearly_idle():

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -65,6 +66,9 @@ NEED_EVERY_PACKAGE = frozenset({"generators_of_sparse_matrices", "kinds_of_array
 LEAN = {
     "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent / "lean"), EVERY_PACKAGE["PYTHONPATH"]))),
 }
+
+WITH_SKLEARN = {**LEAN, "KDIST_TEST_HIDDEN": "jax,matplotlib,pandas"}
+"""For what needs scikit-learn, as most examples do, and no other package which `LEAN` hides."""
 
 # What every rank gets: few threads (the ranks share the cores), no GPU, root allowed, idle waits that yield.
 RANK_ENVIRONMENT = {
@@ -158,6 +162,7 @@ def _beside(python: str, program: str) -> str:
     return str(Path(python).parent / program)
 
 
+@functools.cache
 def _launcher(name: str, python: str) -> Launcher:
     """Looks a launcher up; `"mpirun"` is whichever MPI put its mpirun beside the interpreter."""
     if name == "mpirun":
@@ -269,7 +274,7 @@ def selected(request: Any, parameter: str = "case", **others: Any) -> list[str]:
     return list(dict.fromkeys(each[parameter] for each in found))
 
 
-def batch_with(case: str, cases: Sequence[str], size: int = 40) -> list[str]:
+def batch_with(case: str, cases: Sequence[str], size: int = 45) -> list[str]:
     """Returns the batch of consecutive cases that holds a case: with more, a launch would near its time limit."""
     start = cases.index(case) // size * size
     return list(cases[start : start + size])

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,13 @@ def files_of(root: Path, only: Sequence[str]) -> list[str]:
 
 
 def run(
-    root: Path, files: Sequence[str], *, ranks: int, timeout: float, tests: Sequence[str] | None = None
+    root: Path,
+    files: Sequence[str],
+    *,
+    ranks: int,
+    timeout: float,
+    tests: Sequence[str] | None = None,
+    packages: Mapping[str, str] = spmd.EVERY_PACKAGE,
 ) -> dict[str, dict[str, Any]]:
     """Runs tests, in one process plainly or on ranks in the scope; a test that ends the job has failed.
 
@@ -97,7 +104,8 @@ def run(
             options = "-p tests.keras_suite.plugin -p no:cacheprovider -p no:randomly --import-mode=importlib"
             options += f" --rootdir {root} -c /dev/null -W ignore -q --color=no --continue-on-collection-errors"
             command = [sys.executable, "-m", "pytest", *options.split(), *(str(root / file) for file in files)]
-            env = {**spmd.EVERY_PACKAGE, "PYTHONPATH": str(spmd.ROOT), "KERAS_SUITE": str(request)}
+            path = os.pathsep.join(filter(None, (str(spmd.ROOT), packages["PYTHONPATH"])))
+            env = {**packages, "PYTHONPATH": path, "KERAS_SUITE": str(request)}
             if ranks == 1:
                 done = spmd.execute(command, env={**spmd.RANK_ENVIRONMENT, **env}, timeout=timeout)
             else:

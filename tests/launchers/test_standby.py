@@ -1,5 +1,6 @@
 """Ranks on standby, as processes."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 import pytest
 
 from kdist.launchers.standby import Standby
+from tests.helpers import spmd
 
 _RANK = "import sys; from kdist.launchers.standby import wait; wait(sys.argv[1]); print('keras' in sys.modules)"
 
@@ -49,4 +51,5 @@ def test_ranks_end_if_the_job_never_begins():
 
 
 def _rank(standby):
-    return subprocess.Popen([sys.executable, "-c", _RANK, standby.address], stdout=subprocess.PIPE, text=True)
+    command, env = [sys.executable, "-c", _RANK, standby.address], {**os.environ, **spmd.LEAN}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)

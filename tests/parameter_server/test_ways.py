@@ -1,4 +1,7 @@
-"""examples/parameter_server.py, started in the three ways: every role ends well, and the digits are learnt."""
+"""examples/parameter_server.py, started in two ways: every role ends well, and the digits are learnt.
+
+`kdist run`, the third, starts the trainings of test_training.py.
+"""
 
 import re
 import sys
@@ -27,23 +30,18 @@ def check(output):
 
 
 @pytest.mark.timeout(2 * LIMIT)
-@pytest.mark.parametrize("way", ["kdist run", "mpirun"])
-def test_a_launcher_starts_it(way):
-    if way == "kdist run":  # 2 workers, 1 ps
-        run = [sys.executable, "-m", "kdist.cli.main", "run"]
-        line = [*run, "--strategy", "parameter_server", "-np", "4", "--ps", "1"]
-        env = {}
-    else:  # 1 worker, 1 ps
-        line = [str(BESIDE / "mpirun"), "-np", "3", "--oversubscribe", "--bind-to", "none", sys.executable]
-        env = {"KDIST_STRATEGY": "parameter_server"}
-    done = spmd.execute([*line, EXAMPLE], env={**spmd.RANK_ENVIRONMENT, **spmd.EVERY_PACKAGE, **env}, timeout=LIMIT)
+def test_mpirun_starts_it():
+    """A chief, a worker and a ps."""
+    line = [str(BESIDE / "mpirun"), "-np", "3", "--oversubscribe", "--bind-to", "none", sys.executable]
+    env = {**spmd.RANK_ENVIRONMENT, **spmd.WITH_SKLEARN, "KDIST_STRATEGY": "parameter_server"}
+    done = spmd.execute([*line, EXAMPLE], env=env, timeout=LIMIT)
     assert done.returncode == 0, done.output
     check(done.output)
 
 
 @pytest.mark.timeout(2 * LIMIT)
 def test_tf_config_starts_it(tmp_path):
-    tasks = Tasks(tmp_path, [EXAMPLE], workers=2, ps=2, env=spmd.EVERY_PACKAGE)
+    tasks = Tasks(tmp_path, [EXAMPLE], workers=2, ps=2, env=spmd.WITH_SKLEARN)
     try:
         assert tasks.codes(limit=LIMIT) == [0] * 5, tasks.everything_said()
         check(tasks.said("chief 0"))

@@ -19,7 +19,7 @@ import kdist
 from kdist._process import open_engine
 from kdist.errors import MismatchError
 from tests.training.behaviours import assert_equal_everywhere, everyone, weights_of
-from tests.training.fidelity import BATCH, fresh, mlp, rows, size
+from tests.training.fidelity import BATCH, compare, fresh, mlp, of_the_chief, rows, size
 
 
 def compiled(optimizer: Any = None, **kwargs: Any) -> keras.Model:
@@ -74,15 +74,15 @@ def stop(model: keras.Model) -> None:
 
 def stopping_in_the_midst_of_an_epoch_as_in_one_process() -> None:
     """By one rank or by all: no step follows the one after which the callback asked."""
+    with kdist.scope(scale_lr=None):
+        model = compiled()  # traced once
     for rank in (*range(kdist.size()), None):
         for moment in ("on_train_batch_end", "on_train_batch_begin"):
-            steps = Steps()
-            with kdist.scope(scale_lr=None):
-                model = compiled()
-                history = train(model, [At(moment, 3, rank, stop), steps], epochs=3)
+            steps, before = Steps(), int(model.optimizer.iterations)
+            history = train(model, [At(moment, 3, rank, stop), steps], epochs=3)
             assert assert_equal_everywhere(steps.epochs) == [4]
             assert model.stop_training is True
-            assert int(model.optimizer.iterations) == 4
+            assert int(model.optimizer.iterations) == before + 4
             assert_equal_everywhere([weights_of(model), history.history])
 
 
@@ -221,10 +221,7 @@ def early_stopping_as_in_one_process() -> None:
             "rate": float(model.optimizer.learning_rate),
         }
 
-    from tests.training.fidelity import compare
-
-    fresh()
-    plain = script(BATCH * size())
+    plain = of_the_chief(lambda: script(BATCH * size()))
     fresh()
     with kdist.scope(scale_lr=None):
         ours = script(BATCH)

@@ -13,7 +13,7 @@ import numpy as np
 import kdist
 from kdist.data.source import Source
 from tests.training.behaviours import assert_equal_everywhere, weights_of
-from tests.training.fidelity import BATCH, compare, fed, fresh, mlp, outcome, rows, size
+from tests.training.fidelity import BATCH, compare, fed, fresh, mlp, of_the_chief, outcome, rows, size
 
 FOLDER = "SAVED_MODELS_FOLDER"
 RATE = 0.05
@@ -186,8 +186,8 @@ def scopes_with_other_scaling_follow_each_other() -> None:
         return {"weights": [np.asarray(v) for v in model.weights]}
 
     for factor, scale_batch in ((None, True), (3.0, True), (None, False), (0.5, True)):
-        fresh()
-        plain = fold(0.01 * (factor or 1.0), size() * BATCH if scale_batch else BATCH)
+        rate, batch = 0.01 * (factor or 1.0), size() * BATCH if scale_batch else BATCH
+        plain = of_the_chief(lambda rate=rate, batch=batch: fold(rate, batch))
         fresh()
         with kdist.scope(scale_lr=factor, warmup_epochs=0, scale_batch=scale_batch):
             ours = fold(0.01, BATCH)

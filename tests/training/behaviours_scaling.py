@@ -19,7 +19,7 @@ from kdist.scaling import LearningRateRule, num_warmup_steps, warmup_multiplier
 from kdist.step.learning_rate import EffectiveRate
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere
-from tests.training.fidelity import BATCH, compare, fresh, mlp, rows, size
+from tests.training.fidelity import BATCH, compare, fresh, mlp, of_the_chief, rows, size
 
 RATE = 0.01
 
@@ -72,20 +72,23 @@ def scaled_as_by_hand(
     x, y = data()
     if spoilt is not None:
         y[spoilt] = np.nan
-    fresh()
-    plain = mlp()
-    plain.compile(make(), "mse")
-    by_hand = ByHand(factor, num_warmup_steps(warmup, epochs, steps_of_epoch()))
-    plain.fit(x, y, batch_size=size() * BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[by_hand])
+
+    def by_hand() -> dict[str, Any]:
+        plain, callback = mlp(), ByHand(factor, num_warmup_steps(warmup, epochs, steps_of_epoch()))
+        plain.compile(make(), "mse")
+        plain.fit(x, y, batch_size=size() * BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=[callback])
+        return {"outcome": outcome(plain), "ends": callback.ends}
+
+    expected = of_the_chief(by_hand)
     fresh()
     with kdist.scope(warmup_epochs=warmup, **scope):
         model = mlp()
         model.compile(make(), "mse")
         history = model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
-    compare(outcome(plain), outcome(model), rtol=1e-6)  # the multiplier is a float32
+    compare(expected["outcome"], outcome(model), rtol=1e-6)  # the multiplier is a float32
     np.testing.assert_allclose(float(model.optimizer.learning_rate), RATE, rtol=1e-7)
     effective = history.history["effective_learning_rate"]
-    np.testing.assert_allclose(effective, by_hand.ends, rtol=1e-6)
+    np.testing.assert_allclose(effective, expected["ends"], rtol=1e-6)
     np.testing.assert_allclose(effective[-1], RATE * factor, rtol=1e-6)
     assert_equal_everywhere(effective)
 

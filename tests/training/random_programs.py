@@ -1,6 +1,6 @@
 """Random losses, metrics and layers, built of `keras.ops`: N ranks against one process, a property of all of them.
 
-A case is ten examples that hypothesis draws from a seed: the same on all ranks.
+A case is three examples that hypothesis draws from a seed: the same on all ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from keras import ops
 import kdist
 from tests.training.fidelity import both, deterministic_weights, fed, fit_evaluate_predict, outcome, rows
 
-EXAMPLES_A_CASE = 5
-NUM_CASES = 60
+EXAMPLES_A_CASE = 3
+NUM_CASES = 100
 
 ERRORS: dict[str, Callable[[Any, Any], Any]] = {
     "squared": lambda t, p: (t - p) ** 2,

@@ -104,16 +104,12 @@ SLOW = (
     "what_no_rule_can_merge_is_told_of",
 )
 
-# Four ranks share two cores: no more than each shape once.
-ON_FOUR = [f"{optimizer}-{shape}-{kind}" for optimizer, shape, kind in zip(OPTIMIZERS, SHAPES, KINDS, strict=False)]
-
 CELLS = [
     *((("mpi", 2), name) for name in spmd.names(FEATURES) if name not in SLOW + ELSEWHERE),
     *((("mpi", 3), name) for name in ON_THREE),
     (("mpi", 2), "random_programs_0"),
     *((("collective", 2), name) for name in ON_COLLECTIVES),
     *((("horovod over gloo", 2), name) for name in ON_HOROVOD),
-    *((("mpi", 4), name) for name in ON_FOUR),
     # No engine knows of optimizers: they take turns.
     *(
         (job, f"{optimizer}-{shape}-{kind}")

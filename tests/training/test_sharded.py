@@ -1,11 +1,9 @@
 """`shard="optimizer"`: its own cases, and features of the fidelity suite with it. All: `full.py --only sharded`."""
 
-import functools
-
 import pytest
 
 from tests.helpers import spmd
-from tests.helpers.jobs import job as make_job
+from tests.helpers.jobs import job
 from tests.training.sharded import CASES
 
 TARGET = "tests.training.sharded:SHARDED"
@@ -23,27 +21,14 @@ FEATURES = (
 )
 
 SLOW = ("other_optimizers", "a_file_that_one_rank_loads_is_refused", "decay_that_leaves_weights_out")
-ON_THREE = ("sparse_gradients",)
-
-CELLS = [
-    *((("mpi", 2), name) for name in (*CASES, *FEATURES) if name not in SLOW + ON_THREE),
-    *((("collective", 3), name) for name in ON_THREE),
-]
+ON_THREE = ("sparse_gradients",)  # which test_tables.py launches
 
 
 @pytest.fixture(scope="module")
-def launches(request):
-    """Launches each job once, with the cases that are asked for."""
-
-    @functools.cache
-    def launched(job):
-        return make_job(*job).run(TARGET, only=spmd.selected(request, job=job), timeout=570)
-
-    return launched
+def launched(request):
+    return job("mpi", 2).run(TARGET, only=spmd.selected(request), timeout=570)
 
 
-@pytest.mark.parametrize(
-    ("job", "case"), CELLS, ids=[f"{engine} on {ranks}: {name}" for (engine, ranks), name in CELLS]
-)
-def test_case(launches, job, case):
-    launches(job).check(case)
+@pytest.mark.parametrize("case", [name for name in (*CASES, *FEATURES) if name not in SLOW + ON_THREE])
+def test_case(launched, case):
+    launched.check(case)

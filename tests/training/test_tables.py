@@ -24,10 +24,11 @@ SLOW = (
     "other_elementwise_optimizers",
     *(f"{name}_with_slots_in_parts" for name in WITH_SLOTS_IN_PARTS if name != "resumed"),
 )
+SLOTS_ON_THREE = "sparse_gradients"  # of `shard="optimizer"`, so that one launch of three ranks is enough
 ON_THREE = ("initial_values", "ranks_without_rows")
 CELLS = [
     *((("mpi", 2), name) for name in CASES if name not in SLOW + ON_THREE),
-    *((("collective", 3), name) for name in ON_THREE),
+    *((("collective", 3), name) for name in (*ON_THREE, SLOTS_ON_THREE)),
 ]
 
 
@@ -35,7 +36,8 @@ CELLS = [
 def launches(request):
     @functools.cache
     def launched(on):
-        return job(*on).run(TARGET, only=spmd.selected(request, on=on), timeout=570)
+        target = f"{TARGET},tests.training.sharded:{SLOTS_ON_THREE}" if on == ("collective", 3) else TARGET
+        return job(*on).run(target, only=spmd.selected(request, on=on), timeout=570)
 
     return launched
 

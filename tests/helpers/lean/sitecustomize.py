@@ -1,9 +1,26 @@
-"""On the path of what the tests start: Python runs it first, and what it names counts as not installed.
+"""On the path of what the tests start: Python runs it first, and does not find the packages that it names.
 
 TensorFlow and Keras import these if they are there, which few tests need: half of what starting a rank costs, and
-starting ranks is most of what a run of the tests costs.
+starting ranks is most of what a run of the tests costs. `KDIST_TEST_HIDDEN` hides others, with commas between them.
 """
 
+import gc
+import os
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
 
-sys.modules.update(dict.fromkeys(("jax", "matplotlib", "pandas", "scipy", "sklearn")))  # type: ignore[arg-type]
+HIDDEN = os.environ.get("KDIST_TEST_HIDDEN", "IPython,jax,matplotlib,pandas,scipy,sklearn").split(",")
+
+
+class Finder(PathFinder):
+    """Finds as Python does, but for what is hidden."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, *where: Any) -> ModuleSpec | None:
+        """Returns where a module is, or `None`."""
+        return None if fullname in HIDDEN else super().find_spec(fullname, *where)
+
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+gc.set_threshold(100_000, 50, 100)  # imports and tracing make much that stays: to look through it again costs a lot
