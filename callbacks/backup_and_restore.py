@@ -18,10 +18,11 @@ class BackupAndRestore(Backup):
     is renamed when it is complete; the previous one is kept, and used if the newest cannot be read.
 
     In `kdist.scope()` of several ranks the chief writes and reads; the others need no access to its disk. Arrays,
-    `PyDataset` and seeded `tf.data` resume exactly: with `tf.config.experimental.enable_op_determinism` the final
-    weights are equal bit for bit to those of an uninterrupted training. Another number of ranks may resume: batch,
-    learning rate and position are converted. In one process, where Keras iterates the data, the batches of earlier
-    steps are drawn again and skipped. A generator is read from its beginning. The log describes what is done.
+    `PyDataset` and `tf.data` resume exactly, with or without seeds of their shuffles: with
+    `tf.config.experimental.enable_op_determinism` the final weights are equal bit for bit to those of an uninterrupted
+    training. Another number of ranks may resume: batch, learning rate and position are converted. In one process, where
+    Keras iterates the data, the batches of earlier steps are drawn again and skipped. A generator is read from its
+    beginning. The log describes what is done.
 
     Keras' own `BackupAndRestore`, given to `fit` in a scope of several ranks, does the same.
 

@@ -55,8 +55,9 @@ def scope(
 ) -> ScopeContext:
     """Makes the Keras models inside train on all processes of the job exactly as on one.
 
-    In one process nothing changes without `micro_batches`: models run Keras' own code. Among several, models made or
-    used in the scope are trained by synchronous data parallelism; a model made in the scope stays distributed after it.
+    In one process with one device nothing changes without `micro_batches`: models run Keras' own code. Among several
+    processes, models made or used in the scope are trained by synchronous data parallelism; a model made in the scope
+    stays distributed after it.
 
     Each argument has an environment variable (`KDIST_STRATEGY`, `KDIST_SCALE_BATCH`, `KDIST_SCALE_LR`,
     `KDIST_WARMUP_EPOCHS`, `KDIST_AUTO_SHARD`, `KDIST_STALL_TIMEOUT`, `KDIST_MICRO_BATCHES`), which applies where
