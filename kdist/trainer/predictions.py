@@ -1,4 +1,4 @@
-"""All ranks' predictions in the order of the rows: arrays, strings and ragged tensors."""
+"""All ranks' predictions in the order of the rows: arrays, strings, ragged and sparse tensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from kdist.engines.engine import Engine
 
 
 def gather_rows(
-    engine: Engine, output: tf.Tensor | tf.RaggedTensor, rows: tf.Tensor, *, widths_differ: bool
-) -> tf.Tensor | tf.RaggedTensor:
+    engine: Engine, output: tf.Tensor | tf.RaggedTensor | tf.SparseTensor, rows: tf.Tensor, *, widths_differ: bool
+) -> tf.Tensor | tf.RaggedTensor | tf.SparseTensor:
     """Concatenates the ranks' rows of one output.
 
     Collective: every rank must call this, in the same order.
 
     Args:
         engine: `Engine`, how the ranks communicate.
-        output: tensor or `tf.RaggedTensor`, the model's output for this rank's rows.
+        output: tensor, `tf.RaggedTensor` or `tf.SparseTensor`, the model's output for this rank's rows.
         rows: `int64` scalar, the number of this rank's rows; 0 for a rank without data, whose output is dropped.
         widths_differ: bool, whether dimensions after the first may differ between the ranks, as in their batches. The
             result is then ragged in these, and in dimensions that are unknown in a graph; see `as_dense`.
     """
+    if isinstance(output, tf.SparseTensor):
+        return _gather_sparse(engine, output, rows)
     if not isinstance(output, tf.RaggedTensor):
         output = tf.convert_to_tensor(output)
     local = output[: tf.where(rows > 0, tf.int32.max, 0)]
@@ -62,6 +64,17 @@ def _densified(ragged: tf.RaggedTensor) -> Any:
         width = lengths[-1][0] if len(lengths[-1]) else 0
         values = values.reshape(len(lengths.pop()), width, *values.shape[1:])
     return tf.RaggedTensor.from_nested_row_lengths(values, lengths) if lengths else values
+
+
+def _gather_sparse(engine: Engine, output: tf.SparseTensor, rows: tf.Tensor) -> tf.SparseTensor:
+    own = tf.where(rows > 0, output.dense_shape[0], 0)
+    (shapes,) = engine.allgather([tf.concat([[own], output.dense_shape[1:]], 0)[tf.newaxis]])
+    first = tf.reduce_sum(shapes[: engine.rank, 0])  # the rows of the ranks before
+    is_own = output.indices[:, 0] < own
+    indices = tf.boolean_mask(output.indices, is_own)
+    (indices,) = engine.allgather([tf.concat([indices[:, :1] + first, indices[:, 1:]], 1)])
+    shape = tf.concat([tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)], 0)
+    return tf.SparseTensor(indices, _gather_values(engine, tf.boolean_mask(output.values, is_own)), shape)
 
 
 def _gather_values(engine: Engine, values: tf.Tensor) -> tf.Tensor:

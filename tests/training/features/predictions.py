@@ -60,6 +60,10 @@ def predictions_that_are_no_plain_arrays() -> None:
         def predict_step(self, data: Any) -> Any:
             return tf.boolean_mask(tf.ones([tf.shape(data)[0], 3, 4]), [False] * 3, axis=1)
 
+    class Encoded(keras.Model):
+        def predict_step(self, data: Any) -> Any:
+            return tf.sparse.from_dense(tf.one_hot(data, 4) * tf.cast(data[:, tf.newaxis], "float32"))
+
     class Pad(keras.Model):
         def predict_step(self, data: Any) -> Any:
             return tf.one_hot(data, 3)
@@ -75,7 +79,10 @@ def predictions_that_are_no_plain_arrays() -> None:
         # The input's shape is fixed, and the model's output is as wide as the widest row of a batch.
         within = PadWithin().predict(tf.data.Dataset.from_tensor_slices(lengths % 3 + 1).batch(BATCH), verbose=0)
         nothing = FoundNothing().predict(x, batch_size=batch, verbose=0)
+        encoded = Encoded().predict(lengths, batch_size=batch, verbose=0)
+        assert isinstance(encoded, tf.SparseTensor)
         return {
+            "sparse": tf.sparse.to_dense(encoded).numpy(),
             "text": [text.decode() for text in verdict["text"]],
             "values": ragged.flat_values.numpy(),
             "splits": ragged.row_splits.numpy(),
