@@ -366,7 +366,7 @@ def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
         with _startup_timeout(info, start_timeout):
             mpi = _mpi_with_devices()
         hosts = mpi.exchange(socket.gethostname())
-        knows_all = {"yes"} == set(mpi.exchange("yes" if all(map(is_known, hosts)) else "no"))
+        knows_all = {"yes"} == set(mpi.exchange("yes" if all(map(is_known, set(hosts))) else "no"))
         host = hosts[mpi.rank] if knows_all else own_hosts()[0]  # compute nodes may have no names
         with held_port() as port:  # until all ranks have one: two of a host would find the same
             addresses = mpi.exchange(address(host, port))

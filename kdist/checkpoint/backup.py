@@ -289,7 +289,8 @@ class Backup(AllRanksCallback):
 
     def _check_built(self) -> None:
         parts = [each for each in layers_of(self.model) if not isinstance(each, keras.Model)]
-        if not self.model.built and not all(each.built for each in parts):
+        makes_weights = [each for each in parts if type(each).build is not keras.layers.Layer.build]
+        if not self.model.built and not all(each.built for each in makes_weights):
             raise CheckpointError(
                 "BackupAndRestore needs a model that is built when fit begins: a resumed training loads its weights "
                 f"then. Received: {type(self.model).__name__} {self.model.name!r} with layers that the first step "

@@ -203,9 +203,10 @@ def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[i
     """Waits until all ranks have exited or one has failed; removes those that exited from `ranks`.
 
     A rank that was killed by a signal is restarted up to `restarts` times. Where some may be, the job has succeeded
-    with rank 0, the chief: another one, which may have come too late for it, has some seconds to end.
+    with rank 0, the chief: the others have some seconds to end, and one that came again too late for it may fail.
     """
     ends_by: float | None = None
+    restarted: set[int] = set()
     while ranks:
         pid, status = _next_exit(ends_by)
         if not pid:
@@ -216,12 +217,13 @@ def _wait(ranks: _Ranks, np: int, start: Callable[[int], None], restarts: dict[i
         code = process.returncode = os.waitstatus_to_exitcode(status)
         if rank == 0 and code == 0 and restarts:
             ends_by = time.monotonic() + _GRACE_AFTER_CHIEF
-        if code == 0 or ends_by is not None:
+        if code == 0 or (ends_by is not None and (code < 0 or rank in restarted)):
             continue
         # It may have reported nothing: killed by a signal, after `os._exit`, or before kdist was used.
         kind, text = (Kind.SIGNAL, killed_by(-code)) if code < 0 else (Kind.EXIT, f"exited with code {code}")
         if code < 0 and restarts.get(rank):
             restarts[rank] -= 1
+            restarted.add(rank)
             _LOG.warning("rank %d of %d %s, and is restarted", rank, np, text)
             start(rank)
             continue

@@ -80,7 +80,7 @@ class KerasData(StatePart):
             "position": None,
             "epoch step": self._epoch_step,
             "pass step": steps_of_pass(iterator),
-            "rows": None if iterator is None else iterator.data_adapter.batch_size,
+            "rows": _batch_size(iterator),
             "batches": self._batches_per_step,
         }
 
@@ -99,17 +99,18 @@ class KerasData(StatePart):
             self._steps_before = max(0, before - step)
         change = f": {saved} step(s) of other batches correspond to {step}" if step != saved else ""
         if step or self._steps_before:
+            earlier = f", and {self._steps_before} of earlier epochs" if self._steps_before else ""
             self.place = Place(
                 step,
-                f"after {step} step(s){change}, whose batches are drawn again without training: the rest of the epoch "
-                "is the same if the input is seeded",
+                f"after {step} step(s){change}, whose batches{earlier} are drawn again without training: the rest of "
+                "the epoch is the same if the input is seeded",
             )
 
     def _converted(self, state: Mapping[str, Any], step: int, iterator: Any) -> int:
         """Returns the step of this `fit` at a step of the saved one; if none begins there, the one before."""
-        before, now = state.get("rows"), None if iterator is None else iterator.data_adapter.batch_size
+        before, now = state.get("rows"), _batch_size(iterator)
         if not before or not now:
-            before, now = state.get("batches", 1), self._batches_per_step
+            before, now = state.get("batches", self._batches_per_step), self._batches_per_step
         if before == now:
             return step
         step = step * before // now
@@ -185,6 +186,14 @@ class _Replay:
         vars(self._model).pop(_REPLAY, None)
         if self._model.train_function is self:
             self._model.train_function = self._train
+
+
+def _batch_size(iterator: Any) -> int | None:
+    """Returns the rows of a batch; `None` if they are not known, as where the data has a scalar."""
+    # Keras reads them off a dataset's first leaf, whatever that is.
+    with contextlib.suppress(AttributeError, IndexError, NotImplementedError, TypeError, ValueError):
+        return int(iterator.data_adapter.batch_size)
+    return None
 
 
 def is_replaying(model: keras.Model) -> bool:

@@ -12,6 +12,7 @@ from kdist.engines.engine import Engine
 from kdist.engines.tensors import flat
 from kdist.gradients.reducer import GradientReducer
 from kdist.keras_hooks.optimizers import is_learning_rate, optimizers_of
+from kdist.keras_hooks.trainer import runs_eagerly
 from kdist.keras_hooks.variables import (
     aggregation_of,
     is_of_one_rank,
@@ -209,7 +210,7 @@ class LocalSGD:
         if is_mergeable(variable):
             return "mean"
         _, merge = self._written.merges["train"].get(key_of(variable), (None, None))
-        is_unknown = merge is None and tf.executing_eagerly()  # another rank may have written it
+        is_unknown = merge is None and runs_eagerly(self._model)  # another rank may have written it
         return "first" if merge == "count" or is_unknown else merge
 
     def _add_variables(self) -> None:
@@ -222,7 +223,7 @@ class LocalSGD:
             # The scales of float8 layers are not trained by gradients.
             is_weight = id(variable) in trained and not getattr(variable, "overwrite_with_gradient", False)
             # In an eager step each rank knows what it has written itself.
-            is_known = key_of(variable) in written and not tf.executing_eagerly()
+            is_known = key_of(variable) in written and not runs_eagerly(self._model)
             is_frozen = id(variable) not in trained and not is_known
             if known := self._variables.get(id(variable)):
                 common = known.common

@@ -15,7 +15,7 @@ from kdist.checkpoint.callback_state import labels, run_by
 from kdist.checkpoint.file_writers import decide_together, without_writing
 from kdist.checkpoint.preempt import Preempt
 from kdist.errors import MismatchError, StrategyError
-from kdist.keras_hooks.callbacks import call_in_this_thread, is_called_each_step
+from kdist.keras_hooks.callbacks import call_in_this_thread
 from kdist.keras_hooks.fit_loop import callback_lists
 from kdist.sharding.table import tables_of
 from kdist.step.extensions import extensions_removed_at_exit
@@ -171,11 +171,7 @@ class _GatheredCallbacks:
         # Keras' checkpoints look, and leave the training alone; so do kdist's callbacks.
         users = [each for each, (_, is_it) in zip(others, local, strict=True) if not is_it]
         may_stop = read_state_between_steps(each for each in users if type(each) is not keras.callbacks.ModelCheckpoint)
-        may_end = any(
-            is_called_each_step(run_by(each), ("test_", "predict_"))
-            for each in users
-            if type(each) is not keras.callbacks.TensorBoard
-        )
+        may_end = read_state_between_steps(map(run_by, users), ("test_", "predict_"))
         flags = [read_state_between_steps(given), may_stop, may_end]
         gathered = session.engine.gather_objects([local, settings, *flags])
         by_rank = [[label for label, _ in each[0]] for each in gathered]

@@ -14,6 +14,7 @@ from kdist.data.input_checks import check_inputs
 from kdist.data.make_source import SourceAdapter, has_fixed_shapes, holds_random_state, make_source
 from kdist.data.source import Source
 from kdist.errors import ScopeError
+from kdist.reports.log import once
 from kdist.state.comparison import refuse_differences
 from kdist.state.random_state import input_seed
 from kdist.strategies.all_reduce import AllReduceStrategy
@@ -103,8 +104,9 @@ class Feed:
         """
         if limit := getattr(keras.config, "max_steps_per_epoch", lambda: None)():  # for trials; of the user's steps
             steps_per_epoch = min(steps_per_epoch or limit, limit)
-        if steps_per_epoch is not None:  # a last execution is whole in Keras
-            steps_per_epoch = -(-steps_per_epoch // steps_per_execution) * steps_per_execution
+        if steps_per_epoch is not None:  # a last execution is whole in Keras, unless the data ends there
+            whole = -(-steps_per_epoch // steps_per_execution) * steps_per_execution
+            steps_per_epoch = max(steps_per_epoch, min(whole, adapter.num_batches or whole))
         # The first data of a `fit` that does not call Keras' own, too.
         is_for_training = is_for_training or (verb == "fit" and self._training is None)
         make = functools.partial(
@@ -134,7 +136,10 @@ class Feed:
         job_steps = source.plan.job_steps_per_epoch
         # The end of data of unknown length is found within a step: earlier steps of the execution would be lost. And an
         # execution that an epoch's steps do not fill would take those of the next epoch.
-        is_whole = not source.has_uneven_shards and (job_steps or 0) % steps_per_execution == 0
+        is_filled = (job_steps or 0) % steps_per_execution == 0 or job_steps == source.num_steps
+        is_whole = not source.has_uneven_shards and is_filled
+        if not is_whole and steps_per_execution > 1 and job_steps:
+            once.info(f"steps_per_execution: 1, as {steps_per_execution} does not divide the job's {job_steps} steps")
         iterator = ShardedEpochIterator(
             SourceAdapter(source, self.agree_random_state, is_for_training=is_for_training),
             strategy=self._strategy,

@@ -112,15 +112,15 @@ class OwnLoops:
         if self._extended.is_in_replica:
             yield gradients, variables
             return
+        if optimizer not in self._begun:
+            self._begin(optimizer, variables)
+            self._begun.add(optimizer)
         variables, gradients = agreed_gradients(self._engine, optimizer, variables, gradients)
         given = [place for place, gradient in enumerate(gradients) if gradient is not None]
         if not given:
             with self._extended.reduced_replica():
                 yield gradients, variables
             return
-        if optimizer not in self._begun:
-            self._begin(optimizer, variables)
-            self._begun.add(optimizer)
         own = [_tensor(gradients[place]) for place in given]
         means = [_mean(total, self._engine.size) for total in self._extended.reduce_sum(own)]
         self._tell_once(own, means)
@@ -134,7 +134,8 @@ class OwnLoops:
         Collective: every rank must call this, in the same order.
         """
         with tf.init_scope():  # before the step, where it is traced
-            every = [*variables, *trained_variables(innermost(optimizer)), *optimizer.variables]
+            # Those of a built optimizer first, in its order: an eager step may leave out others on each rank.
+            every = [*trained_variables(innermost(optimizer)), *variables, *optimizer.variables]
             state = list({id(each): each for each in every}.values())
             shapes = {f"variable {place}": [list(v.shape), str(v.dtype)] for place, v in enumerate(state)}
             check_agreement(self._engine, f"the first update of {type(optimizer).__name__}", shapes)

@@ -77,6 +77,7 @@ class ReplicatedModel:
         self._extended = session.strategy.extended
         self._compiled_steps = CompiledSteps(session.model)
         self._dense_outputs: list[bool] = []
+        self._broadcast_for: list[keras.optimizers.Optimizer] = []
         self._results: dict[str, dict[str, Callable[[], Any]]] = {}
         self._prepared_optimizers: dict[str, Any] = {}  # by verb on a batch: the optimizer at its last call
 
@@ -146,6 +147,8 @@ class ReplicatedModel:
                     session.broadcast_state(name)
         else:
             session.agree()  # a rank may have loaded weights since
+            if not session.verbs:
+                session.votes.withdraw("stop")  # the flag says it, which the script may set back
         # In a callback of `fit` the metrics are in the midst of a pass.
         is_nested = bool(session.verbs)
         with session.metrics.counting_together() if is_nested else contextlib.nullcontext(), session.running(name):
@@ -184,10 +187,13 @@ class ReplicatedModel:
                     "and its optimizer in the same kdist.scope()."
                 )
         name = self.session.verbs[-1] if self.session.verbs else ""
-        if name and self.session.parts_reducer is not None:
+        is_first = name not in self._on_batch_verbs or self._is_first_on_batch(name)
+        if len(self.session.verbs) == 1 and is_first and self.session.parts_reducer is not None:
             # A rule may copy the weights, of which some ranks may have others, to its slots in parts.
-            waits = any(not innermost(each).built for each in optimizers_of(self._model)) and is_built(self._model)[0]
+            waiting = [each for each in map(innermost, optimizers_of(self._model)) if not each.built]
+            waits = any(each not in self._broadcast_for for each in waiting) and is_built(self._model)[0]
             if all(self._engine.gather_objects(waits)):
+                self._broadcast_for = waiting  # some may never be used
                 self.session.broadcast_state(name)
         try:
             self._build(iterator, data_batch)

@@ -242,7 +242,6 @@ class ReplicatedSession(TrainingSession):
         """
         if self.agree_to_stop():
             self.model.stop_training = True
-        self.votes.withdraw("stop")  # from here on the flag says it, which a callback may set back
         if "weights" in self.votes.agreed:
             self.broadcast_loaded_weights()
 
@@ -305,6 +304,7 @@ class ReplicatedSession(TrainingSession):
                         count_ended_step(optimizer, seen_by_optimizer)
             self.accumulation.end()
             self.agree()
+            self.votes.withdraw("stop")  # from here on the flag says it, which a callback may set back
             if self.local_sgd is not None:
                 self.local_sgd.end()
 

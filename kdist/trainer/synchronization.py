@@ -148,6 +148,7 @@ class RankSynchronization(keras.callbacks.Callback):
         for rate, change in zip(rates, changes, strict=True):
             rate.apply_change(change)
         session.agree()
+        session.votes.withdraw("stop")  # the flag says it
         session.make_state_equal()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from kdist import callbacks
 from kdist.callbacks.learning_rate_schedule import piecewise
@@ -84,3 +85,28 @@ def test_a_backup_of_a_model_that_the_first_step_would_build_is_refused_before_i
     model.build((None, 2))
     model.fit(*data, verbose=0, callbacks=[backup])
     assert folder.exists()
+
+
+class _OwnStep(keras.Model):
+    """Is never called itself, and has a layer without weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        self.flatten = keras.layers.Flatten()
+
+    def train_step(self, data):
+        self.inner.layers[0].bias.assign_add([1.0])
+        return {"loss": 0.0}
+
+
+def test_a_backup_where_nothing_is_known_of_a_batch(tmp_path):
+    """Keras reads its rows off the first leaf, here a scalar; a number of rows may be one of NumPy's."""
+    model = _OwnStep()
+    model.compile("sgd")
+    model.fit(tf.data.Dataset.range(3), verbose=0, callbacks=[callbacks.BackupAndRestore(str(tmp_path / "scalars"))])
+    assert float(model.inner.layers[0].bias[0]) == 3
+    plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    plain.compile("sgd", "mse")
+    backup = callbacks.BackupAndRestore(str(tmp_path / "of_numpy"))
+    plain.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=np.int64(2), verbose=0, callbacks=[backup])

@@ -69,7 +69,7 @@ def test_the_first_failure_ends_the_job_with_its_exit_code() -> None:
 
 
 def test_a_job_with_parameter_servers_succeeds_with_its_chief() -> None:
-    """A worker that was started again may find no chief any more: it would wait, and fail."""
+    """A worker that was started again may find no chief any more, and wait for it."""
     task = "task = json.loads(os.environ['TF_CONFIG'])['task']['type']; import time; "
     process = start(task + "time.sleep(0 if task == 'chief' else 600)", ps=1)
     began = time.monotonic()

@@ -99,6 +99,18 @@ def a_stop_is_taken_back_as_in_one_process() -> None:
             model = compiled()
             train(model, [At("on_train_batch_end", 1, rank, stop), TakeBack(), steps], epochs=3)
         assert assert_equal_everywhere(steps.epochs) == [2, 2, 2]
+    accumulating = keras.optimizers.SGD(0.01, gradient_accumulation_steps=4)
+    for strategy, optimizer in ((kdist.AllReduce(sync_every=4), "sgd"), (kdist.AllReduce(), accumulating)):
+        # A stop that is asked for before an epoch ends it after its first step.
+        before = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: setattr(model, "stop_training", epoch == 1)  # noqa: B023
+        )
+        with kdist.scope(strategy, scale_lr=None):
+            model = compiled(optimizer)
+            train(model, [before], epochs=3)
+        assert assert_equal_everywhere(int(model.optimizer._iterations)) == STEPS + 1
+    with kdist.scope(scale_lr=None):
+        model = compiled()
     batch = [a[: size()] for a in rows("even")]
     model.train_on_batch(*batch)
     model.stop_training = kdist.rank() == 1

@@ -94,6 +94,10 @@ def models_that_differ_in_a_loop() -> None:
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4 + kdist.rank()), keras.layers.Dense(2)])
         with refused(MismatchError, "variable 0", "[5, 4]", "[5, 5]"):
             loop(model, keras.optimizers.SGD(0.1), [(x, y)], WAYS["eagerly"])
+        layers = [keras.layers.Dense(4) for _ in range(1 + kdist.rank())]
+        deeper = keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(2)])
+        with refused(MismatchError, "first update of SGD"):
+            loop(deeper, keras.optimizers.SGD(0.1), [(x, y)], WAYS["eagerly"])
         with pytest.raises(Exception, match="Ranks differ in the first update of SGD"):  # AutoGraph's, with the lines
             loop(model, keras.optimizers.SGD(0.1), [(x, y)], WAYS["traced"])
 
