@@ -7,7 +7,7 @@ import math
 import keras  # noqa: F401  loaded before anything is timed
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kdist
@@ -64,6 +64,8 @@ def test_of_the_scope(name, value):
         optional=dict.fromkeys(tuple(field.name for field in dataclasses.fields(kdist.AllReduce)), anything),
     )
 )
+@example(options={"compression": np.array([1.0, 2.0])})
+@example(options={"shard": np.array([1.0, 2.0])})
 def test_of_all_reduce(options):
     with refused_by_kdist_if_at_all():
         _arguments.check({**DEFAULTS, "strategy": kdist.AllReduce(**options)}, {})

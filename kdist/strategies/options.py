@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from kdist._suggestions import constructor_with_suggestions
@@ -112,9 +113,9 @@ class AllReduce:
     def problem(self) -> str | None:
         """Returns what is wrong with the options, or `None`."""
         engines = ("auto", *ENGINES)
-        if not isinstance(self.engine, str) or self.engine not in engines:
+        if not _is_word(self.engine, engines):
             return f"engine={self.engine!r}. Expected one of {', '.join(map(repr, engines))}"
-        if self.compression is not None and self.compression not in COMPRESSIONS:
+        if self.compression is not None and not _is_word(self.compression, COMPRESSIONS):
             return f"compression={self.compression!r}. Expected None, {' or '.join(map(repr, COMPRESSIONS))}"
         if not _is_number(self.powersgd_rank, numbers.Integral) or self.powersgd_rank < 1:
             return f"powersgd_rank={self.powersgd_rank!r}. Expected an integer of at least 1"
@@ -126,7 +127,7 @@ class AllReduce:
             return f"sparse_as_dense={self.sparse_as_dense!r}. Expected a bool"
         if not _is_number(self.sync_every, numbers.Integral) or self.sync_every < 1:
             return f"sync_every={self.sync_every!r}. Expected an integer of at least 1"
-        if self.shard not in (None, "optimizer"):
+        if self.shard is not None and not _is_word(self.shard, ("optimizer",)):
             return f"shard={self.shard!r}. Expected None or 'optimizer'"
         if self.shard and self.compression in ("powersgd", "topk"):
             return f"shard={self.shard!r} with compression={self.compression!r}. Expected None, 'fp16' or 'bf16'"
@@ -269,6 +270,10 @@ def _refuse(name: str, problem: str | None) -> None:
 def is_positive(value: object) -> bool:
     """Returns whether a value is a number above 0."""
     return _is_number(value, numbers.Real) and value > 0  # type: ignore[operator]
+
+
+def _is_word(value: object, words: Sequence[str]) -> bool:
+    return isinstance(value, str) and value in words  # an array would be compared number by number
 
 
 def _is_number(value: object, kind: type) -> bool:
