@@ -61,6 +61,8 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
     """
     if host == "localhost" or host.startswith("127."):
         return socket.create_server((host, port), backlog=backlog)
+    if host == "::1":
+        return socket.create_server((host, port), family=socket.AF_INET6, backlog=backlog)
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)

@@ -51,6 +51,9 @@ def test_a_host_is_reached_by_all_its_addresses(monkeypatch):
 def test_what_is_written_as_loopback_is_reached_there_only():
     with listen("127.0.0.1", 0, 5) as server, pytest.raises(OSError, match="refused"):
         connect(["127.0.0.2"], server.getsockname()[1])
+    if has_ipv6_loopback():
+        with listen("::1", 0, 5) as server, pytest.raises(OSError, match="refused"):
+            connect(["127.0.0.1"], server.getsockname()[1])
 
 
 def test_an_address_is_one_word():

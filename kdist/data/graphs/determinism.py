@@ -49,7 +49,7 @@ def is_nondeterministic(graph: Any, *, random_counts: bool) -> bool:
         random_counts: bool, whether random numbers drawn in the graph itself decide about elements, as in the
             function of a `filter`.
     """
-    if random_counts and _draws_unseeded(graph, graph.node):
+    if random_counts and draws_unseeded(graph):
         return True
     return any(_nondeterministic_nodes(nodes) for nodes in node_lists(graph)) or bool(_random_decisions(graph))
 
