@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     )
     from kdist._scope import scope
     from kdist.cluster.info import ClusterInfo
-    from kdist.launchers.function_job import launch
+    from kdist.launchers.functions.launch import launch
     from kdist.planning.plan import plan
     from kdist.strategies.collectives import all_gather, all_reduce
     from kdist.strategies.options import TPU, AllReduce, ParameterServer
@@ -94,7 +94,7 @@ _HOMES = {
     "chief_first": "kdist._process",
     "cluster_info": "kdist._process",
     "is_chief": "kdist._process",
-    "launch": "kdist.launchers.function_job",
+    "launch": "kdist.launchers.functions.launch",
     "local_rank": "kdist._process",
     "local_size": "kdist._process",
     "plan": "kdist.planning.plan",

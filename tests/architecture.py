@@ -28,6 +28,7 @@ ROOMS = (
     "kdist.reports",
     "kdist.launchers.hosts",
     "kdist.launchers",
+    "kdist.launchers.functions",
     "kdist.install",
     "kdist.state",
     "kdist.data.graphs",

@@ -16,12 +16,20 @@ from tests.helpers import spmd
 
 LIMIT = 240  # seconds for a cell
 
+# The rank finds a module of the caller's path.
 RAISES = """
+import os, sys
+os.makedirs("of_mine")
+with open("of_mine/a_module_of_mine.py", "w") as file:
+    file.write("WHAT = 'no such column'")
+sys.path.insert(0, os.path.abspath("of_mine"))
+import a_module_of_mine
+
 def fails_on_one_rank():
     with kdist.scope():
         kdist.barrier()
         if kdist.rank() == 1:
-            raise KeyError("no such column")
+            raise KeyError(a_module_of_mine.WHAT)
         kdist.barrier()
 
 kdist.launch(fails_on_one_rank, np=2, strategy="collective")

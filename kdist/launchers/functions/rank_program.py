@@ -1,4 +1,4 @@
-"""The program of each rank of `kdist.launch`, `python -m kdist.launchers.function_rank DIR`: it calls the function."""
+"""What each rank of `kdist.launch` runs, `python -m kdist.launchers.functions.rank_program DIR`: calls the function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kdist.cluster import detect
 from kdist.errors import LaunchError
 
 CALL = "call.pkl"
-"""The function, its arguments and the import path, by cloudpickle."""
+"""The import path, and the function and its arguments as bytes, by cloudpickle."""
 
 RESULT = "result.pkl"
 """What the function returned on rank 0."""
@@ -34,7 +34,8 @@ def main(directory: Path) -> None:
 
     rank = detect(os.environ).rank
     try:
-        function, args, kwargs, sys.path[:] = cloudpickle.loads((directory / CALL).read_bytes())
+        sys.path[:], call = cloudpickle.loads((directory / CALL).read_bytes())
+        function, args, kwargs = cloudpickle.loads(call)
         value = function(*args, **kwargs)
         if rank == 0:
             _write(directory / RESULT, _pickled_result(value))

@@ -16,7 +16,7 @@ from typing import IO, Any, NoReturn, TextIO, TypeVar
 
 from kdist._suggestions import with_suggestions
 from kdist.errors import LaunchError
-from kdist.launchers import function_rank
+from kdist.launchers.functions import rank_program
 from kdist.launchers.process import guard
 
 T = TypeVar("T")
@@ -84,16 +84,16 @@ def launch(
         raise LaunchError(f"The number of ranks is no positive integer. Received: np={np!r}. Fix: np=2.")
     with tempfile.TemporaryDirectory(prefix="kdist-launch-") as name:
         directory = Path(name)
-        (directory / function_rank.CALL).write_bytes(_pickled_call(function, args, dict(kwargs or {})))
+        (directory / rank_program.CALL).write_bytes(_pickled_call(function, args, dict(kwargs or {})))
         options = ["-np", str(np)]
         options += [] if strategy is None else ["--strategy", strategy]
         options += [] if hosts is None else ["-H", hosts]
         options += [] if output is None else ["--output", str(output)]
-        command = [sys.executable, "-m", "kdist", "run", *options, "-m", function_rank.__name__, name]
+        command = [sys.executable, "-m", "kdist", "run", *options, "-m", rank_program.__name__, name]
         code = _run(command, {**os.environ, **(env or {})}, failed=lambda: any(_errors(directory)))
         if errors := _errors(directory):
             _raise(errors[0], np)
-        result = directory / function_rank.RESULT
+        result = directory / rank_program.RESULT
         if code or not result.exists():
             raise LaunchError(
                 f"The job ended without a result. Received: exit code {code} of `kdist run {' '.join(options)}`. "
@@ -109,7 +109,8 @@ def _pickled_call(function: Callable[..., Any], args: Sequence[Any], kwargs: dic
     import cloudpickle
 
     try:
-        return bytes(cloudpickle.dumps((function, tuple(args), kwargs, sys.path)))
+        call = cloudpickle.dumps((function, tuple(args), kwargs))
+        return bytes(cloudpickle.dumps((sys.path, call)))  # the ranks need the path to import what the call names
     except Exception as error:
         raise LaunchError(
             f"The function cannot be sent to the ranks. Received: {function!r} ({type(error).__name__}: {error}). "
@@ -164,14 +165,14 @@ def _copy(source: IO[bytes], target: TextIO, shown: Callable[[], bool]) -> None:
 
 def _errors(directory: Path) -> list[Path]:
     """Returns the files of ranks that raised, the first one first."""
-    return sorted(directory.glob(function_rank.ERROR.format("*")), key=lambda path: path.stat().st_mtime_ns)
+    return sorted(directory.glob(rank_program.ERROR.format("*")), key=lambda path: path.stat().st_mtime_ns)
 
 
 def _raise(path: Path, size: int) -> NoReturn:
     import cloudpickle
 
     text, pickled = cloudpickle.loads(path.read_bytes())
-    rank = path.stem.removeprefix(function_rank.ERROR.partition("{")[0])
+    rank = path.stem.removeprefix(rank_program.ERROR.partition("{")[0])
     cause = RankError(f"rank {rank} of {size} raised:\n\n{text}")
     if pickled is None:
         raise LaunchError(f"The function failed on rank {rank} of {size}. {text.splitlines()[-1]}") from cause

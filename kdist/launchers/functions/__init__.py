@@ -1,0 +1,1 @@
+"""`kdist.launch`: a function on several processes."""
