@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute.coordinator.cluster_coordinator import Cluster, ClusterCoordinator
 from tensorflow.python.distribute.distribute_lib import (
     ReplicaContext,
     Strategy,
@@ -20,6 +21,7 @@ from tensorflow.python.distribute.distribute_lib import (
 )
 from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterServerStrategyV2Extended
 from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 from tensorflow.python.framework import ops, random_seed
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.ops import control_flow_util, random_ops
@@ -43,6 +45,7 @@ __all__ = [
     "is_initialized",
     "is_updating",
     "keep_open_scopes",
+    "missing_names",
     "random_ops",
     "saved_model_module",
     "schedule_on_any_worker",
@@ -60,6 +63,33 @@ SCATTERS = (
     *("scatter_update", "_strided_slice_assign"),
 )
 """The methods that write a part of it."""
+
+OVERRIDDEN = (
+    *("_broadcast_to", "_call_for_each_replica", "_create_variable", "_distribute_datasets_from_function"),
+    *("_experimental_distribute_dataset", "_experimental_distribute_values_from_function", "_gather_to_implementation"),
+    *("_in_multi_worker_mode", "_num_replicas_in_sync", "_reduce_to", "_replica_ctx_all_reduce"),
+    *("_replica_ctx_update", "_update", "_update_non_slot"),
+    *("_use_merge_call", "_validate_colocate_with_variable"),
+)
+"""The methods of a strategy's `extended` that kdist's strategies override: TensorFlow calls them."""
+
+
+def missing_names() -> list[str]:
+    """Returns the private names in use that the installed TensorFlow lacks: those that an import does not find."""
+    used: list[tuple[Any, tuple[str, ...]]] = [
+        (context.context(), ("_initialized", "abort_collective_ops", "add_function_def", "enable_collective_ops")),
+        (tf.Graph(), ("_thread_local",)),
+        (ConcreteFunction, ("_call_flat",)),
+        (iter(tf.data.Dataset.range(1)), ("_iterator_resource",)),
+        (Cluster, ("schedule",)),
+        (StrategyExtendedV1, OVERRIDDEN),
+        (ParameterServerStrategyV2Extended, ("_create_variable", "_create_variable_round_robin")),
+        (BaseResourceVariable, (*ASSIGNMENTS, *SCATTERS)),
+    ]
+    found = [f"{owner!r}.{name}" for owner, names in used for name in names if not hasattr(owner, name)]
+    if "_cluster" not in ClusterCoordinator.__init__.__code__.co_names:
+        found.append("ClusterCoordinator._cluster")
+    return found
 
 
 def is_initialized() -> bool:

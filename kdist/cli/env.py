@@ -106,13 +106,19 @@ def _devices() -> Iterator[tuple[str, str]]:
         return
     yield "keras backend", keras.config.backend()
     if keras.config.backend() == "tensorflow":
-        from kdist.data.graphs import dataset_internals
-        from kdist.keras_hooks import probe
-
-        moved = [*probe.missing_names(), *dataset_internals.missing_names()]
-        yield "private names", "; ".join(f"moved: {name}" for name in moved) or "all there"
+        yield "private names", "; ".join(f"moved: {name}" for name in _moved_names()) or "all there"
     for device in tf.config.list_physical_devices():
         yield device.device_type, device.name
+
+
+def _moved_names() -> list[str]:
+    try:
+        from kdist import _tf_internals
+        from kdist.data.graphs import dataset_internals
+        from kdist.keras_hooks import probe
+    except (ImportError, AttributeError) as error:  # of a name that kdist's own modules import
+        return [str(error)]
+    return [*probe.missing_names(), *dataset_internals.missing_names(), *_tf_internals.missing_names()]
 
 
 def _cluster(info: ClusterInfo) -> Iterator[tuple[str, str]]:

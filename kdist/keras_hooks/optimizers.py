@@ -16,6 +16,7 @@ CURRENT_RATE = "_get_current_learning_rate"
 APPLY_GRADIENTS = "_backend_apply_gradients"
 CLIP = "_clip_gradients"
 TRAINED = "_trainable_variables"
+UPDATE = "apply_grad_to_update_var"  # a function in Keras' code, by whose name a strategy knows an optimizer's update
 
 ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
 _UPDATES = (*("apply", "apply_gradients", APPLY_GRADIENTS, "_backend_update_step"), CLIP, "_apply_weight_decay")

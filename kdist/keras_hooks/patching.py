@@ -300,7 +300,7 @@ def _check_table(owner: Any, name: str) -> None:
         found = _owner(row.owner)
         if row.names and name not in row.names:
             continue
-        if owner is found or (row.place == "instance" and isinstance(owner, found)):
+        if isinstance(owner, found) if row.place == "instance" else owner is found:
             return
         if row.place == "class" and isinstance(owner, type) and issubclass(owner, found) and name in vars(owner):
             return  # an override

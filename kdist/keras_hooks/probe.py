@@ -6,6 +6,7 @@ import importlib
 import io
 import pkgutil
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist import keras_hooks
+from kdist.keras_hooks.optimizers import UPDATE
 from kdist.keras_hooks.patching import PATCHES, is_imported, resolved
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -33,13 +35,14 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "_backend_increment_gradient_accumulators",
         *("_backend_reset_gradient_accumulators", "_check_variables_are_known", "_distribution_strategy"),
         *("_get_current_learning_rate", "_get_variable_index", "_iterations", "_learning_rate"),
-        "_trainable_variables",
+        *("_distributed_tf_update_step", "_trainable_variables"),
     ),
     "variable": (
         *("_direct_assign", "_export_to_saved_model_graph", "_path", "_restore_from_tensors", "_serialize_to_tensors"),
         *("_shape", "_value"),
     ),
     "embedding": ("_embeddings",),
+    "value of a variable": ("_unique_id",),
     "saving": ("_save_state", "is_memory_sufficient", "safe_get_h5_dataset"),
     "HDF5 store": ("_create_h5_group", "_h5_entry_group", "_h5_entry_initialized", "_h5_entry_path"),
     "callback list": ("_async_predict", "_async_test", "_async_train"),
@@ -72,10 +75,12 @@ def missing_names() -> list[str]:
     for kind, names in PRIVATE_NAMES.items():
         try:
             sample = _SAMPLES[kind]()
-        except (ImportError, AttributeError, TypeError) as error:
-            missing.append(f"{kind}: {error}")
+        except Exception as error:  # a sample is made by Keras' own code, which may have changed in any way
+            missing.append(f"{kind}: {type(error).__name__}: {error}")
             continue
         missing += [f"{name} of {type(sample).__name__}" for name in names if not hasattr(sample, name)]
+    if UPDATE not in _functions_in(keras.optimizers.Optimizer._distributed_tf_update_step):
+        missing.append(f"{UPDATE} in Optimizer._distributed_tf_update_step")
     for patch in filter(is_imported, PATCHES):
         try:
             owner = resolved(patch.owner)
@@ -84,6 +89,11 @@ def missing_names() -> list[str]:
             continue
         missing += [f"{patch.owner}.{name}" for name in patch.names if not _has(owner, name)]
     return sorted(set(missing))
+
+
+def _functions_in(function: Any) -> set[str]:
+    """Returns the names of the functions that a function defines."""
+    return {constant.co_name for constant in function.__code__.co_consts if isinstance(constant, CodeType)}
 
 
 def _has(owner: Any, name: str) -> bool:
@@ -96,7 +106,7 @@ def _has(owner: Any, name: str) -> bool:
 def _made(make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except (ImportError, AttributeError, TypeError):
+    except Exception:
         return None
 
 
@@ -150,6 +160,7 @@ _SAMPLES: Mapping[str, Callable[[], Any]] = {
     "metric": keras.metrics.MeanSquaredError,
     "optimizer": _optimizer,
     "variable": lambda: keras.Variable([0.0]),
+    "value of a variable": lambda: keras.Variable([0.0])._value,
     "saving": lambda: importlib.import_module("keras.src.saving.saving_lib"),
     "HDF5 store": lambda: importlib.import_module("keras.src.saving.saving_lib").H5IOStore(io.BytesIO(), mode="w"),
     "callback list": keras.callbacks.CallbackList,

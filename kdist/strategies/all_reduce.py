@@ -18,6 +18,8 @@ from kdist.data.graphs.options import sharded_options
 from kdist.engines.engine import Engine
 from kdist.engines.single import SingleEngine
 from kdist.errors import NotSynchronizedError
+from kdist.keras_hooks.optimizers import UPDATE
+from kdist.keras_hooks.patching import patched
 from kdist.state.random_state import AgreedDraws
 from kdist.state.versions import Versions
 from kdist.strategies.differentiable import ReplicaStep, sum_over_ranks
@@ -170,7 +172,7 @@ class AllReduceExtended(StrategyExtendedV1):
     def _update(self, var: Any, fn: Callable[..., Any], args: tuple, kwargs: dict, group: bool) -> Any:
         # Cross-replica context: nothing was reduced (`kdist/trainer/own_loops.py` opens a replica's). Keras' moving
         # average of weights (EMA) is allowed here, an optimizer's update is not.
-        if self.num_replicas > 1 and getattr(fn, "__name__", "") == "apply_grad_to_update_var":
+        if self.num_replicas > 1 and getattr(fn, "__name__", "") == UPDATE:
             raise NotSynchronizedError(
                 f"Variable {getattr(var, 'name', var)!r} is updated from this rank's own gradients. Received: an "
                 "optimizer's update without a call of its `apply` or `apply_gradients`, which kdist wraps. Expected "
@@ -220,15 +222,13 @@ class AllReduceExtended(StrategyExtendedV1):
         with _AllReduceReplicaContext(self._container_strategy(), self.replica_id), self._agreed_finite_check():
             return fn(*args, **(kwargs or {}))
 
-    @contextlib.contextmanager
-    def _agreed_finite_check(self) -> Iterator[None]:
+    def _agreed_finite_check(self) -> contextlib.AbstractContextManager[None]:
         """Makes optimizers with a loss scale apply or skip an update on all ranks alike.
 
         In a custom training loop Keras checks whether gradients are finite before they are summed, on each rank. In
         kdist's own steps they are summed already.
         """
-        optimizer_class = keras.optimizers.LossScaleOptimizer
-        original = optimizer_class.check_finite
+        original = keras.optimizers.LossScaleOptimizer.check_finite
 
         def check_finite(optimizer: Any, grads: Any) -> Any:
             is_finite = original(optimizer, grads)
@@ -237,11 +237,7 @@ class AllReduceExtended(StrategyExtendedV1):
             (num_finite,) = self.reduce_sum([tf.cast(is_finite, tf.int32)])
             return num_finite == self.num_replicas
 
-        optimizer_class.check_finite = check_finite
-        try:
-            yield
-        finally:
-            optimizer_class.check_finite = original
+        return patched(keras.optimizers.LossScaleOptimizer, "check_finite", check_finite)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         del destinations, options

@@ -15,7 +15,7 @@ BEGIN, END = "<!-- patches -->\n", "<!-- /patches -->"
 
 def table() -> str:
     """Returns the table as ARCHITECTURE.md shows it: a paragraph for each time that patches last."""
-    by_time: dict[str, list[str]] = {}
+    by_time: dict[str, dict[str, list[str]]] = {}
     for patch in PATCHES:
         has_all_verbs = set(VERBS) <= set(patch.names)
         names = [f"`{name}`" for name in patch.names if not has_all_verbs or name not in VERBS]
@@ -24,10 +24,14 @@ def table() -> str:
         elif len(names) > 10 or not names:
             names = ["what it writes with"]
         owner = patch.owner.rpartition(".")[2]
-        text = f"`{owner}` ({patch.place}): {', '.join(names)}, to {patch.why}"
-        by_time.setdefault(patch.until, []).append(text)
-    several = [f"**{until}**. {'; '.join(rows)}." for until, rows in by_time.items() if len(rows) > 1]
-    single = " ".join(f"**{until}**. {rows[0]}." for until, rows in by_time.items() if len(rows) == 1)
+        texts = by_time.setdefault(patch.until, {}).setdefault(f"`{owner}` ({patch.place})", [])
+        texts.append(f"{', '.join(names)}, to {patch.why}")
+    listed = {
+        until: [f"{owner}: {'; also '.join(texts)}" for owner, texts in owners.items()]
+        for until, owners in by_time.items()
+    }
+    several = [f"**{until}**. {'; '.join(rows)}." for until, rows in listed.items() if len(rows) > 1]
+    single = " ".join(f"**{until}**. {rows[0]}." for until, rows in listed.items() if len(rows) == 1)
     return "".join(
         textwrap.fill(f"- {text}", 120, subsequent_indent="  ", break_on_hyphens=False) + "\n"
         for text in (*several, single)
@@ -63,7 +67,13 @@ def test_a_class_comes_back():
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(keras.optimizers.SGD(), "get_config"), (keras.optimizers.SGD, "apply"), (object(), "apply"), (keras, "Model")],
+    [
+        (keras.optimizers.SGD(), "get_config"),
+        (keras.optimizers.SGD, "apply"),
+        (object(), "apply"),
+        (keras, "Model"),
+        (keras.optimizers.Optimizer, "update_step"),
+    ],
 )
 def test_what_the_table_does_not_name_is_refused(owner, name):
     with pytest.raises(KDistError, match=r"(?s)Received.*Expected a row.*Fix"), patched(owner, name, None):
