@@ -10,6 +10,7 @@ from kdist.cluster import detect
 from kdist.engines.engine import Engine
 from kdist.engines.single import SingleEngine
 from kdist.errors import ScopeError
+from kdist.reports.scope_marks import own_scopes
 
 
 class EngineCallback(keras.callbacks.Callback):
@@ -48,7 +49,8 @@ def engine_of(model: keras.Model, who: str) -> Engine:
         who: str, the callback, for the message.
 
     Returns:
-        The engine of the model's strategy; `SingleEngine` in one process and with `KDIST_STRATEGY=single`.
+        The engine of the model's strategy; `SingleEngine` in one process and where processes train by themselves, as
+        with `KDIST_STRATEGY=single`.
 
     Raises:
         ScopeError: if there are several ranks and the model is in no scope.
@@ -58,7 +60,7 @@ def engine_of(model: keras.Model, who: str) -> Engine:
     if engine is not None:
         return engine
     info = detect(os.environ)
-    if info.size == 1 or os.environ.get("KDIST_STRATEGY") == "single":
+    if info.size == 1 or own_scopes.trains_alone or os.environ.get("KDIST_STRATEGY") == "single":
         return SingleEngine()
     raise ScopeError(
         f"{who} has no engine. Received: {info.size} ranks ({info.reason}) and a "

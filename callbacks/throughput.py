@@ -16,7 +16,7 @@ from kdist.callbacks.engine_callback import EngineCallback
 from kdist.callbacks.short_progress_bar import shorten_progress_bar
 from kdist.data.batch import Rows, Shard, int64
 from kdist.engines.engine import Engine
-from kdist.keras_hooks.callbacks import on_list_ready, print_msg
+from kdist.keras_hooks.fit.callbacks import on_list_ready, print_msg
 from kdist.keras_hooks.patching import patched
 from kdist.state.session import session_of
 from kdist.step.extensions import step_extensions
