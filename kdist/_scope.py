@@ -324,7 +324,7 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
         _state.strategy = AllReduceStrategy(engine, split_dataset(engine))
         _state.strategy.draws = AgreedDraws(seed)
     strategy = _state.strategy
-    strategy.draws.agree(engine, "a verb or a scope: the draws of tf.random", with_states=False)
+    strategy.draws.agree(engine, "kdist.scope()", with_states=False)
 
     def silence_other_ranks() -> None:
         if engine.rank:

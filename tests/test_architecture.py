@@ -225,6 +225,12 @@ def test_a_table_that_is_not_true_is_seen(now, complaint):
     assert any(complaint in each for each in architecture_table.complaints(page, now))
 
 
+def test_the_page_is_short():
+    lines = architecture_table.PAGE.read_text().splitlines()
+    assert len(lines) <= 150
+    assert not [line for line in lines if len(line) > 120]
+
+
 def test_a_page_without_a_table_is_seen():
     assert architecture_table.complaints("text\n", {}) != []
 

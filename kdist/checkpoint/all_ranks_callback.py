@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from kdist.keras_hooks.callbacks import on_list_ready
+from kdist.keras_hooks.fit.callbacks import on_list_ready
 from kdist.state.session import TrainingSession, session_of
 
 

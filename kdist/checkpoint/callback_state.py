@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdist.keras_hooks.callbacks import SAVED_ATTRIBUTES
+from kdist.keras_hooks.fit.callbacks import SAVED_ATTRIBUTES
 from kdist.state.part import State, StatePart
 
 

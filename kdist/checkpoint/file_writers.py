@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from kdist.engines.engine import Engine
-from kdist.keras_hooks.callbacks import (
+from kdist.keras_hooks.fit.callbacks import (
     LOAD_MODEL,
     SAVE_MODEL,
     SHOULD_SAVE,

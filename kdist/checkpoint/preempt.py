@@ -18,7 +18,7 @@ import keras
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
 from kdist.checkpoint.backup import Backup
 from kdist.errors import ScopeError
-from kdist.keras_hooks.callbacks import RunningFit
+from kdist.keras_hooks.fit.callbacks import RunningFit
 from kdist.restarts import request
 from kdist.restarts.report import Kind, own_reports
 

@@ -14,7 +14,7 @@ from kdist.data.make_source import describe_source, refuse_other_rows
 from kdist.data.source import Source
 from kdist.engines.engine import Engine
 from kdist.errors import DataError
-from kdist.keras_hooks.data_adapters import tf_dataset
+from kdist.keras_hooks.fit.data_adapters import tf_dataset
 from kdist.state.comparison import gather_values, refuse_differences
 
 logger = logging.getLogger("kdist")

@@ -22,7 +22,7 @@ from kdist.data.source import Source
 from kdist.data.tf_data import tf_data_source
 from kdist.engines.engine import Engine
 from kdist.errors import DataError, MismatchError
-from kdist.keras_hooks.data_adapters import DataAdapter, array_parts, iterable_parts, py_dataset_parts, tf_dataset
+from kdist.keras_hooks.fit.data_adapters import DataAdapter, array_parts, iterable_parts, py_dataset_parts, tf_dataset
 from kdist.keras_hooks.trainer import is_built
 from kdist.state.random_state import random_state, set_random_state
 

@@ -18,7 +18,7 @@ from kdist.data.graphs.fingerprint import fingerprint_of_targets
 from kdist.data.joined_batches import joined
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, empty_input_error
-from kdist.keras_hooks.data_adapters import PyDatasetAdapter
+from kdist.keras_hooks.fit.data_adapters import PyDatasetAdapter
 
 _log = logging.getLogger("kdist")
 

@@ -25,6 +25,7 @@ Trainer = getattr(trainer_module, "TensorFlowTrainer", None) or trainer_module.T
 MAKE_FUNCTION = "_make_function"
 SYMBOLIC_BUILD = "_maybe_symbolic_build"
 EPOCH_LOGS = "_get_metrics_result_or_logs"
+OWN_STEPS = "_kdist_own_steps"  # of a model: the names of steps that its owner has set on the instance
 
 
 def watch_models(
@@ -67,18 +68,18 @@ def original(model: keras.Model, name: str) -> Callable[..., Any]:
     return getattr(type(model), name).__get__(model)
 
 
-def is_overridden(model: keras.Model, verb: str) -> bool:
-    """Returns whether a model's class overrides a method of the trainer."""
-    return getattr(type(model), verb) is not getattr(Trainer, verb)
+def is_overridden(model: keras.Model, name: str) -> bool:
+    """Returns whether a model's class overrides a method of the trainer, or its owner has set one on the instance."""
+    return name in vars(model).get(OWN_STEPS, ()) or getattr(type(model), name) is not getattr(Trainer, name)
 
 
 def has_own_steps(model: keras.Model) -> bool:
-    """Returns whether a model's class overrides `train_step` or `test_step`."""
+    """Returns whether a model overrides `train_step` or `test_step`."""
     return any(is_overridden(model, name) for name in ("train_step", "test_step"))
 
 
 def computes_own_loss(model: keras.Model) -> bool:
-    """Returns whether a model's class overrides what calls its compiled loss."""
+    """Returns whether a model overrides what calls its compiled loss."""
     return any(is_overridden(model, name) for name in ("train_step", "test_step", "compute_loss"))
 
 

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from kdist.errors import ScopeError
-from kdist.keras_hooks.callbacks import weights_path
+from kdist.keras_hooks.fit.callbacks import weights_path
 from kdist.keras_hooks.patching import VERBS
 from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import original, patch_methods, watch_models

@@ -15,8 +15,8 @@ from kdist.data.make_source import SourceAdapter, batch_to_build_on, make_source
 from kdist.data.sharding import Plan
 from kdist.data.source import Source
 from kdist.engines.single import SingleEngine
-from kdist.keras_hooks.data_adapters import array_parts
-from kdist.keras_hooks.fit_loop import PassIterator
+from kdist.keras_hooks.fit.data_adapters import array_parts
+from kdist.keras_hooks.fit.fit_loop import PassIterator
 from kdist.parameter_server.dispatch import PerWorkerTensors
 
 # A message of TensorFlow's is smaller than this.

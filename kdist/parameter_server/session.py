@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from kdist.checkpoint.whole_files import write_whole
 from kdist.errors import ScopeError
-from kdist.keras_hooks.fit_loop import epoch_iterators
+from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.optimizers import innermost, optimizers_of
 from kdist.keras_hooks.patching import VERBS
 from kdist.keras_hooks.trainer import EPOCH_LOGS, SYMBOLIC_BUILD, original, patch_methods

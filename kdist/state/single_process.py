@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from kdist.keras_hooks.callbacks import add_steps_of_pass, running_epoch_iterator, steps_of_pass
+from kdist.keras_hooks.fit.callbacks import add_steps_of_pass, running_epoch_iterator, steps_of_pass
 from kdist.keras_hooks.optimizers import innermost, iterations, stored_learning_rate
 from kdist.keras_hooks.trainer import build_symbolically
 from kdist.state.metrics import MetricReducer

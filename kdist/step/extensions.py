@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from kdist.keras_hooks.callbacks import RunningFit
+from kdist.keras_hooks.fit.callbacks import RunningFit
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.signatures import with_signature_of

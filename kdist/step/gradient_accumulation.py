@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
-from kdist.keras_hooks.callbacks import is_called_each_step
+from kdist.keras_hooks.fit.callbacks import is_called_each_step
 from kdist.keras_hooks.optimizers import accumulates_as_keras, accumulators, is_update_due, optimizers_of
 from kdist.keras_hooks.trainer import layers_of
 

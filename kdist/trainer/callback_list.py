@@ -15,8 +15,8 @@ from kdist.checkpoint.callback_state import labels, run_by
 from kdist.checkpoint.file_writers import decide_together, without_writing
 from kdist.checkpoint.preempt import Preempt
 from kdist.errors import MismatchError, StrategyError
-from kdist.keras_hooks.callbacks import call_in_this_thread
-from kdist.keras_hooks.fit_loop import callback_lists
+from kdist.keras_hooks.fit.callbacks import call_in_this_thread
+from kdist.keras_hooks.fit.fit_loop import callback_lists
 from kdist.sharding.table import tables_of
 from kdist.step.extensions import extensions_removed_at_exit
 from kdist.step.gradient_accumulation import read_state_between_steps

@@ -16,7 +16,7 @@ from kdist.errors import StrategyError
 from kdist.gradients.agreement import agreed_gradients
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, set_optimizer_strategy, trained_variables
-from kdist.keras_hooks.own_loops import watch_optimizers, watch_scopes, whole_losses
+from kdist.keras_hooks.own_loops import APPLY, watch_optimizers, watch_scopes, whole_losses
 from kdist.keras_hooks.patching import patch
 from kdist.keras_hooks.trainer import original
 from kdist.sharding.optimizer import shard, sharded
@@ -58,10 +58,11 @@ class OwnLoops:
             yield
 
     def install(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Sets the methods on the instance, for its life."""
+        """Sets the methods on the instance, for its life; those that the user has set there are called by them."""
+        own = {name: vars(optimizer).get(name) for name in APPLY}
 
         def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-            run = original(optimizer, "apply")
+            run = own["apply"] or original(optimizer, "apply")
             variables = list(trainable_variables or trained_variables(innermost(optimizer)))
             with self._averaged(optimizer, list(grads), variables) as (means, agreed):
                 is_default = trainable_variables is None and len(agreed) == len(variables)
@@ -69,7 +70,7 @@ class OwnLoops:
 
         def apply_gradients(grads_and_vars: Any) -> Any:
             # Wrapped too, as a custom optimizer may clip here before it calls `apply`.
-            run, pairs = original(optimizer, "apply_gradients"), list(grads_and_vars)
+            run, pairs = own["apply_gradients"] or original(optimizer, "apply_gradients"), list(grads_and_vars)
             variables = [variable for _, variable in pairs]
             with self._averaged(optimizer, [gradient for gradient, _ in pairs], variables) as (means, agreed):
                 return run(zip(means, agreed, strict=True))

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from kdist.data.batch import Rows, Shard
 from kdist.errors import StrategyError
-from kdist.keras_hooks.fit_loop import epoch_iterators
+from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.metrics import flat_metrics, summed_variables
 from kdist.keras_hooks.optimizers import innermost, optimizers_of, set_optimizer_strategy
 from kdist.keras_hooks.patching import VERBS
@@ -24,6 +24,7 @@ from kdist.keras_hooks.signatures import comparable, named_arguments
 from kdist.keras_hooks.trainer import (
     EPOCH_LOGS,
     MAKE_FUNCTION,
+    OWN_STEPS,
     SYMBOLIC_BUILD,
     build_eagerly,
     build_layers,
@@ -42,7 +43,7 @@ from kdist.state.comparison import check_agreement, check_equal, whole_weights
 from kdist.state.metrics import add_over_ranks
 from kdist.state.session import has_session, set_session
 from kdist.step.compiled import CompiledSteps
-from kdist.step.extensions import added_stages
+from kdist.step.extensions import added_stages, has_extensions
 from kdist.step.local_sgd_step import LocalSGDStep
 from kdist.step.step import Step
 from kdist.step.train_step import ForwardStep, TrainStep
@@ -50,7 +51,7 @@ from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
 from kdist.trainer import saving
 from kdist.trainer.callback_list import replicated_callbacks
-from kdist.trainer.epoch_iterator import ShardedEpochIterator
+from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
 from kdist.trainer.predictions import as_dense, gather_rows
 from kdist.trainer.session import ReplicatedSession
 from kdist.trainer.step_function import StepFunction
@@ -80,6 +81,10 @@ class ReplicatedModel:
         self._broadcast_for: list[keras.optimizers.Optimizer] = []
         self._results: dict[str, dict[str, Callable[[], Any]]] = {}
         self._prepared_optimizers: dict[str, Any] = {}  # by verb on a batch: the optimizer at its last call
+        self._steps = {"train_step": self.train_step, "test_step": self.test_step, "predict_step": self.predict_step}
+        self._patched_steps: dict[str, Any] = {}
+        self._own_steps: dict[str, Any] = {}  # those that the user has set on the instance
+        self._running_own: set[str] = set()
 
     def install(self) -> None:
         """Sets the methods on the instance, and the model's session."""
@@ -87,20 +92,43 @@ class ReplicatedModel:
             name: functools.partial(self._call, self._verb_on_batch if name.endswith("_on_batch") else self._verb, name)
             for name in VERBS
         }
-        steps: dict[str, Callable[..., Any]] = {
-            "train_step": self.train_step,
-            "test_step": self.test_step,
-            "predict_step": self.predict_step,
+        hooks: dict[str, Callable[..., Any]] = {
             MAKE_FUNCTION: self._make_function,
             SYMBOLIC_BUILD: self._maybe_symbolic_build,
             EPOCH_LOGS: self._epoch_logs,
             "reset_metrics": self._reset_metrics,
         }
-        patch_methods(self._model, {**verbs, **steps, **saving.wrappers(self.session)})
+        patch_methods(self._model, {**verbs, **hooks, **saving.wrappers(self.session)})
+        self._patch_steps()
         set_session(self._model, self.session)
 
     def _original(self, name: str) -> Callable[..., Any]:
         return original(self._model, name)
+
+    def _patch_steps(self) -> None:
+        """Replaces the steps on the instance, and keeps those that the user has set there."""
+        methods = vars(self._model)
+        for name, step in self._steps.items():
+            given = methods.get(name)
+            if given is None or given is not self._patched_steps.get(name):
+                patch_methods(self._model, {name: step})
+                self._patched_steps[name], self._own_steps[name] = methods.get(name), given
+        methods[OWN_STEPS] = {name for name, own in self._own_steps.items() if own is not None}
+
+    def _own_step(self, name: str) -> Callable[..., Any]:
+        """Returns the user's step of the instance, else the class's, which the first may call as the model's."""
+        own = self._own_steps[name]
+        if own is None or name in self._running_own:
+            return self._original(name)
+
+        def run(data: Any) -> Any:
+            self._running_own.add(name)
+            try:
+                return own(data)
+            finally:
+                self._running_own.discard(name)
+
+        return run
 
     # The verbs.
 
@@ -114,6 +142,8 @@ class ReplicatedModel:
             with session.running(name):  # validation within fit
                 return run(*args, **kwargs)
         is_outermost = not session.verbs
+        if is_outermost and not has_extensions(self._model):
+            self._patch_steps()
         session.warn_of_other_settings()
         session.end_interrupted_pass()
         session.feed.begin_verb(name, comparable(named_arguments(inspect.signature(run).bind(*args, **kwargs))))
@@ -135,10 +165,12 @@ class ReplicatedModel:
     def _verb_on_batch(self, name: str, *args: Any, **kwargs: Any) -> Any:
         session = self.session
         session.end_interrupted_pass()
+        if not session.verbs and not has_extensions(self._model):
+            self._patch_steps()
         # The first call after each compile does what the other verbs do at each call.
         is_first = self._is_first_on_batch(name)
         if is_first:
-            session.feed.agree_random_state()
+            session.feed.agree_random_state(name)
             self._compiled_steps.disable_keras_compilation()
             if name == "predict_on_batch":  # Keras does not build the model here
                 built = self._model.built
@@ -231,7 +263,7 @@ class ReplicatedModel:
     def train_step(self, data: Any) -> Any:
         """Trains on this rank's share of a batch."""
         if self._extended.step is not None:
-            return self._original("train_step")(data)  # called in another model's step, on its share
+            return self._own_step("train_step")(data)  # called in another model's step, on its share
         session, is_shard = self.session, isinstance(data, Shard)
         kind: Callable[..., TrainStep] = TrainStep
         if session.local_sgd is not None and is_shard:
@@ -253,7 +285,7 @@ class ReplicatedModel:
     def test_step(self, data: Any) -> Any:
         """Evaluates this rank's share of a batch."""
         if self._extended.step is not None:
-            return self._original("test_step")(data)
+            return self._own_step("test_step")(data)
         is_shard = isinstance(data, Shard)
         step = ForwardStep(self._extended, self._share(data), written=self.session.written, is_traced_alike=is_shard)
         return self._measured_step("test_step", step, is_whole_pass=not is_shard)
@@ -265,7 +297,7 @@ class ReplicatedModel:
         before = [tf.identity(v.value) for v in variables]
 
         def run() -> tuple[Any, Any]:
-            return measured_logs(lambda: self._original(name)(step.data), flat_metrics(model), step)
+            return measured_logs(lambda: self._own_step(name)(step.data), flat_metrics(model), step)
 
         done = self._compiled_steps.run(name, step, run) if self._compiled_steps.is_requested else None
         if done is None:
@@ -315,10 +347,10 @@ class ReplicatedModel:
     def predict_step(self, data: Any) -> Any:
         """Predicts this rank's share, and returns all ranks' predictions in the order of the rows."""
         if self._extended.step is not None:
-            return self._original("predict_step")(data)
+            return self._own_step("predict_step")(data)
         step = ForwardStep(self._extended, self._share(data), written=self.session.written, is_traced_alike=False)
         with step.running(self._model):
-            outputs = self._original("predict_step")(step.data)
+            outputs = self._own_step("predict_step")(step.data)
         leaves = keras.tree.flatten(outputs)
         self._dense_outputs = [not isinstance(leaf, tf.RaggedTensor) for leaf in leaves]
         widths_differ = self.session.feed.widths_differ

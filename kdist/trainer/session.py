@@ -37,8 +37,8 @@ from kdist.step.reduce import Reduce, ReduceWhenDue
 from kdist.step.scale_rate import scaled_rate
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
-from kdist.trainer.data_state import ShardedData
-from kdist.trainer.feed import Feed
+from kdist.trainer.feeding.data_state import ShardedData
+from kdist.trainer.feeding.feed import Feed
 
 logger = logging.getLogger("kdist")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import kdist
 from tests.training.features.registry import feature
@@ -118,3 +121,41 @@ def used_in_the_next_scope() -> None:
             ours.append(script(BATCH))
     for one, other in zip(plain, ours, strict=True):
         compare(one, other)
+
+
+@feature
+def steps_set_on_the_instance() -> None:
+    """Before the scope or in it; such a step calls the class's, or the one that the model had."""
+    x, y = rows("ragged")
+
+    def made(before: keras.Model | None = None) -> keras.Model:
+        model = mlp() if before is None else before
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    def doubled(model: keras.Model, inner: Callable[[Any], Any]) -> keras.Model:
+        def train_step(self: keras.Model, data: Any) -> Any:
+            inputs, targets = data
+            return {**inner((2.0 * inputs, targets)), "largest": tf.reduce_mean(inputs)}
+
+        model.train_step = types.MethodType(train_step, model)
+        return model
+
+    def of_class(model: keras.Model) -> Callable[[Any], Any]:
+        return lambda data: type(model).train_step(model, data)
+
+    def script(batch: int) -> dict[str, Any]:
+        first, second, third = before.pop(), made(), made()
+        outcomes = {}
+        for model in (first, doubled(second, second.train_step), doubled(third, of_class(third))):
+            history = model.fit(x, y, batch_size=batch, epochs=1, shuffle=False, verbose=0)
+            outcomes[f"{len(outcomes)}"] = outcome(model, history)
+        return outcomes
+
+    fresh()
+    before = [doubled(model, of_class(model)) for model in (made(), made())]
+    plain = script(size() * BATCH)
+    with kdist.scope(scale_lr=None):
+        ours = script(BATCH)
+    for name, one in plain.items():
+        compare(one, ours[name])

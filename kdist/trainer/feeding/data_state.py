@@ -11,7 +11,7 @@ import numpy as np
 from kdist.checkpoint.position import Position
 from kdist.state.part import State, StatePart
 from kdist.state.single_process import Place
-from kdist.trainer.epoch_iterator import ShardedEpochIterator
+from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
 
 
 class ShardedData(StatePart):

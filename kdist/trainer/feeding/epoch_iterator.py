@@ -15,7 +15,7 @@ from kdist.checkpoint.position import Position
 from kdist.data.make_source import SourceAdapter, batch_to_build_on
 from kdist.data.py_dataset import PyDatasetSource
 from kdist.data.source import Source, empty_input_error
-from kdist.keras_hooks.fit_loop import PassIterator
+from kdist.keras_hooks.fit.fit_loop import PassIterator
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import runs_eagerly
 

@@ -15,7 +15,7 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers import data_adapters
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from kdist.keras_hooks.data_adapters import DataAdapter
+from kdist.keras_hooks.fit.data_adapters import DataAdapter
 from kdist.keras_hooks.patching import patched
 
 

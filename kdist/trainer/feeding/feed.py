@@ -19,7 +19,7 @@ from kdist.state.comparison import refuse_differences
 from kdist.state.random_state import input_seed
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
-from kdist.trainer.epoch_iterator import ShardedEpochIterator
+from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
 
 
 class Feed:
@@ -141,7 +141,7 @@ class Feed:
         if not is_whole and steps_per_execution > 1 and job_steps:
             once.info(f"steps_per_execution: 1, as {steps_per_execution} does not divide the job's {job_steps} steps")
         iterator = ShardedEpochIterator(
-            SourceAdapter(source, self.agree_random_state, is_for_training=is_for_training),
+            SourceAdapter(source, functools.partial(self.agree_random_state, verb), is_for_training=is_for_training),
             strategy=self._strategy,
             steps_per_epoch=job_steps,
             steps_per_execution=steps_per_execution if is_whole else 1,
@@ -170,14 +170,17 @@ class Feed:
         what = f"the arguments of {verb}"
         refuse_differences(what, self._agree(what, given))
 
-    def agree_random_state(self) -> None:
+    def agree_random_state(self, verb: str) -> None:
         """Broadcasts rank 0's random states, unless a generator in a background thread draws from them.
 
         What `tf.random` draws is agreed on always: such threads draw by themselves.
 
         Collective: every rank must call this, in the same order.
+
+        Args:
+            verb: str, the verb.
         """
-        self._agree("a verb or a scope: the draws of tf.random", None)
+        self._agree(f"model.{verb}", None)
 
     def _agree(self, what: str, given: Any) -> list[Any]:
         # The state of such a generator must not change while it prefetches, whichever model trains on it.

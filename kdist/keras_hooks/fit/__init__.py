@@ -1,0 +1,1 @@
+"""Keras' `fit`: its loop, what adapts its data, its callbacks."""

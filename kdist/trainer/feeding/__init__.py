@@ -1,0 +1,1 @@
+"""How a pass is fed: its data, its batches, and where it stands in them."""
