@@ -6,8 +6,11 @@ No Kubernetes is at hand: they were not run there. The script for Slurm runs in 
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ import yaml
 from kdist.cli.jobs.nodes import node_of
 from kdist.cli.main import make_parser
 
-CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
+ROOT = Path(__file__).parents[1]
+CLUSTERS = ROOT / "examples" / "clusters"
 
 RUN_POLICY = {
     *("cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit", "schedulingPolicy"),
@@ -137,7 +141,87 @@ def test_the_slurm_script_passes_shellcheck(tmp_path: Path) -> None:
     assert "SC2086" in shellcheck(broken).stdout
 
 
-def test_the_image_has_what_the_jobs_run() -> None:
-    text = (CLUSTERS / "Dockerfile").read_text()
-    for needed in ("openssh-server", "--uid 1000 mpiuser", "/home/mpiuser/.sshd_config", "/work", "digits.py"):
-        assert needed in text
+@dataclasses.dataclass
+class Image:
+    """What the steps of a Dockerfile leave behind.
+
+    Attributes:
+        files: set of str, the paths of the files that it copies or writes.
+        uids: mapping of the name of each user that it makes to the number.
+        owners: mapping of a directory to the user that it is given to.
+        user: str, as whom its containers run.
+        directory: str, in which they run.
+    """
+
+    files: set[str] = dataclasses.field(default_factory=set)
+    uids: dict[str, str] = dataclasses.field(default_factory=dict)
+    owners: dict[str, str] = dataclasses.field(default_factory=dict)
+    user: str = "root"
+    directory: str = "/"
+
+    def run(self, words: list[str]) -> None:
+        """Does a step of the shell, as far as it makes files, directories or users."""
+        match words:
+            case ["useradd", *options, name]:
+                self.uids[name] = options[options.index("--uid") + 1]
+            case ["cp", source, into] if source.startswith("/src/"):
+                assert (ROOT / source.removeprefix("/src/")).is_file(), source  # COPY . /src
+                self.files.add(into + Path(source).name if into.endswith("/") else into)
+            case ["chown", "-R", name, directory]:
+                assert name in self.uids
+                self.owners[directory] = name
+            case [*_, ">", path]:
+                self.files.add(path)
+            case ["apt-get", "install", *packages] if "openssh-server" in packages:
+                self.files.add("/usr/sbin/sshd")
+
+
+def image_of(dockerfile: str) -> Image:
+    """Returns what a Dockerfile makes: each step runs as its own process, `&&` between them."""
+    image = Image()
+    for line in re.sub(r"\\\n", " ", dockerfile).splitlines():
+        keyword, _, rest = line.partition(" ")
+        if keyword == "RUN":
+            assert image.user == "root", "a step after USER may not do that"
+            for step in rest.split("&&"):
+                image.run(shlex.split(step))
+        image.user = rest if keyword == "USER" else image.user
+        image.directory = rest if keyword == "WORKDIR" else image.directory
+    return image
+
+
+def containers(job: Any) -> Iterator[dict[str, Any]]:
+    """Yields the containers of a job, wherever its operator has them."""
+    if isinstance(job, dict):
+        yield from job.get("containers", ())
+    for part in job.values() if isinstance(job, dict) else job if isinstance(job, list) else ():
+        yield from containers(part)
+
+
+def lacking(image: Image, jobs: Mapping[str, Any]) -> list[str]:
+    """Returns the files that containers name and the image lacks, and what its user cannot do in it."""
+    found = []
+    if image.owners.get(image.directory) != image.user:
+        found.append(f"{image.user} cannot write in {image.directory}")
+    for name, job in jobs.items():
+        for each in containers(job):
+            words = map(str, [*each.get("command", ()), *each.get("args", ())])
+            paths = [word for word in words if word.endswith(".py") or word.startswith(("/usr", "/home"))]
+            found += [f"{name}: {path}" for path in paths if str(Path(image.directory, path)) not in image.files]
+            uid = image.uids[image.user]
+            if str(each.get("securityContext", {}).get("runAsUser", uid)) != uid:
+                found.append(f"{name}: another user")
+    return found
+
+
+def test_the_image_has_what_the_jobs_run_in_a_directory_of_their_user() -> None:
+    """Each training writes beside itself."""
+    dockerfile = (CLUSTERS / "Dockerfile").read_text()
+    jobs = {path.name: [*yaml.safe_load_all(path.read_text())] for path in CLUSTERS.glob("*.yaml")}
+    assert jobs.keys() == {"mpijob.yaml", "tfjob.yaml", "indexedjob.yaml"}
+    assert all(sum(1 for _ in containers(job)) for job in jobs.values())
+    assert lacking(image_of(dockerfile), jobs) == []
+    of_root = image_of(dockerfile.replace("chown -R mpiuser", "ls"))
+    assert lacking(of_root, jobs) == ["mpiuser cannot write in /work"]
+    jobs["indexedjob.yaml"][1]["spec"]["template"]["spec"]["containers"][0]["args"][-1] = "examples/digits.py"
+    assert lacking(image_of(dockerfile), jobs) == ["indexedjob.yaml: examples/digits.py"]
