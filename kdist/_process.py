@@ -162,10 +162,14 @@ def select_strategy(word: str, info: ClusterInfo, *, is_synchronous: bool = Fals
         return choose(word, info, is_synchronous=is_synchronous)
     import tensorflow as tf
 
+    from kdist.strategies import devices
+
     num_gpus = len(tf.config.get_visible_devices("GPU"))
+    # Ranks of several hosts must choose the same, and know of their own one only.
+    shares = info.local_size == info.size and devices.shares_gpus(info.local_size, os.environ)
     has_mpi = info.launcher != "slurm" or (has_pmi(os.environ) and importlib.util.find_spec("mpi4py") is not None)
     has_nccl = num_gpus > 0 and _has_horovod_with_nccl()
-    return choose(word, info, num_gpus=num_gpus, horovod_on_gpus=has_nccl, has_mpi=has_mpi)
+    return choose(word, info, num_gpus=num_gpus, horovod_on_gpus=has_nccl, shares_gpus=shares, has_mpi=has_mpi)
 
 
 def select_together(word: str, info: ClusterInfo, *, is_synchronous: bool = False) -> Selection:

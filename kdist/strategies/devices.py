@@ -14,6 +14,9 @@ from kdist.errors import ScopeError
 
 logger = logging.getLogger("kdist")
 
+# By which a launcher or a user chooses the GPUs of a process.
+_CHOICES = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}
+
 
 def configure_devices(local_rank: int, local_size: int, env: Mapping[str, str], num_sharing: int | None = None) -> None:
     """Sets this process's GPU and threads, before TensorFlow initialises its devices.
@@ -31,11 +34,23 @@ def configure_devices(local_rank: int, local_size: int, env: Mapping[str, str], 
         ScopeError: if TensorFlow has already initialised the GPUs.
     """
     if local_size > 1:
-        _set_gpu(local_rank, local_size)
+        _set_gpu(local_rank, local_size, env)
         _set_threads(local_size, env, num_sharing)
 
 
-def _set_gpu(local_rank: int, local_size: int) -> None:
+def shares_gpus(local_size: int, env: Mapping[str, str]) -> bool:
+    """Returns whether ranks of this host are known to share a GPU: all see the same ones, and these are fewer.
+
+    A launcher that gives each rank GPUs of its own names them in the environment.
+
+    Args:
+        local_size: int, the number of processes on this host.
+        env: mapping of environment variables.
+    """
+    return not _CHOICES & env.keys() and 0 < len(tf.config.list_physical_devices("GPU")) < local_size
+
+
+def _set_gpu(local_rank: int, local_size: int, env: Mapping[str, str]) -> None:
     visible = tf.config.get_visible_devices("GPU")
     num_gpus = len(visible)
     if not visible:
@@ -48,8 +63,8 @@ def _set_gpu(local_rank: int, local_size: int) -> None:
             tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
         raise _too_late(f"choose a GPU for local rank {local_rank}", error) from error
-    if local_size > num_gpus > 1:
-        logger.warning("%d ranks share %d GPUs of this host", local_size, num_gpus)
+    if local_size > num_gpus > 1 or shares_gpus(local_size, env):
+        logger.warning("%d ranks share %d GPU(s) of this host", local_size, num_gpus)
 
 
 def hide_gpus() -> None:

@@ -69,6 +69,7 @@ def choose(
     *,
     num_gpus: int = 0,
     horovod_on_gpus: bool = False,
+    shares_gpus: bool = False,
     has_mpi: bool = True,
     is_synchronous: bool = False,
 ) -> Selection:
@@ -80,6 +81,8 @@ def choose(
         num_gpus: int, the GPUs that this process sees.
         horovod_on_gpus: bool, whether the ranks have GPUs and a Horovod with NCCL. `"auto"` then takes it, because MPI
             would copy each gradient through host memory.
+        shares_gpus: bool, whether ranks are known to share a GPU, where NCCL carries nothing. `"auto"` then takes MPI,
+            which copies gradients through host memory with less delay than TensorFlow's collective ops.
         has_mpi: bool, whether MPI can connect the ranks. `"auto"` else takes TensorFlow's collective ops.
         is_synchronous: bool, whether the user asked for an all-reduce with any engine.
 
@@ -121,7 +124,7 @@ def choose(
     if word in PASSED_THROUGH or (word == "auto" and info.size == 1):
         return _in_one_process(word, info, num_gpus)
     if word != PARAMETER_SERVER:
-        preferred, why = _preferred(num_gpus, horovod_on_gpus, has_mpi) if word == "auto" else ([word], "")
+        preferred, why = _preferred(num_gpus, horovod_on_gpus, shares_gpus, has_mpi) if word == "auto" else ([word], "")
         for engine in [*preferred, *ENGINES] if word == "auto" else [word]:
             if info.launcher in ENGINES[engine]:
                 return Selection(engine, f"started by {LAUNCHER_NAMES.get(info.launcher, info.launcher)}{why}")
@@ -173,10 +176,12 @@ def differing(strategies: Sequence[tuple[str, str]]) -> str:
     return "; ".join(f"{strategy} on {', '.join(those)}" for strategy, those in nodes.items())
 
 
-def _preferred(num_gpus: int, horovod_on_gpus: bool, has_mpi: bool) -> tuple[list[str], str]:
+def _preferred(num_gpus: int, horovod_on_gpus: bool, shares_gpus: bool, has_mpi: bool) -> tuple[list[str], str]:
     """Returns the engines that are preferred where there are GPUs, or no MPI, and why."""
     if not has_mpi:
         return ["collective"], " without MPI between them (that takes mpi4py, and srun --mpi=pmix or pmi2)"
+    if shares_gpus:
+        return ["mpi"], ", which share GPUs: gradients go through host memory"
     if horovod_on_gpus:
         return ["horovod"], ", which have GPUs, and Horovod has NCCL"
     if num_gpus:

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from kdist.parameter_server import server
-from kdist.strategies.devices import configure_devices, device_of, threads_per_rank
+from kdist.strategies.devices import configure_devices, device_of, shares_gpus, threads_per_rank
 from tests.helpers import spmd
 
 
@@ -86,6 +86,26 @@ def test_calls_to_tensorflow_for_a_gpu(visible, asked, monkeypatch):
     monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: found.append(("growth", gpu)))
     configure_devices(1, 2, {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2"})
     assert found == asked
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "env", "shared"),
+    [
+        (1, {}, True),
+        (2, {}, False),
+        (0, {}, False),
+        (1, {"CUDA_VISIBLE_DEVICES": "0"}, False),  # `srun --gpus-per-task=1`: each has one of its own, called 0
+    ],
+)
+def test_ranks_that_share_a_gpu_say_so(num_gpus, env, shared, monkeypatch, caplog):
+    gpus = [f"gpu:{number}" for number in range(num_gpus)]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda devices, kind: None)
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, on: None)
+    assert shares_gpus(2, env) == shared
+    configure_devices(1, 2, {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "2", **env})
+    assert ("2 ranks share 1 GPU(s) of this host" in caplog.text) == shared
 
 
 def test_a_workers_server_gets_its_gpu_by_the_number_on_the_host(monkeypatch):

@@ -145,6 +145,10 @@ def test_ranks_of_an_mpi_launcher_with_gpus_keep_gradients_on_them(launcher: str
     assert "host memory" in on_gpus.why
     assert choose("auto", info, num_gpus=1, horovod_on_gpus=True).strategy == "horovod"
     assert choose("mpi", info, num_gpus=1).strategy == "mpi"
+    shared = choose("auto", info, num_gpus=1, horovod_on_gpus=True, shares_gpus=True)
+    assert shared.strategy == "mpi"
+    assert "share GPUs" in shared.why
+    assert choose("auto", info, num_gpus=1, shares_gpus=True, has_mpi=False).strategy == "collective"
 
 
 @pytest.mark.parametrize(("num_gpus", "strategy"), [(0, "single"), (1, "single"), (2, "mirrored")])
