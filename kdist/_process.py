@@ -17,7 +17,7 @@ from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.cluster.slurm import has_pmi
 from kdist.engines.engine import Engine
-from kdist.errors import ClusterError, KDistError, ScopeError
+from kdist.errors import ClusterError, EngineNotFoundError, KDistError, ScopeError
 from kdist.strategies.options import START_TIMEOUT
 from kdist.strategies.selection import (
     ENGINES,
@@ -167,7 +167,7 @@ def select_strategy(word: str, info: ClusterInfo, *, is_synchronous: bool = Fals
     num_gpus = len(tf.config.get_visible_devices("GPU"))
     # Ranks of several hosts must choose the same, and know of their own one only.
     shares = info.local_size == info.size and devices.shares_gpus(info.local_size, os.environ)
-    has_mpi = info.launcher != "slurm" or (has_pmi(os.environ) and importlib.util.find_spec("mpi4py") is not None)
+    has_mpi = info.launcher != "slurm" or (has_pmi(os.environ) and _loads_mpi())
     has_nccl = num_gpus > 0 and _has_horovod_with_nccl()
     return choose(word, info, num_gpus=num_gpus, horovod_on_gpus=has_nccl, shares_gpus=shares, has_mpi=has_mpi)
 
@@ -206,10 +206,20 @@ def _agreed(own: Selection, info: ClusterInfo) -> Selection:
     if together is not own and info.is_chief:
         _log.warning(
             "the nodes differ in what they have, and all ranks take collective. Received: %s. Expected the same on "
-            "each node. Fix: install on each what `srun kdist env` shows to be missing, mpi4py or GPUs; or set "
+            "each node. Fix: install on each what `srun kdist env` shows to be missing, an MPI or GPUs; or set "
             "KDIST_STRATEGY.", differing(strategies),
         )  # fmt: skip
     return together
+
+
+def _loads_mpi() -> bool:
+    from kdist.engines.mpi import load_mpi
+
+    try:
+        load_mpi()
+    except EngineNotFoundError:
+        return False
+    return True
 
 
 def _has_horovod_with_nccl() -> bool:

