@@ -156,11 +156,25 @@ def whole(cluster: slurm.Slurm, tmp_path_factory: pytest.TempPathFactory) -> lis
     folder = tmp_path_factory.mktemp("whole")
     script = folder / "train.py"
     script.write_text(TRAIN)
-    command = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2", str(script), str(folder)]
+    command = [sys.executable, "-m", "kdist.cli.main", "run", str(script), str(folder)]
     done = cluster.run("salloc", "--nodes=2", "--ntasks=2", *command)
     assert done.returncode == 0, done.output
+    assert "kdist: -np 2, by SLURM_NTASKS=2" in done.output, done.output
     assert "2 ranks train together over mpi, started by Open MPI" in done.output, done.output
     return losses(done.output)[0]
+
+
+def test_a_batch_job_of_one_node_needs_neither_options_nor_mpi(
+    cluster: slurm.Slurm, script: Path, tmp_path: Path, whole: list[float]
+) -> None:
+    run = shlex.join([sys.executable, "-m", "kdist.cli.main", "run", "--strategy", "collective"])
+    train = shlex.join([str(script), str(tmp_path)])
+    job = Batch(cluster, tmp_path / "output", "--nodes=1", "--ntasks-per-node=2", f"--wrap={run} {train}")
+    job.wait_for(lambda: job.state().startswith("COMPLETED"))
+    said = job.said()
+    assert "kdist: -np 2, by SLURM_NTASKS" in said, said
+    assert "2 ranks train together over collective, started by TF_CONFIG" in said, said
+    assert losses(said) == [pytest.approx(whole, rel=1e-5)]  # those of rank 0 are shown
 
 
 def test_a_batch_job_that_is_preempted_goes_on(

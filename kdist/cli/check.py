@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from kdist.cli import script
-from kdist.cli.jobs.command import add_launch_arguments, build
+from kdist.cli.jobs.command import add_launch_arguments, build, take_allocation
 from kdist.launchers import process, worker
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         LaunchError: if the job cannot be started as asked.
     """
+    take_allocation(options, os.environ)
     if options.np is None and not (options.hosts or options.hostfile):
         options.np = 2
     words, is_module = script.parse(options.script)

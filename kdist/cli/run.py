@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.cli import script
 from kdist.cli.jobs import elastic, nodes, supervised
-from kdist.cli.jobs.command import add_launch_arguments, build
+from kdist.cli.jobs.command import add_launch_arguments, build, take_allocation
 from kdist.cli.jobs.parser import count
 from kdist.cli.jobs.started_job import JobToStart, make_directory, started
 from kdist.errors import LaunchError
@@ -85,6 +85,7 @@ def run(options: argparse.Namespace) -> int:
             f"No number of ranks given. Received: -np after {words[0]}, so that the script gets it. Expected -np N "
             "before it. Fix: kdist run -np 2 train.py"
         )
+    take_allocation(options, os.environ)
     output = None if options.output is None else os.path.abspath(options.output)
     if options.restarts is not None:
         _check_restarts(options)

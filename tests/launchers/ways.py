@@ -152,7 +152,7 @@ def _rendezvous(env: Mapping[str, str], arguments: list[str]) -> spmd.Finished:
 
 
 def _salloc(env: Mapping[str, str], arguments: list[str]) -> spmd.Finished:
-    run = [sys.executable, "-m", "kdist.cli.main", "run", "-np", str(RANKS), *arguments]
+    run = [sys.executable, "-m", "kdist.cli.main", "run", *arguments]
     command = ["salloc", "--nodes=2", f"--ntasks={RANKS}", *run]
     return spmd.execute(command, env={**spmd.RANK_ENVIRONMENT, **env}, timeout=TIMEOUT)
 
@@ -212,7 +212,7 @@ WAYS = (
     _by_slurm("none", "srun", "openmpi", "collective"),
     Way(
         "Slurm, kdist run",
-        f"salloc -N 2 kdist run -np {RANKS} train.py",
+        f"salloc -N 2 -n {RANKS} kdist run train.py",
         "openmpi",
         "mpi",
         _salloc,

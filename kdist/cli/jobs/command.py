@@ -13,14 +13,16 @@ from typing import Any
 
 from kdist._arguments import check_environment
 from kdist.cli.jobs import nodes
+from kdist.cli.jobs.message import tell
 from kdist.cli.jobs.parser import closest, count
 from kdist.cluster import detect
 from kdist.errors import LaunchError
 from kdist.launchers import horovodrun, local_cluster, mpirun
 from kdist.launchers.command import Command, variables_to_forward
 from kdist.launchers.hosts import reach
+from kdist.launchers.hosts.allocation import allocation_of, is_elsewhere
 from kdist.launchers.hosts.capacity import Placement
-from kdist.launchers.hosts.host import Host, all_local, check_slots, is_scheduled, parse_hostfile, parse_hosts
+from kdist.launchers.hosts.host import Host, all_local, check_slots, parse_hostfile, parse_hosts
 from kdist.launchers.nodes import Node
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, WORDS
 
@@ -31,7 +33,9 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: the verb's parser.
     """
-    parser.add_argument("-np", type=count, metavar="N", help="number of ranks; by default all slots of the hosts")
+    parser.add_argument(
+        "-np", type=count, metavar="N", help="number of ranks; by default all slots of the hosts, or of a scheduler"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts, and the ranks that each may run")
     where.add_argument("--hostfile", metavar="FILE", help="the same, one host per line: `host slots=4` or `host:4`")
@@ -47,6 +51,37 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         "--ps", type=count, metavar="N", help="with --strategy parameter_server: how many ranks hold variables (1)"
     )
     parser.add_argument("--launcher-args", default="", metavar="ARGS", help="additional arguments for the launcher")
+
+
+def take_allocation(options: argparse.Namespace, env: Mapping[str, str]) -> None:
+    """Sets the number of ranks to the one that a scheduler has allocated, and says so, if no argument tells it.
+
+    Args:
+        options: the parsed arguments.
+        env: mapping of variable name to value.
+
+    Raises:
+        LaunchError: if the launcher would not use the hosts of the allocation.
+    """
+    given = (options.np, options.hosts, options.hostfile, getattr(options, "rendezvous", None))
+    if given != (None, None, None, None):
+        return
+    found = allocation_of(env)
+    if found is None or found.ranks is None:
+        return
+    _check_not_a_rank(env)
+    if _word(options, env) == "horovod" and not found.is_here:
+        raise LaunchError(
+            f"horovodrun does not take the hosts of a scheduler. Received: no -np and no hosts; {found.why}. Expected "
+            "both, as all ranks would be on this host. Fix: kdist run -H alpha:4,beta:4 ..., or `srun python SCRIPT` "
+            "with KDIST_STRATEGY=horovod."
+        )
+    options.np = found.ranks
+    tell(f"-np {found.ranks}, by {found.why}")
+
+
+def _word(options: argparse.Namespace, env: Mapping[str, str]) -> str:
+    return options.strategy or env.get("KDIST_STRATEGY", "auto")
 
 
 def build(
@@ -83,8 +118,10 @@ def build(
     hosts = hosts_of(options) if placement is None else _launched(placement)
     np = num_ranks(options, hosts) if placement is None else placement.np
     if np is None:
+        found = allocation_of(os.environ)
         raise LaunchError(
-            "No number of ranks given. Received: neither -np nor hosts. Expected -np N. Fix: kdist run -np 2 train.py"
+            f"No number of ranks given. Received: neither -np nor hosts{f', nor {found.why}' if found else ''}. "
+            "Expected -np N. Fix: kdist run -np 2 train.py"
         )
     check_slots(np, hosts, oversubscribe=options.oversubscribe)
     strategy, variable = options.strategy, os.environ.get("KDIST_STRATEGY")
@@ -98,14 +135,14 @@ def build(
         program=program,
         np=np,
         hosts=hosts,
-        local=all_local(hosts, socket.gethostname()) and not is_scheduled(os.environ),
+        local=all_local(hosts, socket.gethostname()) and not is_elsewhere(os.environ),
         extra=launcher_arguments(options),
         env=env,
         ps=options.ps,
         oversubscribe=options.oversubscribe,
         reports=reports,
     )
-    word = strategy or os.environ.get("KDIST_STRATEGY", "auto")
+    word = _word(options, os.environ)
     if job.ps is not None and (word != PARAMETER_SERVER or job.ps < 1):
         raise LaunchError(
             f"--ps needs parameter servers. Received: --ps {job.ps} with the strategy {word!r}. Expected at least 1, "
@@ -136,8 +173,12 @@ class _Job:
 
 
 def _by_mpirun(job: _Job) -> Command:
+    return _by_this_mpirun(mpirun.find(sys.executable, os.environ.get("PATH")), job)
+
+
+def _by_this_mpirun(found: mpirun.MPIRun, job: _Job) -> Command:
     return mpirun.build(
-        mpirun.find(sys.executable, os.environ.get("PATH")),
+        found,
         job.program,
         np=job.np,
         hosts=job.hosts,
@@ -151,10 +192,20 @@ def _by_mpirun(job: _Job) -> Command:
 
 
 def _by_local_cluster(job: _Job) -> Command:
+    if job.local and not job.extra:
+        return local_cluster.build(sys.executable, job.program, np=job.np, env=job.env, reports=job.reports)
     # On several hosts mpirun starts the ranks, which exchange their addresses over MPI.
-    if not job.local or job.extra:
-        return _by_mpirun(job)
-    return local_cluster.build(sys.executable, job.program, np=job.np, env=job.env, reports=job.reports)
+    try:
+        found = mpirun.find(sys.executable, os.environ.get("PATH"))
+    except LaunchError as error:
+        if job.local:
+            raise
+        raise LaunchError(
+            "On several hosts mpirun starts the ranks of --strategy collective. Received: "
+            f"{str(error).partition('. ')[0]}. Expected one, or a launcher without MPI. Fix: in Slurm `srun --mpi=none "
+            "python SCRIPT`; elsewhere `kdist run --rendezvous HOST:PORT --nnodes N --node-rank I ...` on each host."
+        ) from error
+    return _by_this_mpirun(found, job)
 
 
 def _by_roles(job: _Job) -> Command:

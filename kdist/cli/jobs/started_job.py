@@ -17,7 +17,7 @@ from kdist.errors import LaunchError
 from kdist.launchers import process
 from kdist.launchers.command import Command
 from kdist.launchers.hosts import reach
-from kdist.launchers.hosts.host import is_scheduled
+from kdist.launchers.hosts.allocation import is_elsewhere
 from kdist.launchers.job_directory import job_directory
 from kdist.launchers.nodes import Node
 from kdist.launchers.process import Job
@@ -57,7 +57,7 @@ class JobToStart:
     @property
     def is_on_several_hosts(self) -> bool:
         """Whether ranks may be on another host than this one."""
-        return self.has_hosts or self.node is not None or is_scheduled(os.environ)
+        return self.has_hosts or self.node is not None or is_elsewhere(os.environ)
 
 
 @contextlib.contextmanager

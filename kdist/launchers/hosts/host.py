@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from kdist.errors import LaunchError
 
@@ -14,7 +14,6 @@ _ENTRY = re.compile(_NAME + r"(?::(?P<slots>[0-9]{1,6}))?")
 _SLOTS = re.compile(r"slots\s*=\s*([0-9]{1,6})(?!\S)")
 _MAX_SLOTS = re.compile(r"max[_-]slots\s*=\s*[0-9]+(?!\S)")
 _THIS_HOST = ("localhost", "127.0.0.1", "[::1]")
-_SCHEDULERS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +104,6 @@ def all_local(hosts: Iterable[Host], this_host: str) -> bool:
     """
     local = {*_THIS_HOST, this_host, this_host.split(".", 1)[0]}
     return all(host.name in local for host in hosts)
-
-
-def is_scheduled(env: Mapping[str, str]) -> bool:
-    """Returns whether a scheduler (Slurm, PBS, LSF, Grid Engine) allocated the hosts, which mpirun then uses."""
-    return any(name in env for name in _SCHEDULERS)
 
 
 def _line(line: str, source: str) -> Host:
