@@ -37,8 +37,8 @@ with kdist.scope(scale_lr=None):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
     model.compile("adam", "mse")
     callbacks = [kdist.callbacks.BackupAndRestore(folder / "backup"), kdist.callbacks.Preemption(), Steps()]
-    if "fault" in sys.argv:
-        callbacks.append(kdist.testing.Fault("kill", rank=1, step=10))
+    if sys.argv[2:] in (["kill"], ["raise"]):
+        callbacks.append(kdist.testing.Fault(sys.argv[2], rank=1, step=10))
     history = model.fit(x, x.sum(1), batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
 print("trained", kdist.rank(), *history.history["loss"], flush=True)
 """
@@ -102,16 +102,35 @@ def test_ranks_agree_on_how_they_talk_where_a_node_lacks_an_mpi(
     assert len(losses(done.output)) == 2
 
 
-def test_a_rank_that_is_killed_ends_the_step(cluster: slurm.Slurm, script: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(script), str(tmp_path), "fault"]
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("kill", ("task 1: Killed", r"rank 1 at 127.0.0.2:\d+ has ended")),
+        ("raise", (r"\[kdist\] rank 1 of 2 on host \S+ raised", "FaultError: injected fault on rank 1 in step 10")),
+    ],
+)
+def test_a_rank_that_fails_in_training_ends_the_step(
+    cluster: slurm.Slurm, script: Path, tmp_path: Path, kind: str, said: tuple[str, str]
+) -> None:
+    command = [sys.executable, str(script), str(tmp_path), kind]
     env = {**cluster.env, "KDIST_STRATEGY": "collective"}
     done = spmd.launch(command, 2, launcher="srun", env=env)
     waited = time.time() - (tmp_path / "steps1").stat().st_mtime
     assert not done.timed_out, done.output
     assert done.returncode != 0, done.output
-    assert "task 1: Killed" in done.output, done.output
-    assert re.search(r"rank 1 at 127.0.0.2:\d+ has ended", done.output), done.output
+    assert all(re.search(each, done.output) for each in said), done.output
     assert waited < 10 * spmd.PATIENCE, done.output
+
+
+def test_a_rank_that_fails_before_the_scope_ends_the_step_after_the_wait_of_srun(cluster: slurm.Slurm) -> None:
+    """As the guide says of `srun --wait`: the other rank would wait for ten minutes."""
+    program = "import os, kdist\nassert os.environ['SLURM_PROCID'] == '0', 'no data here'\nwith kdist.scope(): pass"
+    env = {**cluster.env, "SLURM_WAIT": "5"}  # `--wait=5`
+    done = spmd.launch([sys.executable, "-c", program], 2, launcher="srun", env=env)
+    assert not done.timed_out, done.output
+    assert done.returncode != 0, done.output
+    assert "AssertionError: no data here" in done.output, done.output
+    assert done.seconds < 60 * spmd.PATIENCE, done.output
 
 
 class Batch:
@@ -180,7 +199,10 @@ def test_a_batch_job_of_one_node_needs_neither_options_nor_mpi(
 def test_a_batch_job_that_is_preempted_goes_on(
     cluster: slurm.Slurm, script: Path, tmp_path: Path, whole: list[float]
 ) -> None:
-    """The example's batch script starts again after exit code 75, and ends as `kdist run` in an allocation does."""
+    """The example's batch script starts itself again after code 75, and ends as `kdist run` in an allocation does.
+
+    This Slurm has no `RequeueExit`, by which it would do so itself.
+    """
     job = Batch(cluster, tmp_path / "output", "examples/clusters/slurm.sh", str(script), str(tmp_path))
     job.wait_for(lambda: steps(tmp_path) > 10)
     cluster.ask("scancel", "--signal=USR1", job.number)

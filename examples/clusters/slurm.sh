@@ -26,15 +26,17 @@ if [[ -z ${SLURM_MPI_TYPE:-} ]]; then
 fi
 export SLURM_MPI_TYPE
 
+# Bound to one core each, ranks would share it among their threads.
+cores=(--cpu-bind=none --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}")
+
 if [[ -z ${SLURM_RESTART_COUNT:-} ]]; then
     # What kdist makes of this job, for a bug report.
-    srun --label kdist env 2>/dev/null | grep '^ *0:' || true
+    srun "${cores[@]}" --label kdist env 2>/dev/null | grep '^ *0:' || true
 fi
 
-# Bound to one core each, ranks would share it among their threads. A rank that fails before the others have met it
-# ends them after a minute.
+# A rank that fails before the others have met it ends them after a minute.
 status=0
-srun --cpu-bind=none --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --wait=60 python "$@" || status=$?
+srun "${cores[@]}" --wait=60 python "$@" || status=$?
 
 # The code of Preemption, after which Slurm starts the job again where slurm.conf has RequeueExit=75.
 if ((status == 75)) && ! grep -Eq '^RequeueExit .*\b75\b' <<<"$(scontrol show config)"; then

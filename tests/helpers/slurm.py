@@ -52,7 +52,6 @@ MailProg=/bin/true
 SlurmdParameters=config_overrides
 SwitchType=switch/none
 ReturnToService=2
-RequeueExit=75
 JobRequeue=1
 KillWait=5
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=1
@@ -116,6 +115,8 @@ def running() -> Iterator[Slurm]:
     Yields:
         A `Slurm` whose nodes are idle.
     """
+    if why := missing():
+        raise RuntimeError(f"no Slurm can be started, whose tests may not be skipped: {why}")
     slurm = Slurm(Path(tempfile.mkdtemp(prefix="slurm-")))
     guard = [sys.executable, "-m", "tests.helpers.slurm", GUARD, str(slurm.directory)]
     with subprocess.Popen(guard, cwd=spmd.ROOT, stdin=subprocess.PIPE, start_new_session=True):
