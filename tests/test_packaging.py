@@ -1,5 +1,6 @@
 """What a wheel holds: the package, its callbacks under kdist, its types, and nothing else."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -53,25 +54,39 @@ def test_a_source_distribution_gives_the_same_wheel(tree, tmp_path):
     assert files_of(build("wheel", unpacked, tmp_path / "again")) == files_of(build("wheel", tree, tmp_path / "dist"))
 
 
-def test_what_a_distribution_holds_trains_without_the_checkout(tree, tmp_path):
-    """The wheel of the source distribution, and the example that README names."""
+def pip() -> list[str]:
+    """Returns the pip of this environment, or of the Python that has made it."""
+    python = sys.executable if importlib.util.find_spec("pip") else getattr(sys, "_base_executable", sys.executable)
+    return [python, "-m", "pip", "--python", sys.executable]
+
+
+def test_what_is_installed_trains_without_the_checkout(tree, tmp_path):
+    """The wheel of the source distribution, by pip, and the example that README names."""
     with tarfile.open(build("sdist", tree, tmp_path / "sdist")) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     wheel, site = build("wheel", unpacked, tmp_path / "dist"), tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)  # a wheel of pure Python
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    done = spmd.execute([*pip(), *install], timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.output
     shutil.copytree(unpacked / "examples", tmp_path / "examples")
     lean, *_ = spmd.WITH_SKLEARN["PYTHONPATH"].split(os.pathsep)  # without the checkout
     env = {**spmd.RANK_ENVIRONMENT, **spmd.WITH_SKLEARN, "PYTHONPATH": os.pathsep.join((str(site), lean))}
-    line = [sys.executable, "-m", "kdist", "run", "-np", "2", "examples/digits.py", "--epochs", "1"]
-    done = spmd.execute(line, env=env, timeout=120, cwd=tmp_path)
+    command = str(site / "bin" / "kdist")
+    done = spmd.execute(
+        [command, "run", "-np", "2", "examples/digits.py", "--epochs", "1"], env=env, timeout=120, cwd=tmp_path
+    )
     assert done.returncode == 0, done.output
     assert "test accuracy" in done.output
-    said = spmd.execute(
-        [sys.executable, "-c", "import kdist; print(kdist.__file__)"], env=env, timeout=60, cwd=tmp_path
+    version = spmd.execute([command, "--version"], env=env, timeout=60, cwd=tmp_path)
+    assert version.output == f"kdist {kdist.__version__}\n"
+    code = (
+        "import importlib.metadata, kdist; found = importlib.metadata.distribution('kdist'); "
+        "print(kdist.__file__, found.version, found.locate_file(''), *found.entry_points)"
     )
-    assert said.output.strip() == str(site / "kdist" / "__init__.py")
+    said = spmd.execute([sys.executable, "-c", code], env=env, timeout=60, cwd=tmp_path).output
+    assert said.startswith(f"{site / 'kdist' / '__init__.py'} {kdist.__version__} {site} "), said
+    assert "kdist.cli.main:main" in said
 
 
 def test_the_versions_agree():
