@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -86,7 +88,10 @@ def hosts() -> Iterator[list[str]]:
             add_another_network(name)
     except (OSError, subprocess.CalledProcessError) as error:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            with contextlib.suppress(OSError):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        if isinstance(error, FileNotFoundError) and "KDIST_TEST_SLURM" in os.environ:
+            raise  # `tests/run` installs it
         pytest.skip(f"this machine forbids network namespaces: {getattr(error, 'stderr', None) or error}")
     yield names
     for name in names:
