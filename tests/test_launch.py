@@ -11,7 +11,9 @@ import nbformat
 import pytest
 
 import kdist
-from kdist.errors import LaunchError
+from kdist.errors import EngineError, LaunchError
+from kdist.launchers.functions import launch as functions
+from kdist.launchers.functions import rank_program
 from tests.helpers import spmd
 
 LIMIT = 240  # seconds for a cell
@@ -32,30 +34,51 @@ def fails_on_one_rank():
             raise KeyError(a_module_of_mine.WHAT)
         kdist.barrier()
 
-kdist.launch(fails_on_one_rank, np=2, strategy="collective")
+kdist.launch(fails_on_one_rank, np=2)
 """
 
-# It interrupts itself, as a click does, when the ranks have started.
+# As by the kernel, when memory runs out: the rank that is left raises.
+KILLED = """
+import os
+
+def is_killed_on_one_rank():
+    with kdist.scope():
+        kdist.barrier()
+        if kdist.rank() == 1:
+            os.kill(os.getpid(), 9)
+        kdist.barrier()
+
+kdist.launch(is_killed_on_one_rank, np=2, strategy="collective")
+"""
+
+# It interrupts itself, as a click does, when the ranks are in the scope and rank 0 was heard to say so.
 INTERRUPTED = """
-import os, signal, tempfile, threading, time
-started = tempfile.mkdtemp()
+import contextlib, io, os, signal, tempfile, threading, time
+started, shown = tempfile.mkdtemp(), io.StringIO()
 
 def trains_for_ever():
-    while True:
-        open(os.path.join(started, str(os.getpid())), "w").close()
-        time.sleep(0.1)
+    with kdist.scope():
+        kdist.barrier()
+        print("begins", flush=True)
+        while True:
+            open(os.path.join(started, str(os.getpid())), "w").close()
+            time.sleep(0.1)
 
 def interrupt():
-    while len(os.listdir(started)) < 2:
+    while len(os.listdir(started)) < 2 or "begins" not in shown.getvalue():
         time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGINT)
 
 threading.Thread(target=interrupt, daemon=True).start()
 try:
-    kdist.launch(trains_for_ever, np=2)
+    with contextlib.redirect_stdout(shown):
+        kdist.launch(trains_for_ever, np=2)
 except KeyboardInterrupt:
     print("interrupted", *os.listdir(started))
 """
+
+
+KILLED_BY = r"kdist: rank 1 on host \S+ was killed by signal 9 \(SIGKILL\)"
 
 
 def said(cell):
@@ -78,13 +101,17 @@ def test_a_notebook(monkeypatch, tmp_path):
         assert said(training).count("Epoch 5/5") == 1
         assert float(re.search(r"test accuracy: (\S+)", said(evaluation))[1]) > 0.9
 
-        raising, interrupted = nbformat.v4.new_code_cell(RAISES), nbformat.v4.new_code_cell(INTERRUPTED)
-        notebook.cells += [raising, interrupted]
+        raising, killed, interrupted = map(nbformat.v4.new_code_cell, (RAISES, KILLED, INTERRUPTED))
+        notebook.cells += [raising, killed, interrupted]
         with pytest.raises(nbclient.exceptions.CellExecutionError, match="KeyError") as raised:
-            client.execute_cell(raising, len(notebook.cells) - 2)
+            client.execute_cell(raising, len(notebook.cells) - 3)
         assert "rank 1 of 2 raised" in str(raised.value)
         assert "no such column" in str(raised.value)
         assert "[kdist] rank" not in said(raising)  # once, by the exception
+
+        with pytest.raises(nbclient.exceptions.CellExecutionError, match="EngineError|LaunchError") as raised:
+            client.execute_cell(killed, len(notebook.cells) - 2)
+        assert re.search(KILLED_BY, said(killed) + str(raised.value))
 
         client.execute_cell(interrupted, len(notebook.cells) - 1)
     word, *ranks = said(interrupted).splitlines()[-1].split()
@@ -94,6 +121,23 @@ def test_a_notebook(monkeypatch, tmp_path):
     while (left := [rank for rank in ranks if Path("/proc", rank).exists()]) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not left
+
+
+@pytest.mark.parametrize(
+    ("error", "held", "told"),
+    [
+        (EngineError("rank 1 has ended"), "[kdist] rank 0 ...\nkdist: rank 1 on host a was killed\nkdist: Fix: x\n", 2),
+        (EngineError("rank 1 has ended"), "kdist: rank 0 of 2 on host a raised EngineError\n", 1),
+        (KeyError("x"), "kdist: rank 0 of 2 on host a raised KeyError\nkdist: Fix: x\n", 0),  # the exception itself
+        (KeyError("x"), "kdist: rank 1 on host a was killed\n", 1),
+    ],
+)
+def test_the_cause_says_what_is_known_beyond_the_exception(error, held, told, tmp_path):
+    rank_program._write(tmp_path / rank_program.ERROR.format(0), rank_program._pickled_error(error))
+    with pytest.raises(type(error)) as raised:
+        functions._raise(tmp_path / rank_program.ERROR.format(0), 2, held)
+    assert str(raised.value) == str(error)
+    assert re.findall("^kdist: ", str(raised.value.__cause__), re.MULTILINE) == ["kdist: "] * told
 
 
 def test_what_is_no_function_is_refused():

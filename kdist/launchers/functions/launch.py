@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, TextIO, TypeVar
 
 from kdist._suggestions import with_suggestions
-from kdist.errors import LaunchError
+from kdist.errors import EngineError, LaunchError
 from kdist.launchers.functions import rank_program
 from kdist.launchers.process import guard
 
 T = TypeVar("T")
 
 _READ_BYTES = 1 << 16
+_SAID = "kdist: "  # with which a line of `kdist run` itself begins
 
 
 class RankError(Exception):
@@ -62,7 +63,8 @@ def launch(
 
     Raises:
         LaunchError: if the job cannot be started, or ends without a result.
-        Exception: what the function raised first on any rank, with that rank's traceback as its cause.
+        Exception: what the function raised first on any rank, with that rank's traceback as its cause. Where that
+            follows from another rank's end, the cause says so: which rank, and what ended it.
 
     Example:
     ```python
@@ -90,9 +92,9 @@ def launch(
         options += [] if hosts is None else ["-H", hosts]
         options += [] if output is None else ["--output", str(output)]
         command = [sys.executable, "-m", "kdist", "run", *options, "-m", rank_program.__name__, name]
-        code = _run(command, {**os.environ, **(env or {})}, failed=lambda: any(_errors(directory)))
+        code, held = _run(command, {**os.environ, **(env or {})}, failed=lambda: any(_errors(directory)))
         if errors := _errors(directory):
-            _raise(errors[0], np)
+            _raise(errors[0], np, held)
         result = directory / rank_program.RESULT
         if code or not result.exists():
             raise LaunchError(
@@ -119,11 +121,18 @@ def _pickled_call(function: Callable[..., Any], args: Sequence[Any], kwargs: dic
         ) from error
 
 
-def _run(command: Sequence[str], env: Mapping[str, str], failed: Callable[[], bool]) -> int:
+def _run(command: Sequence[str], env: Mapping[str, str], failed: Callable[[], bool]) -> tuple[int, str]:
     """Runs a command, copies its output to `sys.stdout` and `sys.stderr`, which a notebook shows, and returns its code.
 
-    Its standard error is kept back from the moment that a rank has failed: the caller gets the exception.
+    Its standard error is held back from the moment that a rank has failed, and returned: the caller gets the exception.
     """
+    held: list[str] = []
+
+    def shown(text: str) -> bool:
+        if is_held := failed():
+            held.append(text)
+        return not is_held
+
     with (
         guard() as guard_session,
         subprocess.Popen(
@@ -137,8 +146,8 @@ def _run(command: Sequence[str], env: Mapping[str, str], failed: Callable[[], bo
     ):
         guard_session(process.pid)  # a kernel that is killed ends its job
         readers = [
-            threading.Thread(target=_copy, args=(process.stdout, sys.stdout, lambda: True), daemon=True),
-            threading.Thread(target=_copy, args=(process.stderr, sys.stderr, lambda: not failed()), daemon=True),
+            threading.Thread(target=_copy, args=(process.stdout, sys.stdout, lambda text: True), daemon=True),
+            threading.Thread(target=_copy, args=(process.stderr, sys.stderr, shown), daemon=True),
         ]
         for reader in readers:
             reader.start()
@@ -152,14 +161,14 @@ def _run(command: Sequence[str], env: Mapping[str, str], failed: Callable[[], bo
         finally:
             for reader in readers:
                 reader.join(timeout=5.0)
-    return code
+    return code, "".join(held)
 
 
-def _copy(source: IO[bytes], target: TextIO, shown: Callable[[], bool]) -> None:
+def _copy(source: IO[bytes], target: TextIO, shown: Callable[[str], bool]) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     while piece := os.read(source.fileno(), _READ_BYTES):
-        if shown():
-            target.write(decoder.decode(piece))
+        if shown(text := decoder.decode(piece)):
+            target.write(text)
             target.flush()
 
 
@@ -168,12 +177,17 @@ def _errors(directory: Path) -> list[Path]:
     return sorted(directory.glob(rank_program.ERROR.format("*")), key=lambda path: path.stat().st_mtime_ns)
 
 
-def _raise(path: Path, size: int) -> NoReturn:
+def _raise(path: Path, size: int, held: str) -> NoReturn:
     import cloudpickle
 
     text, pickled = cloudpickle.loads(path.read_bytes())
     rank = path.stem.removeprefix(rank_program.ERROR.partition("{")[0])
-    cause = RankError(f"rank {rank} of {size} raised:\n\n{text}")
-    if pickled is None:
+    error = None if pickled is None else cloudpickle.loads(pickled)
+    # A rank that was killed raises nothing, and makes others raise.
+    told = [line for line in held.splitlines() if line.startswith(_SAID)]
+    if told and told[0].startswith(f"{_SAID}rank {rank} ") and not isinstance(error, EngineError):
+        told = []
+    cause = RankError("\n".join([f"rank {rank} of {size} raised:\n\n{text}", *told]))
+    if error is None:
         raise LaunchError(f"The function failed on rank {rank} of {size}. {text.splitlines()[-1]}") from cause
-    raise cloudpickle.loads(pickled) from cause
+    raise error from cause
