@@ -214,7 +214,7 @@ class Backup(AllRanksCallback):
         began = time.monotonic()
         is_written = self._copies.write(self._checkpoint(epoch_step), began)
         if self.is_chief and is_written:
-            own_progress.saved(*self._place(epoch_step))
+            own_progress.saved(*self._place(epoch_step), self._number)
 
     def _is_saved_later(self, epoch_step: int) -> bool:
         """Returns whether this step is saved after the epoch, as its last one."""
@@ -225,7 +225,7 @@ class Backup(AllRanksCallback):
 
     def _write(self, place: tuple[int, int, int], checkpoint: Checkpoint) -> None:
         logger.debug("saved %s", self._directory.write(checkpoint))
-        own_progress.saved(*place)
+        own_progress.saved(*place, checkpoint["training"]["number"])
 
     def _checkpoint(self, epoch_step: int) -> Checkpoint:
         """Returns the next checkpoint.
@@ -284,6 +284,7 @@ class Backup(AllRanksCallback):
                 _warn_of_keras_backup(self.backup_dir)
             return
         self._number = saved["training"].get("number", 0)
+        own_progress.fit_resumes(self._number)
         self._load(saved, with_rates=True)
         self._begin_at(saved, name)
 

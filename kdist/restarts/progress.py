@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import mmap
 import struct
+import threading
 import time
 from pathlib import Path
 
 from kdist.restarts.report import Events, own_reports
 
 _FILE = "progress"  # in the job's directory
-_NUMBERS = struct.Struct("7q2d")
+_NUMBERS = struct.Struct("8q2d")
 
 
 @dataclasses.dataclass
@@ -23,10 +24,11 @@ class Progress:
         fits: int, how many calls of `fit` with a backup have begun.
         steps: int, how many steps these have trained.
         saved_steps: int, how many of them were trained before the last save.
-        saves: int, how many checkpoints were written.
-        saved_fit: int, which of these calls wrote the last one, from 1; 0 for none.
+        number: int, that of the last checkpoint, which is greater for later ones, in other attempts too; 0 for none.
+        saved_fit: int, which of these calls wrote it, from 1; 0 for none.
         epoch: int, the epoch of the last one.
         epoch_step: int, its step in that epoch.
+        resumed: int, the number of the checkpoint from which a `fit` that has saved went on; 0 for none.
         first_step: float, when the first step had ended, in seconds since 1970; 0 for never.
         last_save: float, when the last checkpoint had been written; 0 for never.
     """
@@ -34,10 +36,11 @@ class Progress:
     fits: int = 0
     steps: int = 0
     saved_steps: int = 0
-    saves: int = 0
+    number: int = 0
     saved_fit: int = 0
     epoch: int = 0
     epoch_step: int = 0
+    resumed: int = 0
     first_step: float = 0.0
     last_save: float = 0.0
 
@@ -52,18 +55,29 @@ class OwnProgress:
 
     def __init__(self) -> None:
         self._now = Progress()
+        self._resumed = 0  # the number of the checkpoint from which this `fit` went on
         self._memory: mmap.mmap | None = None
+        self._lock = threading.Lock()  # a checkpoint may be written in a thread
 
     def fit_begins(self) -> None:
         """Records that a `fit` with a backup begins."""
         if own_reports.directory is None:
             return
         self._now.fits += 1
+        self._resumed = 0
         if self._memory is None:
             with contextlib.suppress(OSError):  # on another host than `kdist run`
                 self._memory = _mapped(own_reports.directory / _FILE)
         self._write()
         self._send()
+
+    def fit_resumes(self, number: int) -> None:
+        """Records that the `fit` that has begun goes on from a checkpoint.
+
+        Args:
+            number: int, the checkpoint's.
+        """
+        self._resumed = number
 
     def made_steps(self, number: int) -> None:
         """Records steps.
@@ -73,30 +87,34 @@ class OwnProgress:
         """
         if own_reports.directory is None:
             return
-        self._now.steps += number
-        self._now.first_step = self._now.first_step or time.time()
-        self._write()
+        with self._lock:
+            self._now.steps += number
+            self._now.first_step = self._now.first_step or time.time()
+            self._write()
 
     @property
     def steps(self) -> int:
         """How many steps have been recorded."""
         return self._now.steps
 
-    def saved(self, epoch: int, epoch_step: int, steps: int) -> None:
-        """Records a checkpoint.
+    def saved(self, epoch: int, epoch_step: int, steps: int, number: int) -> None:
+        """Records a checkpoint; nothing, if a later one of this `fit` has been.
 
         Args:
             epoch: int, the epoch in which training would go on.
             epoch_step: int, the step of that epoch.
             steps: int, the `steps` of the moment in which it was taken.
+            number: int, the checkpoint's.
         """
-        if own_reports.directory is None:
-            return
         now = self._now
-        now.saves, now.saved_steps, now.last_save = now.saves + 1, steps, time.time()
-        now.saved_fit, now.epoch, now.epoch_step = now.fits, epoch, epoch_step
-        self._write()
-        self._send()
+        with self._lock:
+            if own_reports.directory is None or (now.fits == now.saved_fit and number < now.number):
+                return
+            now.number, now.saved_steps, now.last_save = number, steps, time.time()
+            now.saved_fit, now.epoch, now.epoch_step = now.fits, epoch, epoch_step
+            now.resumed = max(now.resumed, self._resumed)
+            self._write()
+            self._send()
 
     def _write(self) -> None:
         if self._memory is not None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kdist.restarts.attempt import Attempt, End
+from kdist.restarts.progress import Progress
 from kdist.restarts.report import Kind
 
 _MAX_WITHOUT_CHECKPOINT = 2  # attempts
@@ -52,14 +53,18 @@ def decide(attempts: Sequence[Attempt], restarts: int) -> Decision:
 def are_new(attempts: Sequence[Attempt]) -> list[bool]:
     """Returns for each attempt whether it wrote a checkpoint that is further than all of those before.
 
+    It is if it lies later in the script, or if the attempt went on from the newest one. On another number of ranks a
+    step has other rows, and a script that leaves out what it has done counts its calls of `fit` anew.
+
     Args:
         attempts: sequence of `Attempt`.
     """
-    furthest, found = (0, 0, 0), []
+    furthest, newest, found = (0, 0, 0), 0, []
     for each in attempts:
-        place = (0, 0, 0) if each.progress is None else each.progress.place
-        found.append(place > furthest)
-        furthest = max(place, furthest)
+        now = each.progress or Progress()
+        goes_on = 0 < newest <= now.resumed < now.number
+        found.append(now.place > furthest or goes_on)
+        furthest, newest = max(now.place, furthest), max(now.number, newest)
     return found
 
 

@@ -14,7 +14,7 @@ ENDED = 1000.0
 def attempt(hosts, kind=None, rank=None, host="", *, saved=0, step=True, at=ENDED, seen=None):
     events = Events(seen or dict(enumerate(hosts)), step, (), None)
     failure = None if kind is None else Failure(kind, "it failed", rank, host)
-    progress = Progress(1, saved, saved, saved, min(saved, 1), 0, saved, at - 5, at - 1) if saved else None
+    progress = Progress(1, saved, saved, saved, min(saved, 1), 0, saved, 0, at - 5, at - 1) if saved else None
     return Attempt(End.FAILED, 1, at - 10, at, events, failure, progress, None, tuple(hosts))
 
 

@@ -14,9 +14,11 @@ IN_SCOPE = Events({0: "here", 1: "here"}, False, (), None)
 STEPS = Events({0: "here", 1: "here"}, True, (), None)
 
 
-def attempt(kind=None, saved=0, *, events=STEPS, end=End.FAILED, code=1, backup=True, **more):
+def attempt(kind=None, saved=0, *, events=STEPS, end=End.FAILED, code=1, backup=True, numbers=(0, 0), fit=1, **more):
     failure = None if kind is None else Failure(kind, f"of the kind {kind.value}", 1, "here", **more)
-    progress = Progress(1, saved + 3, saved, saved, min(saved, 1), 0, saved, 11.0, 15.0) if backup else None
+    resumed, number = numbers
+    places = (number, fit * min(saved, 1), 0, saved, resumed)
+    progress = Progress(fit, saved + 3, saved, *places, 11.0, 15.0) if backup else None
     return Attempt(end, code, 10.0, 20.0, events, failure, progress)
 
 
@@ -77,6 +79,32 @@ def test_what_is_saved_again_is_not_new():
     assert are_new([attempt(KILLED, 3), attempt(KILLED, 2), attempt(KILLED, 3), attempt(KILLED, 4)]) == [
         *(True, False, False, True),
     ]
+
+
+def test_twice_the_ranks_need_half_the_steps():
+    before = attempt(Kind.RESIZE, 400, numbers=(0, 1400), code=75)
+    larger = [attempt(KILLED, 210, numbers=(1400, 1410)), attempt(KILLED, 220, numbers=(1410, 1420))]
+    assert are_new([before, *larger]) == [True] * 3
+    assert decide([before, *larger], 3).left == 2
+
+
+def test_a_script_that_leaves_out_finished_fits_makes_progress():
+    attempts = [attempt(KILLED, 5, fit=3, numbers=(0, 50)), attempt(KILLED, 9, numbers=(50, 90))]
+    assert are_new(attempts) == [True, True]
+    # The fold that follows begins anew, and goes on afterwards.
+    attempts += [attempt(KILLED, 4, numbers=(0, 140)), attempt(KILLED, 6, numbers=(140, 160))]
+    assert are_new(attempts) == [True, True, False, True]
+    assert decide(attempts[:3], 2).again
+    assert decide(attempts, 1).again
+
+
+def test_what_goes_on_and_saves_nothing_makes_no_progress():
+    """So does one that goes on from an older checkpoint, since the newest was lost."""
+    first = attempt(KILLED, 400, numbers=(0, 1400))
+    assert are_new([first, attempt(KILLED, numbers=(0, 0)), attempt(KILLED, 300, numbers=(1200, 1300))]) == [
+        *(True, False, False),
+    ]
+    assert not decide([first, attempt(KILLED), attempt(KILLED)], 9).again
 
 
 def supervised(attempts, restarts=1, stopped=False):
