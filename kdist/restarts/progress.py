@@ -14,6 +14,7 @@ from kdist.restarts.report import Events, own_reports
 
 _FILE = "progress"  # in the job's directory
 _NUMBERS = struct.Struct("8q2d")
+_PAUSE = 10.0  # seconds between two reports of steps by a chief whose file `kdist run` cannot read
 
 
 @dataclasses.dataclass
@@ -57,6 +58,7 @@ class OwnProgress:
         self._now = Progress()
         self._resumed = 0  # the number of the checkpoint from which this `fit` went on
         self._memory: mmap.mmap | None = None
+        self._sent = 0.0  # when the numbers were, by the monotonic clock
         self._lock = threading.Lock()  # a checkpoint may be written in a thread
 
     def fit_begins(self) -> None:
@@ -88,9 +90,14 @@ class OwnProgress:
         if own_reports.directory is None:
             return
         with self._lock:
+            is_first = not self._now.first_step
             self._now.steps += number
             self._now.first_step = self._now.first_step or time.time()
             self._write()
+            if is_first or time.monotonic() > self._sent + _PAUSE:
+                self._send()
+        if is_first:
+            own_reports.made_step()  # in one process no other callback does
 
     @property
     def steps(self) -> int:
@@ -122,6 +129,7 @@ class OwnProgress:
 
     def _send(self) -> None:
         if self._memory is None:
+            self._sent = time.monotonic()
             own_reports.progress(dataclasses.astuple(self._now))
 
 

@@ -99,7 +99,7 @@ def test_a_rank_without_a_supervisor_reports_nothing(capfd):
 def test_events_of_another_host_come_by_standard_error(tmp_path, capfd, before):
     rank = OwnReports(tmp_path / "elsewhere", rank=0)
     rank.reached_scope()
-    rank.progress([1, 2, 2, 1, 1, 0, 2, 5.0, 6.0])
+    rank.progress([1, 2, 2, 1, 1, 0, 2, 0, 5.0, 6.0])
     rank.failed(Kind.EXCEPTION, "raised", 0)
     lines = capfd.readouterr().err.splitlines()
     text = "".join(f"{before}{line}\n" for line in ["shown", *lines, "[kdist] shown too"])
@@ -134,12 +134,34 @@ def test_progress_in_a_file(tmp_path, monkeypatch):
     mine.fit_begins()
     assert now() == progress.Progress(fits=1)
     mine.made_steps(3)
-    mine.saved(0, 3, mine.steps)
+    mine.saved(0, 3, mine.steps, 7)
     mine.made_steps(2)
+    mine.saved(0, 2, 2, 6)  # written in a thread, which took longer than the copy in memory
     found = now()
-    assert (found.steps, found.saved_steps, found.saves, found.place) == (5, 3, 1, (1, 0, 3))
+    assert (found.steps, found.saved_steps, found.number, found.place) == (5, 3, 7, (1, 0, 3))
     assert before <= found.first_step <= found.last_save
+    assert report.read(str(tmp_path)).made_step  # one process has nothing else that says it
     mine.fit_begins()
+    mine.fit_resumes(7)
     assert now().place == (1, 0, 3)
-    mine.saved(0, 1, mine.steps)
+    assert now().resumed == 0
+    mine.saved(0, 1, mine.steps, 8)
     assert now().place == (2, 0, 1)
+    assert now().resumed == 7
+
+
+def test_a_chief_on_another_host_tells_its_steps_now_and_then(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(progress, "own_reports", OwnReports(tmp_path / "elsewhere"))
+    mine, stream = progress.OwnProgress(), EventLines()
+
+    def steps():
+        stream.feed(capfd.readouterr().err.encode())
+        return progress.read(str(tmp_path), report.read(str(tmp_path), stream.lines)).steps
+
+    mine.fit_begins()
+    mine.made_steps(1)
+    mine.made_steps(1)
+    assert steps() == 1
+    monkeypatch.setattr(progress, "_PAUSE", 0.0)
+    mine.made_steps(1)
+    assert steps() == 3
