@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 from kdist.restarts.launcher_words import failure_in, failure_of_code
 from kdist.restarts.progress import Progress
@@ -62,7 +63,9 @@ class Attempt:
         return self.events.made_step or (self.progress is not None and self.progress.steps > 0)
 
 
-def cause(events: Events, code: int, launcher_says: str, host: str) -> Failure | None:
+def cause(
+    events: Events, code: int, launcher_says: str, host: str, host_of_rank: Sequence[str] = ()
+) -> Failure | None:
     """Returns why an attempt that did not end well has ended, or `None` if nothing tells.
 
     What a rank says of itself counts first, then what its launcher says of it, then what other ranks see of it.
@@ -72,17 +75,28 @@ def cause(events: Events, code: int, launcher_says: str, host: str) -> Failure |
         code: int, the exit code.
         launcher_says: str, the end of the launcher's standard error.
         host: str, this host, if all ranks run on it, else empty.
+        host_of_rank: sequence of str, the host of each rank, where it is known.
     """
     found = _first(events, code, launcher_says)
     if found is None or found.host or found.rank is None:
         return found
-    return dataclasses.replace(found, host=events.hosts.get(found.rank, host))
+    known = dict(enumerate(host_of_rank)) | events.hosts
+    return dataclasses.replace(found, host=known.get(found.rank, host))
+
+
+def preemption_of(events: Events) -> Failure | None:
+    """Returns the end of an attempt whose ranks have saved and left, `None` if they have not.
+
+    Args:
+        events: `Events`, what was reported.
+    """
+    return next((each for each in events.failures if each.kind in (Kind.PREEMPTION, Kind.RESIZE)), None)
 
 
 def _first(events: Events, code: int, launcher_says: str) -> Failure | None:
     failures = events.failures
-    if preemptions := [each for each in failures if each.kind in (Kind.PREEMPTION, Kind.RESIZE)]:
-        return preemptions[0]  # what came after it was saved does not matter
+    if preempted := preemption_of(events):
+        return preempted  # what came after it was saved does not matter
     reported: set[int | None] = set()  # a launcher also reports the code of a rank that has reported why
     for each in failures:
         is_known = each.from_launcher and each.kind is Kind.EXIT and each.rank in reported

@@ -4,10 +4,14 @@ import time
 
 import pytest
 
+from kdist.cli.jobs.watched import Watched
+from kdist.launchers.hosts.capacity import Placement
+from kdist.launchers.hosts.host import Host
 from kdist.restarts import progress, report
-from kdist.restarts.attempt import cause
+from kdist.restarts.attempt import End, cause
 from kdist.restarts.event_lines import EventLines
 from kdist.restarts.report import Events, Failure, Kind, OwnReports
+from kdist.restarts.rules import decide
 
 # What Open MPI 5 and horovodrun over Gloo wrote.
 MPIRUN_KILLED = """\
@@ -64,6 +68,28 @@ def test_the_cause(failures, code, said, kind, rank):
     assert found.host == "beta" or kind in (Kind.LOST, Kind.SIGNAL)
     if said == MPIRUN_LOST:
         assert found.host == "beta"
+
+
+def attempt_of(events, code, **how):
+    watched = Watched([], **how)
+    watched.events = events
+    return watched.attempt(code, 0.0, None)
+
+
+def test_a_rank_that_has_not_told_its_host_is_not_taken_to_be_on_this_one():
+    """A rank on another host tells it by its standard error, which is shown when it fails."""
+    events = Events({0: "alpha"}, True, (STALL,), None)
+    assert attempt_of(events, 1, host="alpha").failure.host == "alpha"
+    assert attempt_of(events, 1).failure.host == ""
+    placement = Placement((Host("alpha", 1), Host("beta", 1)))
+    assert attempt_of(events, 1, placement=placement).failure.host == "beta"
+
+
+def test_a_preemption_may_exit_with_any_code():
+    found = attempt_of(Events({0: "alpha"}, True, (PREEMPTED,), None), 0)
+    assert found.is_preempted
+    assert decide([found], 1).again
+    assert attempt_of(Events({0: "alpha"}, True, (), None), 0).end is End.WELL
 
 
 def test_nothing_is_known():

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import platform
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -168,7 +169,7 @@ class _Starts:
 
     @contextlib.contextmanager
     def _started(self, number: int, placement: Placement | None, *, standby: bool = False) -> Iterator[_Attempted]:
-        watched = Watched(self._signals, placement)
+        watched = Watched(self._signals, placement, "" if self._job.is_on_several_hosts else platform.node())
         with started(self._job, self._output_of(number), watched, standby=standby) as job:
             yield job, watched
 

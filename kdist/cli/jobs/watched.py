@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Sequence
 
 from kdist.launchers.hosts.capacity import Placement
 from kdist.restarts import progress, report
-from kdist.restarts.attempt import Attempt, End, cause
+from kdist.restarts.attempt import Attempt, End, cause, preemption_of
 from kdist.restarts.event_lines import EventLines, Filter
 
 
@@ -18,6 +17,7 @@ class Watched:
     Args:
         signals: sequence of int, the signals that this process has received so far.
         placement: `Placement` or `None`, where the attempt runs, if its size may change.
+        host: str, this host, if all ranks run on it, else empty.
 
     Attributes:
         placement: the same.
@@ -25,9 +25,10 @@ class Watched:
         progress: `Progress` or `None`, after the attempt.
     """
 
-    def __init__(self, signals: Sequence[int], placement: Placement | None = None) -> None:
+    def __init__(self, signals: Sequence[int], placement: Placement | None = None, host: str = "") -> None:
         self._signals = signals
         self.placement = placement
+        self._host = host
         self.events = report.Events({}, False, (), None)
         self.progress: progress.Progress | None = None
         self._lines = EventLines()
@@ -66,10 +67,11 @@ class Watched:
             began: float, in seconds since 1970.
             output: str or `None`, the directory of its ranks' output.
         """
-        end = End.STOPPED if self._signals else End.WELL if code == 0 else End.FAILED
-        hosts = {platform.node(), *self.events.hosts.values()}
+        is_done = code == 0 and preemption_of(self.events) is None  # `Preemption` may exit with any code
+        end = End.STOPPED if self._signals else End.WELL if is_done else End.FAILED
+        where = () if self.placement is None else self.placement.host_of_rank
         failure = None
         if end is End.FAILED:
-            failure = cause(self.events, code, self._lines.end(), platform.node() if len(hosts) == 1 else "")
-        where = () if self.placement is None else self.placement.host_of_rank
+            # Ranks on other hosts may not have told where they are.
+            failure = cause(self.events, code, self._lines.end(), self._host, where)
         return Attempt(end, code, began, time.time(), self.events, failure, self.progress, output, where)
