@@ -40,7 +40,10 @@ def failure_of_code(code: int) -> Failure | None:
     Args:
         code: int, the launcher's exit code.
     """
-    return _killed(code - 128) if is_signal(code) else None
+    if not is_signal(code):
+        return None
+    text = f"the launcher, or a rank that it did not name, {killed_by(code - 128)}"
+    return Failure(Kind.SIGNAL, text, from_launcher=True)
 
 
 def is_signal(code: int) -> bool:

@@ -68,6 +68,8 @@ def test_the_cause(failures, code, said, kind, rank):
     assert found.host == "beta" or kind in (Kind.LOST, Kind.SIGNAL)
     if said == MPIRUN_LOST:
         assert found.host == "beta"
+    if kind is Kind.SIGNAL and rank is None:
+        assert found.text == "the launcher, or a rank that it did not name, was killed by signal 11 (SIGSEGV)"
 
 
 def attempt_of(events, code, **how):
