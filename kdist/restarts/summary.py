@@ -43,7 +43,7 @@ def steps_lost(attempt: Attempt) -> int | None:
     Args:
         attempt: `Attempt`.
     """
-    if attempt.end is End.WELL or not attempt.events.hosts:  # no rank entered a scope
+    if attempt.end is End.WELL or not attempt.made_step:
         return 0
     if attempt.progress is None:
         return None

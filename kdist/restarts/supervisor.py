@@ -44,7 +44,7 @@ def supervise(
         keep(attempts, decision.why)
         if not decision.again:
             return attempts, decision.why
-        has_no_backup = all(each.progress is None for each in attempts)
+        has_no_backup = last.made_step and all(each.progress is None for each in attempts)
         if last.end is End.FAILED and has_no_backup and not has_warned:
             has_warned = True
             say(

@@ -98,10 +98,10 @@ def test_it_ends_without_progress(launcher, tmp_path):
     done = run("--restarts", "3", "--strategy", strategy, QUICK, "kill", str(tmp_path), timeout=120, python=python)
     assert done.returncode == 137, done.output
     assert done.output.count("the job is started again") == 1
-    assert done.output.count("no backup was made") == 1
+    assert "no backup was made" not in done.output  # no step was trained
     assert "2 attempts, exit code 137; not started again: 2 attempts have made no new checkpoint" in done.output
     assert done.output.count("was killed by signal 9 (SIGKILL); the job is started again") == 1
-    assert done.output.count("was killed by signal 9 (SIGKILL); lost all steps, without a backup, and") == 2
+    assert done.output.count("was killed by signal 9 (SIGKILL); lost 0 steps and") == 2
 
 
 def test_a_start_that_fails_is_not_repeated(tmp_path):

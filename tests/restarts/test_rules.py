@@ -140,6 +140,10 @@ def test_a_start_that_fails_after_a_backup_has_one():
     assert not [line for line in said if "no backup was made" in line]
     words = in_words([attempt(KILLED, 1), attempt(events=NO_SCOPE, backup=False), WELL], "")
     assert "attempt 2: it ended with code 1, for an unknown reason; lost 0 steps" in words
+    # A rank may die in the scope, before `fit`: nobody knows yet whether there is a backup.
+    _, _, said, _ = supervised([attempt(KILLED, events=IN_SCOPE, backup=False), WELL])
+    assert not [line for line in said if "no backup was made" in line]
+    assert "lost 0 steps" in in_words([attempt(KILLED, events=IN_SCOPE, backup=False), WELL], "")
 
 
 def test_a_signal_between_two_attempts_ends_it():
