@@ -37,7 +37,9 @@ class BackupAndRestore(Backup):
         save_freq: `"epoch"`, or an int: the steps between two saves.
         double_checkpoint: bool, as in Keras; the previous checkpoint is always kept.
         delete_checkpoint: bool, whether the checkpoints are deleted at the end of `fit`.
-        asynchronous: bool, whether training goes on while the chief writes; it takes memory for one more copy.
+        asynchronous: bool, whether training goes on while the chief writes. It takes memory for a copy that is being
+            written and one that waits; where saves come faster than they are written, the newest one waits, and those
+            between are left out.
         memory_freq: int, the steps between two copies in the memory of each host; `"auto"`, so that they take 1 % of
             the time at most; or `None` for none.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -11,43 +12,59 @@ from kdist.checkpoint.files import Checkpoint
 
 
 class BackgroundWriter:
-    """Writes one checkpoint at a time."""
+    """Writes one checkpoint at a time; of those that come meanwhile the newest waits, and the others are left out."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # of what follows
         self._thread: threading.Thread | None = None
+        self._waiting: Callable[[], object] | None = None
         self._error: BaseException | None = None
 
+    def __reduce__(self) -> tuple[type[BackgroundWriter], tuple[()]]:
+        return BackgroundWriter, ()  # a copy of a callback, as tuners make them, has a thread of its own
+
     def write(self, write: Callable[[Checkpoint], object], checkpoint: Checkpoint) -> None:
-        """Copies a checkpoint, and writes it in a thread; first it waits for the one before.
+        """Copies a checkpoint, to be written in a thread, and returns.
 
         Args:
             write: function of the checkpoint.
             checkpoint: `Checkpoint`.
 
         Raises:
-            CheckpointError: if the one before could not be written.
+            CheckpointError: if an earlier one could not be written.
         """
-        self.wait()
+        self._raise_error()
         copy = {part: {name: _copied(value) for name, value in state.items()} for part, state in checkpoint.items()}
+        with self._lock:
+            self._waiting = functools.partial(write, copy)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kdist-checkpoint")
+                self._thread.start()
 
-        def run() -> None:
+    def wait(self) -> None:
+        """Waits until the newest is written.
+
+        Raises:
+            CheckpointError: if one could not be.
+        """
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+        self._raise_error()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                write, self._waiting = self._waiting, None
+                if write is None:
+                    self._thread = None
+                    return
             try:
-                write(copy)
+                write()
             except BaseException as error:  # raised in the thread of the training
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name="kdist-checkpoint")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Waits until all is written.
-
-        Raises:
-            CheckpointError: if it could not be.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def _raise_error(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
