@@ -1,7 +1,7 @@
 """What ranks and launchers report of an attempt, beside the sentences that the user reads: its events, in their order.
 
-A rank on the host of `kdist run` appends to a file in the job's directory. One on another host writes a line to its
-standard error, which `kdist run` takes out of what it shows.
+A rank on the host of `kdist run` appends to a file in the job's directory. One on another host, or without room there,
+writes a line to its standard error, which `kdist run` takes out of what it shows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import errno
 import json
 import os
 import platform
@@ -130,8 +131,9 @@ class OwnReports:
         with contextlib.suppress(OSError):
             if self.directory.is_dir():
                 _append(self.directory, event)
-            else:
-                os.write(2, f"{LINE_PREFIX}{json.dumps(event)}\n".encode())
+                return
+        with contextlib.suppress(OSError):  # on another host, or there is no room
+            os.write(2, f"{LINE_PREFIX}{json.dumps(event)}\n".encode())
 
 
 own_reports = OwnReports()
@@ -214,8 +216,10 @@ def _encoded(failure: Failure) -> dict[str, Any]:
 
 
 def _append(directory: Path, event: dict[str, Any]) -> None:
+    line = f"\n{json.dumps(event)}\n".encode()  # half a line may be there, for which there was no room
     descriptor = os.open(directory / _FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(descriptor, f"{json.dumps(event)}\n".encode())
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(descriptor)

@@ -1,5 +1,6 @@
 """Why an attempt ended, from what ranks and launchers report of it."""
 
+import os
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from kdist.restarts.attempt import End, cause
 from kdist.restarts.event_lines import EventLines
 from kdist.restarts.report import Events, Failure, Kind, OwnReports
 from kdist.restarts.rules import decide
+from tests.callbacks.full_disk import full_disk
 
 # What Open MPI 5 and horovodrun over Gloo wrote.
 MPIRUN_KILLED = """\
@@ -139,6 +141,24 @@ def test_events_of_another_host_come_by_standard_error(tmp_path, capfd, before):
     assert list(events.hosts) == [0]
     assert events.failures[0].kind is Kind.EXCEPTION
     assert progress.read(str(tmp_path), events).place == (1, 0, 2)
+
+
+def test_without_room_events_come_by_standard_error(tmp_path):
+    rank, stream = OwnReports(tmp_path, rank=0), EventLines()
+    (reading, writing), before = os.pipe(), os.dup(2)  # a file would have no room either
+    os.dup2(writing, 2)
+    try:
+        with full_disk(30):  # half of the line fits
+            rank.reached_scope()
+    finally:
+        os.dup2(before, 2)
+        for each in (before, writing):
+            os.close(each)
+    with open(reading, "rb") as said:
+        stream.feed(said.read())
+    assert list(report.read(str(tmp_path), stream.lines).hosts) == [0]
+    rank.made_step()
+    assert report.read(str(tmp_path)).made_step
 
 
 def test_a_progress_bar_is_not_held_back():
