@@ -153,6 +153,8 @@ class Preempt(AllRanksCallback):
                 own_reports.failed(Kind.RESIZE, "all ranks have saved and left, for a larger job", None)
             else:
                 own_reports.failed(Kind.PREEMPTION, f"all ranks have saved and left, by {self._request}", None)
+        if own_reports.rank == 0 and own_reports.running is not None:
+            request.remove(own_reports.running)  # `kdist run` may be on another host
         self.clean_up()
         raise SystemExit(self.exit_code)
 

@@ -27,6 +27,7 @@ from kdist.launchers.standby import wait
 from kdist.reports import failure, first_failure
 from kdist.reports.output import redirect
 from kdist.reports.scope_marks import own_scopes
+from kdist.restarts import request
 from kdist.restarts.report import own_reports
 
 
@@ -150,6 +151,8 @@ def _ended_well(file: Path | None) -> None:
     own_scopes.script_ended(used_keras="keras" in sys.modules)
     if file is not None:
         file.unlink(missing_ok=True)
+        if own_reports.rank == 0:
+            request.remove(file.parent)  # `kdist run` may be on another host
 
 
 def _no_breakpoint(rank: int, size: int, *args: Any, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 import kdist
 from kdist.checkpoint import preempt
+from kdist.restarts import request
+from kdist.restarts.report import OwnReports
 from tests.callbacks.interruptions import preempt_training
 from tests.helpers.jobs import job
 
@@ -42,3 +45,16 @@ def test_a_second_signal_has_its_usual_effect(tmp_path):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert usual == [signal.SIGUSR1]
+
+
+def test_a_request_that_is_followed_is_removed(tmp_path, monkeypatch):
+    """`kdist run` may be on another host than rank 0, where the request is."""
+    monkeypatch.setattr(preempt, "own_reports", OwnReports(running=tmp_path / "job"))
+    asked = Path(request.path_of(tmp_path / "job", request.NOTICE))
+    asked.touch()
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callbacks = [kdist.callbacks.BackupAndRestore(tmp_path / "backup"), kdist.callbacks.Preemption()]
+    with pytest.raises(SystemExit, match="75"):
+        model.fit(np.zeros((2, 1)), np.zeros((2, 1)), batch_size=1, verbose=0, callbacks=callbacks)
+    assert not asked.exists()

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
+from kdist.restarts import request
 from tests.helpers import spmd
 
 LOOK = """
@@ -89,8 +91,11 @@ def test_a_rank_has_a_file_until_it_succeeds(project, line, left):
     running.mkdir()
     (project / "end.py").write_text(f"import os; assert os.listdir({str(running)!r}) == ['0']\n{line}")
     command = [sys.executable, "-m", "kdist.launchers.worker", "--running", str(running), "end.py"]
+    asked = Path(request.path_of(running, request.NOTICE))  # on this host, which may not be that of `kdist run`
+    asked.touch()
     spmd.execute(command, cwd=project, timeout=60)
     assert [path.name for path in running.iterdir()] == left
+    assert asked.exists() == bool(left)
 
 
 def test_a_rank_of_another_host_has_no_file(project):
