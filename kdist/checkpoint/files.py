@@ -18,8 +18,7 @@ import numpy as np
 from kdist.checkpoint.arrays import open_arrays, write_arrays
 from kdist.checkpoint.directory_lock import DirectoryLock
 from kdist.errors import CheckpointError
-from kdist.state.part import DeferredArray, State
-from kdist.state.variables import ModelState
+from kdist.state.part import MODEL, DeferredArray, State
 
 logger = logging.getLogger("kdist")
 
@@ -199,7 +198,7 @@ def _read(folder: Path) -> Checkpoint:
     for key, array in open_arrays(folder / _ARRAYS).items():
         part, _, name = key.partition("/")
         # A model is large, and is read variable by variable.
-        checkpoint[part][name] = array if part == ModelState.name else np.asarray(array)
+        checkpoint[part][name] = array if part == MODEL else np.asarray(array)
     return checkpoint
 
 

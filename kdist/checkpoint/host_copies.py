@@ -13,7 +13,7 @@ from kdist.checkpoint.files import Checkpoint, arrays_of
 from kdist.checkpoint.memory_copies import MemoryCopies
 from kdist.engines.engine import Engine
 from kdist.restarts.memory import MEMORY, delete_old
-from kdist.state.variables import ModelState
+from kdist.state.part import MODEL
 
 logger = logging.getLogger("kdist")
 
@@ -68,7 +68,7 @@ class HostCopies:
             began: float, when the checkpoint was begun, by the monotonic clock.
         """
         if self._engine.local_size < self._engine.size:  # what callbacks hold may differ, and the chief's is right
-            rest = {part: state for part, state in checkpoint.items() if part != ModelState.name}
+            rest = {part: state for part, state in checkpoint.items() if part != MODEL}
             checkpoint = {**checkpoint, **(broadcast_checkpoint(self._engine, rest) or {})}
         if self._files is None:
             send(arrays_of(checkpoint), self._writers)

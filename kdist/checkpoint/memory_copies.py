@@ -17,8 +17,7 @@ import numpy as np
 from kdist.checkpoint.arrays import array_at, bytes_of, made_to_the_end
 from kdist.checkpoint.files import Checkpoint, split
 from kdist.restarts.memory import directory_of
-from kdist.state.part import State
-from kdist.state.variables import ModelState
+from kdist.state.part import MODEL, State
 
 _HEADER = struct.Struct("<QQ")  # the checkpoint's number, 0 while it is written, and where the arrays end
 _NUM_FILES = 2
@@ -93,7 +92,7 @@ class MemoryCopies:
         for key, dtype, shape in described["arrays"]:
             part, _, name = key.partition("/")
             array = array_at(path, place, shape, np.dtype(dtype))
-            checkpoint[part][name] = array if part == ModelState.name else np.asarray(array)
+            checkpoint[part][name] = array if part == MODEL else np.asarray(array)
             place += np.dtype(dtype).itemsize * int(np.prod(shape))
         return checkpoint
 

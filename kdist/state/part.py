@@ -18,6 +18,9 @@ State = dict[str, Any]
 BLOCK = 1 << 22
 """Bytes of the rows of an array that are made at a time."""
 
+MODEL = "model"
+"""The name of the part that is a model: it is large, and is read variable by variable."""
+
 
 class DeferredArray:
     """An array that is made when it is read, block by block: one of which each rank has a part, or one in a file.

@@ -17,7 +17,7 @@ from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, optimizers_of, trained_variables
 from kdist.keras_hooks.trainer import seed_generators
 from kdist.keras_hooks.variables import raw_variable
-from kdist.state.part import DeferredArray, State, StatePart
+from kdist.state.part import MODEL, DeferredArray, State, StatePart
 
 SLOTS_IN_PARTS = "_kdist_slots_in_parts"
 """The attribute of an innermost optimizer with its `SlotsInParts`, if it has some."""
@@ -64,7 +64,7 @@ class SlotsInParts(Protocol):
 class ModelState(StatePart):
     """The state of a model and its optimizers, without metrics."""
 
-    name = "model"
+    name = MODEL
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
