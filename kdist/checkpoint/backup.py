@@ -185,6 +185,7 @@ class Backup(AllRanksCallback):
             return True
         began = time.monotonic()
         checkpoint = self._checkpoint(epoch_step)
+        self._copy(checkpoint, epoch_step, began)  # before the disk, whose time is none of a copy's
         # Parts of which each rank has some are made now, by all ranks.
         is_deferred = any(isinstance(each, DeferredArray) for state in checkpoint.values() for each in state.values())
         if self.is_chief and self.asynchronous and not is_deferred:
@@ -193,8 +194,6 @@ class Backup(AllRanksCallback):
             self._write(self._place(epoch_step), checkpoint)
         else:
             self._send(checkpoint)
-        if self._copies is not None:
-            self._copies.write(checkpoint, began)
         self._steps_since = 0
         self._saved_at = self._epoch, epoch_step
         return True
@@ -209,11 +208,12 @@ class Backup(AllRanksCallback):
         self._writer.wait()
 
     def _save_in_memory(self, epoch_step: int) -> None:
-        if self._copies is None or self._is_saved_later(epoch_step):
-            return
-        began = time.monotonic()
-        is_written = self._copies.write(self._checkpoint(epoch_step), began)
-        if self.is_chief and is_written:
+        if not self._is_saved_later(epoch_step):
+            began = time.monotonic()
+            self._copy(self._checkpoint(epoch_step), epoch_step, began)
+
+    def _copy(self, checkpoint: Checkpoint, epoch_step: int, began: float) -> None:
+        if self._copies is not None and self._copies.write(checkpoint, began) and self.is_chief:
             own_progress.saved(*self._place(epoch_step), self._number)
 
     def _is_saved_later(self, epoch_step: int) -> bool:

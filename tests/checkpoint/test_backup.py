@@ -1,0 +1,78 @@
+"""What a backup tells `kdist run --restarts`, and how often it copies, in one process."""
+
+import secrets
+import shutil
+import time
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import kdist
+from kdist.checkpoint import backup, host_copies
+from kdist.checkpoint.files import CheckpointDirectory
+from kdist.checkpoint.memory_copies import MemoryCopies
+from kdist.restarts import progress, report
+from kdist.restarts.memory import directory_of
+from kdist.restarts.report import OwnReports
+
+
+@pytest.fixture
+def job():
+    name = secrets.token_hex(8)
+    yield name
+    shutil.rmtree(directory_of(name), ignore_errors=True)
+
+
+def fit(*callbacks):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.zeros((12, 1)), np.zeros((12, 1)), batch_size=1, verbose=0, callbacks=list(callbacks))
+
+
+def test_auto_counts_the_time_of_the_copy_without_that_of_the_disk(tmp_path, monkeypatch, job):
+    now = 0.0
+
+    def after(seconds, function=lambda *_, **__: None):
+        def pass_time(*args, **kwargs):
+            nonlocal now
+            now += seconds
+            return function(*args, **kwargs)
+
+        return pass_time
+
+    clock = types.SimpleNamespace(monotonic=lambda: now, time_ns=time.time_ns)
+    monkeypatch.setattr(backup, "time", clock)
+    monkeypatch.setattr(host_copies, "time", clock)
+    monkeypatch.setattr(backup, "own_reports", OwnReports(job=job))
+    monkeypatch.setattr(CheckpointDirectory, "write", after(100, CheckpointDirectory.write))
+    monkeypatch.setattr(MemoryCopies, "write", after(0.045, MemoryCopies.write))
+    saves = kdist.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=10, memory_freq="auto")
+    fit(keras.callbacks.LambdaCallback(on_train_batch_end=after(1)), saves)
+    assert saves._copies._every == 5  # 1 % of five steps of a second
+
+
+def test_the_checkpoint_from_which_a_fit_goes_on_is_told(tmp_path, monkeypatch):
+    def attempt(name, *callbacks):
+        (tmp_path / name).mkdir()
+        for module in (backup, progress):
+            monkeypatch.setattr(module, "own_reports", OwnReports(tmp_path / name, job="job"))
+        monkeypatch.setattr(backup, "own_progress", progress.OwnProgress())
+        with pytest.raises(OSError, match="it broke"):
+            fit(*callbacks, kdist.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2))
+        return progress.read(str(tmp_path / name), report.read(str(tmp_path / name)))
+
+    def break_after(steps):
+        def end(batch, logs):
+            if batch == steps:
+                raise OSError("it broke")
+
+        return keras.callbacks.LambdaCallback(on_train_batch_end=end)
+
+    first = attempt("first", break_after(5))
+    assert first.place == (1, 0, 4)
+    assert first.resumed == 0
+    second = attempt("second", break_after(9))
+    assert second.place == (1, 0, 8)
+    assert second.resumed == first.number < second.number
