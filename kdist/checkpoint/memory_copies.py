@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import platform
 import struct
@@ -16,8 +17,11 @@ import numpy as np
 
 from kdist.checkpoint.arrays import array_at, bytes_of, made_to_the_end
 from kdist.checkpoint.files import Checkpoint, split
+from kdist.errors import CheckpointError
 from kdist.restarts.memory import directory_of
 from kdist.state.part import MODEL, State
+
+logger = logging.getLogger("kdist")
 
 _HEADER = struct.Struct("<QQ")  # the checkpoint's number, 0 while it is written, and where the arrays end
 _NUM_FILES = 2
@@ -34,11 +38,13 @@ class MemoryCopies:
     """
 
     def __init__(self, job: str, backup_dir: str) -> None:
+        self._backup_dir = os.path.abspath(backup_dir)
         # By the host's name, too: containers of one machine may share its memory file system.
-        what = f"{platform.node()}:{os.path.abspath(backup_dir)}"
+        what = f"{platform.node()}:{self._backup_dir}"
         digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
         self._directory = directory_of(job)
         self._files = [self._directory / f"{digest}-{place}" for place in range(_NUM_FILES)]
+        self._damaged: set[Path] = set()
 
     def write(self, checkpoint: Checkpoint, number: int, receivers: Sequence[int]) -> None:
         """Writes a checkpoint over the older one, array by array.
@@ -60,7 +66,7 @@ class MemoryCopies:
     def _write(
         self, values: Mapping[str, State], arrays: Mapping[str, Any], blocks: Mapping[str, Iterator[Any]], number: int
     ) -> None:
-        path = min(self._files, key=_number)
+        path = min(self._files, key=self._number)
         self._directory.mkdir(mode=0o700, exist_ok=True)
         # Not truncated: pages that are there already are written twice as fast.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -72,17 +78,47 @@ class MemoryCopies:
                 for block in blocks.get(key, [array]):
                     file.write(bytes_of(block))
             end = file.tell()
-            file.write(json.dumps({"values": values, "arrays": described}).encode())
+            file.write(json.dumps({"values": values, "arrays": described, "backup_dir": self._backup_dir}).encode())
             file.truncate()
             _write_header(file, number, end)
+            self._damaged.discard(path)
 
     def newest(self) -> int:
-        """Returns the number of the newest complete checkpoint, 0 if there is none."""
-        return max(map(_number, self._files))
+        """Returns the number of the newest complete checkpoint, 0 if there is none; warns of one that is damaged."""
+        self._damaged = {path for path in self._files if _number(path) and _read(path) is None}
+        return max(map(self._number, self._files))
 
     def read(self) -> Checkpoint:
-        """Returns the newest complete checkpoint."""
-        path = max(self._files, key=_number)
+        """Returns the newest complete checkpoint, if `newest` has found one."""
+        found = _read(max(self._files, key=self._number))
+        if found is None:
+            raise CheckpointError(f"A copy of a checkpoint has changed while it was read. Received: {self._files}.")
+        return found[1]
+
+    def delete(self) -> None:
+        """Deletes the copies."""
+        for path in self._files:
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another training's are there
+            self._directory.rmdir()
+
+    def _number(self, path: Path) -> int:
+        return 0 if path in self._damaged else _number(path)
+
+
+def left_by(job: str) -> dict[str, Checkpoint]:
+    """Returns the newest copy on this host of each training of a job, by its `backup_dir`.
+
+    Args:
+        job: str, what distinguishes it, with all its attempts, from others.
+    """
+    complete = sorted((path for path in directory_of(job).glob("*") if _number(path)), key=_number)
+    return dict(filter(None, map(_read, complete)))
+
+
+def _read(path: Path) -> tuple[str, Checkpoint] | None:
+    """Returns the `backup_dir` and the checkpoint of a file; `None`, with a warning, if it is damaged."""
+    try:
         with open(path, "rb") as file:
             _, end = _HEADER.unpack(file.read(_HEADER.size))
             file.seek(end)
@@ -94,14 +130,12 @@ class MemoryCopies:
             array = array_at(path, place, shape, np.dtype(dtype))
             checkpoint[part][name] = array if part == MODEL else np.asarray(array)
             place += np.dtype(dtype).itemsize * int(np.prod(shape))
-        return checkpoint
-
-    def delete(self) -> None:
-        """Deletes the copies."""
-        for path in self._files:
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another training's are there
-            self._directory.rmdir()
+        if place != end:
+            raise ValueError(f"it has arrays of {place - _HEADER.size} bytes, and says {end - _HEADER.size}")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        logger.warning("a copy of a checkpoint in memory, %s, cannot be read, and is left out: %s", path, error)
+        return None
+    return described["backup_dir"], checkpoint
 
 
 def _write_header(file: BinaryIO, number: int, end: int) -> None:

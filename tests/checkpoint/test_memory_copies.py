@@ -5,14 +5,19 @@ import functools
 import os
 import resource
 import secrets
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 
+from kdist.checkpoint.files import CheckpointDirectory
 from kdist.checkpoint.memory_copies import MemoryCopies
+from kdist.cli.jobs import left_copies
 from kdist.restarts.memory import MEMORY, delete_old, directory_of
 from kdist.state.part import DeferredArray
+from tests.helpers import spmd
 
 
 @pytest.fixture
@@ -28,7 +33,8 @@ def job():
 def checkpoint(number, rows=3):
     table = DeferredArray((rows, 2), np.float32, lambda _: [np.full((1, 2), number, np.float32)] * rows)
     model = {"variables": [[3, "float32"]], "variable/0": np.arange(number, dtype=np.int64), "variable/1": table}
-    return {"model": model, "training": {"epoch": number, "nothing": np.zeros((0, 4)), "scalar": np.float64(2.5)[()]}}
+    training = {"number": number, "nothing": np.zeros((0, 4)), "scalar": np.float64(2.5)[()]}
+    return {"model": model, "training": training}
 
 
 def assert_same(found, number, rows=3):
@@ -83,6 +89,52 @@ def test_without_room_all_arrays_are_made_and_the_other_is_left(job):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert made == [f"variable/{place} block {block}" for place in (1, 2, 3) for block in (0, 1)]
     assert_same(copies.read(), 1)
+
+
+def test_of_a_damaged_copy_the_earlier_one_is_read(job, caplog):
+    copies = MemoryCopies(job, "backup")
+    for number in (1, 2):
+        copies.write(checkpoint(number), number, [0])
+    damaged = max(directory_of(job).iterdir(), key=lambda path: path.read_bytes()[0])
+    os.truncate(damaged, damaged.stat().st_size - 3)
+    again = MemoryCopies(job, "backup")
+    assert again.newest() == 1
+    assert f"{damaged}, cannot be read" in caplog.text
+    assert_same(again.read(), 1)
+    again.write(checkpoint(3), 3, [0])  # not over the one that can be read
+    assert {path.read_bytes()[0] for path in directory_of(job).iterdir()} == {1, 3}
+    assert_same(again.read(), 3)
+
+
+def test_what_a_job_leaves_in_memory_goes_to_disk(job, tmp_path, capsys):
+    folder = tmp_path / "backup"
+    CheckpointDirectory(folder).write(checkpoint(3))
+    copies = MemoryCopies(job, folder)
+    for number in (4, 5):
+        copies.write(checkpoint(number), number, [0])
+    left_copies.write(job)
+    assert_same(CheckpointDirectory(folder).read()[1], 5)
+    assert f"now in {folder / 'checkpoint-00000002'}" in capsys.readouterr().err
+    assert not directory_of(job).exists()
+    copies.write(checkpoint(4), 4, [0])  # the disk has a newer one
+    left_copies.write(job)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-00000001", "checkpoint-00000002"]
+    assert capsys.readouterr().err == ""
+    assert not directory_of(job).exists()
+
+
+def test_what_cannot_go_to_disk_stays_in_memory(job, tmp_path, capsys):
+    blocked = tmp_path / "blocked"
+    blocked.touch()
+    MemoryCopies(job, blocked / "backup").write(checkpoint(1), 1, [0])
+    left_copies.write(job)
+    said = capsys.readouterr().err
+    assert f"left in memory, in {directory_of(job)}" in said
+    blocked.unlink()
+    command = said.rpartition("Then: python ")[2].split()
+    subprocess.run([sys.executable, *command], check=True, cwd=spmd.ROOT)
+    assert_same(CheckpointDirectory(blocked / "backup").read()[1], 1)
+    assert not directory_of(job).exists()
 
 
 def test_copies_of_jobs_that_are_long_over_are_deleted(job):

@@ -42,14 +42,24 @@ def test_it_goes_on_after_a_kill_and_an_exception(tmp_path, uninterrupted):
     assert (tmp_path / "out" / "attempt3" / "rank0.out").exists()
 
 
-def test_copies_in_memory_outlive_the_chief_and_its_disk(tmp_path, uninterrupted):
-    settings = json.dumps({"save_freq": "epoch", "memory_freq": 1})
-    trained = train(tmp_path, "kill@0", "raise", env={"BACKUP_SETTINGS": settings, "LOSE_DISK": "1"})
-    assert trained.differences(uninterrupted) == []
-    assert causes(trained.attempts) == [("signal", 0), ("exception", 1), ("success", None)]
-    assert [each["steps_lost"] for each in trained.attempts] == [0, 0, 0]
-    assert trained.said.count("training resumes from the memory of rank 0's host: epoch 1, after 2 step(s)") == 1
+def test_copies_in_memory_outlive_the_chief_its_disk_and_the_command(tmp_path, uninterrupted):
+    """The last attempt of the first command raises in its first step: what goes on is another command."""
+    settings = {"BACKUP_SETTINGS": json.dumps({"save_freq": "epoch", "memory_freq": 1})}
+    ways, out = ("kill@0", "raise", "raise@1:1"), tmp_path / "first"
+    program = ("-m", "tests.restarts.training", str(tmp_path), *ways)
+    options = ("--restarts", "1", "--output", str(out), *program)
+    done = run(*options, timeout=4 * LIMIT, env={**settings, "LOSE_DISK": "1"})
+    assert done.returncode == 1, done.output
+    attempts = json.loads((out / "restarts.json").read_text())["attempts"]
+    assert causes(attempts) == [("signal", 0), ("exception", 1), ("exception", 1)]
+    assert [each["steps_lost"] for each in attempts] == [0, 0, 0]
+    assert done.output.count("training resumes from the memory of rank 0's host: epoch 1, after 2 step(s)") == 1
+    assert "not started again: the start failed: no step was trained" in done.output
     assert not list(Path("/dev/shm").glob("kdist-copies-*"))
+    trained = train(tmp_path, *ways, env=settings)
+    assert "training resumes from checkpoint-00000002: epoch 1, after 4 step(s)" in trained.said
+    assert causes(trained.attempts) == [("success", None)]
+    assert trained.differences(uninterrupted) == []
 
 
 def test_over_collectives_a_checkpoint_is_written_while_training_goes_on(tmp_path, uninterrupted):

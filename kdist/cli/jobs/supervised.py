@@ -7,11 +7,11 @@ import functools
 import json
 import os
 import platform
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kdist.cli.jobs import left_copies
 from kdist.cli.jobs.elastic import Elastic, Sizes
 from kdist.cli.jobs.message import tell
 from kdist.cli.jobs.started_job import JobToStart, StartedJob, started
@@ -21,7 +21,6 @@ from kdist.launchers.hosts.capacity import Placement
 from kdist.launchers.process import received_notices, received_signals
 from kdist.restarts import summary
 from kdist.restarts.attempt import Attempt, End
-from kdist.restarts.memory import directory_of
 from kdist.restarts.supervisor import supervise
 
 SUMMARY = "restarts.json"  # in the directory of the output
@@ -48,7 +47,7 @@ def run(
         LaunchError: if there is no first attempt.
     """
     with received_signals() as signals, received_notices() as notices, contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, directory_of(job.name), ignore_errors=True)
+        stack.callback(left_copies.write, job.name)
         starts = _Starts(job, output, elastic, signals, notices, standby=standby)
         stack.callback(starts.close)
         attempts, why = supervise(
