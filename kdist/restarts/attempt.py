@@ -63,9 +63,7 @@ class Attempt:
         return self.events.made_step or (self.progress is not None and self.progress.steps > 0)
 
 
-def cause(
-    events: Events, code: int, launcher_says: str, host: str, host_of_rank: Sequence[str] = ()
-) -> Failure | None:
+def cause(events: Events, code: int, launcher_says: str, host: str, host_of_rank: Sequence[str] = ()) -> Failure | None:
     """Returns why an attempt that did not end well has ended, or `None` if nothing tells.
 
     What a rank says of itself counts first, then what its launcher says of it, then what other ranks see of it.

@@ -1,10 +1,11 @@
-"""`kdist run --restarts` after each failure of each rank, over each engine, and trainings that other numbers of ranks
-take up: `python -m tests.restarts.full`.
+"""`kdist run --restarts` after each failure of each rank, over each engine, cold and with `--standby`, and trainings
+that other numbers of ranks take up: `python -m tests.restarts.full`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import os
@@ -18,11 +19,43 @@ from tests.helpers.jobs import job
 from tests.restarts import resized
 from tests.restarts.trained import Trained, causes, train
 
-WAYS = {"kill": "signal", "crash": "signal", "stop": "stall", "raise": "exception", "preempt": "preemption"}
-"""How a rank fails, and the cause that must be found."""
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a training breaks.
+
+    Attributes:
+        cause: str, which must be found.
+        starts: tuple of str, how each start breaks, as for `tests.restarts.training`; without the rank.
+        who: tuple of int, the ranks that may break.
+        is_blamed: bool, whether the rank must be named.
+    """
+
+    cause: str
+    starts: tuple[str, ...]
+    who: tuple[int, ...] = (0, 1)
+    is_blamed: bool = True
+
+
+WAYS = {
+    "kill": Way("signal", ("kill@{}",)),
+    "crash": Way("signal", ("crash@{}",)),
+    "stop": Way("stall", ("stop@{}",)),
+    "raise": Way("exception", ("raise@{}",)),
+    "preempt": Way("preemption", ("preempt@{}",)),
+    "kill while starting": Way("signal", ("kill@{}:0",)),
+    "kill, and again while starting": Way("signal", ("kill@{}", "kill@{}:0")),
+    "kill while saving": Way("signal", ("saving@{}",), who=(0,)),
+    "full disk": Way("exception", ("full@{}",), who=(0,)),
+    "kill the launcher": Way("signal", ("launcher@{}",), who=(0,), is_blamed=False),
+}
+"""How a training breaks, by what the table calls it."""
 
 ENGINES = {"mpi": "mpi", "mpich": "mpi", "horovod": "horovod", "collective": "collective"}
 """What a column is called, and the strategy."""
+
+NEXT = {"cold": (), "standby": ("--standby",)}
+"""How the next attempt is started, and the options for it."""
 
 STALL = {"KDIST_STALL_TIMEOUT": "30"}  # seconds
 
@@ -33,35 +66,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="how the ranks talk")
     parser.add_argument("--ways", nargs="+", choices=[*WAYS, "resize"], default=[*WAYS, "resize"])
     parser.add_argument("--ranks", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="who fails")
+    parser.add_argument("--next", nargs="+", choices=NEXT, default=list(NEXT), help="how the next attempt is started")
     parser.add_argument("--out", type=Path, help="where the table goes, after each cell; shown as well")
     options = parser.parse_args(argv)
     campaign = Campaign(options.out)
     for engine in options.engines:
         ways = [way for way in options.ways if way in WAYS]
         whole = started(engine) if ways else None
-        for way, rank in itertools.product(ways, options.ranks):
-            check = functools.partial(broken, engine, way, rank, whole)
-            campaign.attempt(way, f"rank {rank}", engine, check)
+        for way, rank, how in itertools.product(ways, options.ranks, options.next):
+            if rank in WAYS[way].who:
+                check = functools.partial(broken, engine, WAYS[way], rank, whole, NEXT[how])
+                campaign.attempt(way, f"rank {rank}", f"{engine}{', standby' * (how == 'standby')}", check)
         if engine != "mpich" and "resize" in options.ways:
             campaign.attempt("resize", "3, 2, 3 ranks", engine, functools.partial(taken_up, engine))
     print(campaign.text())
     return 1 if campaign.errors else 0
 
 
-def started(engine: str, *ways: str, env: Mapping[str, str] | None = None) -> Trained:
+def started(engine: str, *ways: str, env: Mapping[str, str] | None = None, options: Sequence[str] = ()) -> Trained:
     """Trains over an engine, in a folder of its own."""
     python = os.environ["KDIST_TEST_MPICH_PYTHON"] if engine == "mpich" else sys.executable
     with tempfile.TemporaryDirectory() as folder:
-        return train(Path(folder), *ways, strategy=ENGINES[engine], python=python, env=env)
+        return train(Path(folder), *ways, strategy=ENGINES[engine], python=python, env=env, options=options)
 
 
-def broken(engine: str, way: str, rank: int, whole: Trained | None) -> str:
-    """Breaks a training once, and asserts what must come of it; returns the time that was lost."""
-    trained = started(engine, f"{way}@{rank}", env=STALL)
-    assert causes(trained.attempts) == [(WAYS[way], rank), ("success", None)], trained.said[-6000:]
+def broken(engine: str, way: Way, rank: int, whole: Trained | None, options: Sequence[str] = ()) -> str:
+    """Breaks a training, and asserts what must come of it; returns the time that was lost."""
+    starts = [each.format(rank) for each in way.starts]
+    # One that dies while it starts makes no checkpoint, which would give the restart back.
+    trained = started(engine, *starts, env=STALL, options=("--restarts", str(len(starts)), *options))
+    blamed = (way.cause, rank if way.is_blamed else None)
+    assert causes(trained.attempts) == [*[blamed] * len(starts), ("success", None)], trained.said[-6000:]
     assert whole is not None
     assert trained.differences(whole) == [], trained.said[-6000:]
-    return f"{trained.attempts[0]['seconds_lost']:.0f} s lost"
+    return f"{sum(each['seconds_lost'] for each in trained.attempts):.0f} s lost"
 
 
 def taken_up(engine: str) -> str:

@@ -4,20 +4,22 @@ Each seed is one training of two ranks over one engine under `kdist run --restar
 its starts breaks once: one kind of fault, on one rank, in one step and some milliseconds, drawn from the seed. Where
 `kdist run` gives up, as it does after two attempts without a new checkpoint, it is started again, as its user would. In
 the end the training must equal one that never broke, bit for bit; no attempt may lose more steps than it saves at
-once, nothing may hang, and no process may be left. Parts go on in one file: `--seeds 0 100`, then `--seeds 100
-200`.
+once, nothing may hang, and no process may be left, nor a file of kdist in `/dev/shm`. Parts go on in one
+file: `--seeds 0 100`, then `--seeds 100 200`.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import random
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ NUM_FAULTS = 5  # of a training
 NUM_STEPS = 18  # of a whole training
 SAVED_EACH = 2  # steps
 MAX_COMMANDS = NUM_FAULTS + 1
+FOLDER = "KDIST_TEST_FAULTS"  # an environment variable of all processes of a training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +73,21 @@ def broken(plan: Plan, whole: Trained, folder: Path) -> list[dict[str, Any]]:
     attempts: list[dict[str, Any]] = []
     options = ("--restarts", "2", "--strategy", plan.engine, *(["--standby"] if plan.standby else []))
     program = ("-m", "tests.restarts.training", str(folder), *plan.ways)
+    in_memory = set(Path("/dev/shm").glob("kdist*"))  # MPI leaves files of its own where it is killed
     for number in range(MAX_COMMANDS):
         output = folder / f"out{number}"
-        done = run(*options, "--output", str(output), *program, timeout=LIMIT * 2, env=STALL)
-        found = json.loads((output / "restarts.json").read_text())
-        attempts += found["attempts"]
+        done = run(*options, "--output", str(output), *program, timeout=LIMIT * 2, env={**STALL, FOLDER: str(folder)})
+        summary = output / "restarts.json"
+        assert summary.exists(), f"there is no summary\n{done.output[-4000:]}"
+        attempts += json.loads(summary.read_text())["attempts"]
         if done.returncode == 0:
             break
     else:
         raise AssertionError(f"not done after {MAX_COMMANDS} commands\n{done.output[-4000:]}")
     for way, each in zip(plan.ways, attempts, strict=False):
         lost = each["steps_lost"]
-        assert lost is None or lost <= SAVED_EACH, f"{lost} steps were lost\n{each}"
+        assert lost is not None, f"nobody knows how many steps were lost\n{each}"
+        assert lost <= SAVED_EACH, f"{lost} steps were lost\n{each}"
         rank = int(way.partition("@")[2][0])
         assert each["cause"] in ("success", "preemption") or each["rank"] == rank, (
             f"{way} was broken, but blamed {each}"
@@ -90,19 +96,18 @@ def broken(plan: Plan, whole: Trained, folder: Path) -> list[dict[str, Any]]:
     assert not differences, f"{differences} differ\n{done.output[-4000:]}"
     left = processes_of(folder)
     assert not left, f"processes are left: {left}"
+    files = set(Path("/dev/shm").glob("kdist*")) - in_memory
+    assert not files, f"files are left: {files}"
     return attempts
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Returns the command lines of all processes that train in a folder."""
+    """Returns the command lines of all processes that were started to train in a folder, launchers among them."""
     lines = []
     for place in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (place / "cmdline").read_text().replace("\0", " ")
-        except OSError:  # it has ended
-            continue
-        if f"tests.restarts.training {folder}" in line:
-            lines.append(line)
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f"{FOLDER}={folder}".encode() in (place / "environ").read_bytes().split(b"\0"):
+                lines.append((place / "cmdline").read_text().replace("\0", " "))
     return lines
 
 
@@ -123,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 attempts, error = broken(plan, whole[plan.engine], Path(folder)), ""
-            except AssertionError as failed:
-                attempts, error = [], str(failed)
+            except Exception as failed:  # the next seed is another training
+                attempts, error = [], str(failed) if isinstance(failed, AssertionError) else traceback.format_exc()
         came = [[each["cause"], each["steps_lost"], each["seconds_lost"]] for each in attempts]
         line = {"seed": seed, **dataclasses.asdict(plan), "attempts": came, "error": error}
         with options.out.open("a") as file:

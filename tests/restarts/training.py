@@ -24,6 +24,8 @@ import numpy as np
 import tensorflow as tf
 
 import kdist
+from kdist.checkpoint import files
+from tests.callbacks.full_disk import fill_disk
 
 STEP = 3  # of a start, in which it breaks; in the middle of an epoch, and after one step that is not saved
 
@@ -33,7 +35,8 @@ class Broken(keras.callbacks.Callback):
 
     Args:
         way: str, as above. The kinds are `"kill"`, `"crash"`, `"stop"`, `"raise"` and `"preempt"`; `"late-kill"` is a
-            kill once the next start waits on standby, `"wait"` waits in each step from then on.
+            kill once the next start waits on standby, `"wait"` waits in each step from then on, `"launcher"` kills
+            the launcher, `"saving"` this process in the midst of the next checkpoint, `"full"` fills its disk.
     """
 
     def __init__(self, way: str) -> None:
@@ -75,8 +78,33 @@ def break_down(kind: str) -> None:
         kind = "kill"
     if kind == "raise":
         raise OSError("the disk is gone")
+    if kind == "launcher":
+        os.kill(launcher(), signal.SIGKILL)
+    if kind == "saving":
+        die_while_saving()
+    if kind == "full":
+        fill_disk()
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])
+
+
+def launcher() -> int:
+    """Returns the process id of the launcher, which `kdist run` has started."""
+    pid, above = os.getpid(), os.getppid()
+    while b"kdist.cli.main" not in Path(f"/proc/{above}/cmdline").read_bytes():
+        pid, above = above, int(Path(f"/proc/{above}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
+def die_while_saving() -> None:
+    """Lets the next checkpoint end this process, when its files are written and it has no name yet."""
+    write = files._write
+
+    def write_and_die(*args: Any) -> None:
+        write(*args)
+        break_down("kill")
+
+    files._write = write_and_die
 
 
 def wait_for_standby() -> None:
