@@ -1,5 +1,6 @@
 """Several ranks that train without a scope, by accident, are told so."""
 
+import dataclasses
 import gc
 import importlib
 import logging
@@ -124,7 +125,8 @@ def test_a_function_is_called_after_an_import(tmp_path, monkeypatch):
 )
 def test_what_follows_from_the_marks_of_ranks(ranks, problem, remark, tmp_path):
     for rank, what in ranks.items():
-        own = OwnScopes(directory=tmp_path, rank=rank)
+        own = OwnScopes()
+        own.begins(tmp_path, rank)
         if what == "waits":
             with own.entered({}):
                 own.waits_for_others()
@@ -134,6 +136,7 @@ def test_what_follows_from_the_marks_of_ranks(ranks, problem, remark, tmp_path):
     marks = read(str(tmp_path))
     assert bool(marks.problem()) == problem
     assert bool(marks.remark()) == remark
+    assert (marks.begun, marks.reached) == (True, "waits" in ranks.values())
 
 
 def test_a_scope_is_a_decorator_and_can_be_opened_again():
@@ -147,12 +150,14 @@ def test_a_scope_is_a_decorator_and_can_be_opened_again():
 
 
 def test_a_start_that_takes_long_is_told_of_once():
-    none, waiting = Marks((), (), (), False), Marks((0,), (), (), False)
+    elsewhere = Marks((), (), (), False)
+    none, reached = (dataclasses.replace(elsewhere, begun=True, reached=reached) for reached in (False, True))
     start = SlowStart(patience=0.0)
+    assert start.remark(elsewhere) == ""  # one rank, or all of them on other hosts: nothing is known of them
     assert start.remark(none).startswith("no rank has reached kdist.scope() for 0 s")
     assert start.remark(none) == ""
     start = SlowStart(patience=0.0)
-    assert start.remark(waiting) == start.remark(none) == ""
+    assert start.remark(reached) == start.remark(none) == ""
     assert SlowStart(patience=60.0).remark(none) == ""
 
 

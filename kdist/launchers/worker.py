@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             running_file.touch()
         if info.size > 1:
-            own_scopes.directory, own_scopes.rank = running_file.parent, info.rank
+            own_scopes.begins(running_file.parent, info.rank)
     hook = failure.install(end_job, info.rank, info.size, before_abort=report_failure) if info.size > 1 else None
     try:
         _run(command, is_module)
