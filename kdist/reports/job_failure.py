@@ -15,6 +15,7 @@ _REPORT = re.compile(
     LABEL + rb"\[kdist\] (rank \d+ of \d+ on host \S+) (raised [\w.]+|(?:exited with code \d+|ends the job)(?:: .*)?)"
 )
 _ENDS = "ends the job"
+_BLAMED = re.compile(r"(?:rank|each of ranks) (\d+)")  # as a failure detector begins
 _OF_KDIST = re.compile(LABEL + rb"(?:\[kdist\]|kdist\.errors\.)")
 _FIX = re.compile(rb".*\bFix: (.+)")  # the last one of a line
 _FIX_OF_AN_EXIT = "read its output, and look for what ends a process: `os._exit`, or a library"
@@ -110,11 +111,20 @@ class JobFailure:
         if self._report is None:
             return None
         who, what = self._report
-        line = f" in {self._script}:{self._line_number}" if self._line_number else ""
         if what.startswith(_ENDS):
-            cause = re.split(r"\. | Received: ", what[len(_ENDS) :])[0]
-            what = f"ended the job{cause or ', for the reason above'}"
+            return self._of_a_detector(who, what.removeprefix(_ENDS).removeprefix(": "))
+        line = f" in {self._script}:{self._line_number}" if self._line_number else ""
         return int(who.split()[1]), f"{who} {what}{line}", self._fix
+
+    def _of_a_detector(self, who: str, text: str) -> _Cause:
+        """Returns what a rank has reported of the job: the rank to blame is the one with which the text begins."""
+        if not text:
+            return int(who.split()[1]), f"{who} ended the job, for the reason above", self._fix
+        cause, *_ = re.split(r"\. | Received: ", text)
+        if blamed := _BLAMED.match(cause):
+            return int(blamed[1]), cause, self._fix
+        received = re.search(r" Received: (.+?)\. Expected ", text)
+        return None, f"{cause}: {received[1]}" if received else cause, self._fix
 
     def _of_a_launcher(self, directory: str) -> _Cause | None:
         said = self._said
