@@ -16,7 +16,7 @@ _REPORT = re.compile(
 )
 _ENDS = "ends the job"
 _BLAMED = re.compile(r"(?:rank|each of ranks) (\d+)")  # as a failure detector begins
-_OF_KDIST = re.compile(LABEL + rb"(?:\[kdist\]|kdist\.errors\.)")
+_OF_KDIST = re.compile(LABEL + rb"(?:\[kdist\]|kdist\.errors\.|\w+Error: .*Received: .*Expected )")  # a TypeError, too
 _FIX = re.compile(rb".*\bFix: (.+)")  # the last one of a line
 _FIX_OF_AN_EXIT = "read its output, and look for what ends a process: `os._exit`, or a library"
 FIX_OF_A_HOST = "check that it runs, and the network that leads to it"
