@@ -7,10 +7,12 @@ import logging
 import sys
 
 import keras
+import numpy as np
 import pytest
 
 import kdist
 from kdist import _first_fit
+from kdist.keras_hooks.trainer import watch_first_fit
 from kdist.reports.scope_marks import Marks, OwnScopes, SlowStart, read, read_report
 from tests.helpers import spmd
 from tests.helpers.jobs import job
@@ -96,6 +98,19 @@ def test_in_one_process_nothing_is_registered(monkeypatch, caplog):
         kdist.scope()
         gc.collect()
     assert not caplog.records
+
+
+def test_callbacks_of_a_fit_outside_are_seen_at_any_place():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, given, seen = np.ones((2, 1)), [keras.callbacks.Callback()], []
+    fit = keras.Model.fit
+    watch_first_fit(lambda callbacks: len(seen.append(callbacks) or seen) == 3)
+    model.fit(x, x, 2, 1, 0, given)
+    model.fit(x, x, verbose=0, callbacks=given)
+    model.fit(x, x, verbose=0)
+    assert seen == [given, given, None]
+    assert keras.Model.fit is fit
 
 
 def test_a_function_is_called_after_an_import(tmp_path, monkeypatch):
