@@ -198,10 +198,10 @@ def _tensorflow_strategy(info: ClusterInfo, selection: Selection, asked: Any) ->
             # A TPU that is initialised again loses its state.
             _state.tensorflow_strategies[key] = tpu_strategy(resolver, options.timeout)
     strategy = _state.tensorflow_strategies[key]
-    logger.info(
-        "%d replicas train in this process by TensorFlow's %s: %s",
-        strategy.num_replicas_in_sync, type(strategy).__name__, selection.why,
-    )  # fmt: skip
+    once.info(
+        f"{strategy.num_replicas_in_sync} replicas train in this process by TensorFlow's {type(strategy).__name__}: "
+        f"{selection.why}"
+    )
     return strategy
 
 
