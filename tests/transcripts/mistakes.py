@@ -58,6 +58,7 @@ MISTAKES = {
     "too_few_slots": Mistake("run -H localhost:2 -np 4 scope_only.py", 2),
     "unknown_strategy": Mistake("run -np 2 --strategy mip scope_only.py", 2),
     "wrong_value_of_a_variable": Mistake("run -np 2 scope_only.py", 2, {"KDIST_SCALE_LR": "lots"}),
+    "unknown_level": Mistake("run -np 2 scope_only.py", 2, {"KDIST_LOG": "loud"}),
     "unknown_option_of_mpirun": Mistake("run -np 2 --launcher-args=--no-such-option scope_only.py", 213),
     # Of scripts that do not get as far as TensorFlow.
     "missing_module": Mistake("run -np 2 missing_module.py", 1, is_any_rank=True),
