@@ -135,10 +135,12 @@ def test_a_rank_that_crashes_is_reported(script):
 
 
 def test_a_module(tmp_path):
-    (tmp_path / "a_module.py").write_text("import sys; print(sys.argv[1:], __name__)")
-    done = run("-m", "a_module", "-np", "9", env={"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 0, done.output
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "__main__.py").write_text("import sys\nprint(sys.argv[1:], __name__)\nsys.exit(1 / 0)")
+    done = run("-m", "a_package", "-np", "9", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1, done.output
     assert "['-np', '9'] __main__" in done.output
+    assert " raised ZeroDivisionError in __main__.py:3; " in done.output.splitlines()[-1]
 
 
 def test_hosts_and_launcher_args(script, tmp_path):

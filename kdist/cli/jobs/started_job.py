@@ -39,7 +39,7 @@ class JobToStart:
         options: the parsed arguments.
         node: `Node` or `None`, this machine's place among several.
         program: function of the other arguments of `worker.program`.
-        script: str, the script's path; empty for a module.
+        script: str, the path of the script or module; empty if it is unknown.
         name: str, what distinguishes it, started once or again, from other jobs.
     """
 
