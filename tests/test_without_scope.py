@@ -13,6 +13,7 @@ import pytest
 import kdist
 from kdist import _first_fit
 from kdist.keras_hooks.trainer import watch_first_fit
+from kdist.reports.failure import EarlyHook
 from kdist.reports.scope_marks import Marks, OwnScopes, SlowStart, read, read_report
 from tests.helpers import spmd
 from tests.helpers.jobs import job
@@ -85,15 +86,28 @@ def test_separate_trainings_on_purpose_are_not_told_of(tmp_path):
     assert "entered" not in done.output
 
 
+@pytest.mark.parametrize("word", ["short", "full"])
+def test_an_error_before_the_scope_is_printed_once(tmp_path, word):
+    """Under mpirun alone, without `kdist run`."""
+    (script := tmp_path / "train.py").write_text("import kdist\nbreakpoint()\nkdist.AllReduce(compression='fp8')\n")
+    done = spmd.launch([sys.executable, str(script)], 2, env={"KDIST_TRACEBACK": word}, timeout=60)
+    assert done.returncode == 1, done.output
+    assert done.output.count("StrategyError: An option is invalid") == 1, done.output
+    assert ("options.py" in done.output) == (word == "full")
+    assert done.output.count("[kdist] breakpoint() in train.py:2 is skipped: 2 ranks") == 1, done.output
+
+
 # Without a launcher.
 
 
 def test_in_one_process_nothing_is_registered(monkeypatch, caplog):
-    before, fit = list(sys.meta_path), keras.Model.fit
+    before, fit, hook = list(sys.meta_path), keras.Model.fit, sys.breakpointhook
     _first_fit.watch({})
     _first_fit.watch({"TF_CONFIG": "not JSON"})
     assert sys.meta_path == before
     assert keras.Model.fit is fit
+    assert not isinstance(sys.excepthook, EarlyHook)
+    assert sys.breakpointhook is hook
     with caplog.at_level(logging.WARNING, "kdist"):
         kdist.scope()
         gc.collect()
