@@ -37,6 +37,7 @@ class Mistake:
         env: mapping, the variables that are set.
         needs_jax: bool, whether its script imports JAX, which tests hide from ranks.
         is_any_rank: bool, whether either rank may report it: both make the same mistake.
+        ends_with: str, a regular expression of the last line where kdist knows no fix: it is the line to look at.
     """
 
     command: str
@@ -44,7 +45,11 @@ class Mistake:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_any_rank: bool = False
     needs_jax: bool = False
+    ends_with: str = r"\bFix: |; did you mean "
 
+
+_RAISED = r" raised \w+ in \w+\.py:\d+; "  # an error of the script's own
+_EXITED = " exited with code 1: --epochs must be given; "
 
 MISTAKES = {
     # Of the command line: nothing is started.
@@ -61,17 +66,19 @@ MISTAKES = {
     "unknown_level": Mistake("run -np 2 scope_only.py", 2, {"KDIST_LOG": "loud"}),
     "unknown_option_of_mpirun": Mistake("run -np 2 --launcher-args=--no-such-option scope_only.py", 213),
     # Of scripts that do not get as far as TensorFlow.
-    "missing_module": Mistake("run -np 2 missing_module.py", 1, is_any_rank=True),
+    "missing_module": Mistake("run -np 2 missing_module.py", 1, is_any_rank=True, ends_with=_RAISED),
     "bad_option": Mistake("run -np 2 bad_option.py", 1, is_any_rank=True),
     "misspelled_argument": Mistake("run -np 2 misspelled_argument.py", 1, is_any_rank=True),
-    "exit_with_a_message": Mistake("run -np 2 exit_with_a_message.py", 1, is_any_rank=True),
+    "exit_with_a_message": Mistake("run -np 2 exit_with_a_message.py", 1, is_any_rank=True, ends_with=_EXITED),
     "breakpoint_on_two_ranks": Mistake("run -np 2 breakpoint_on_two_ranks.py", 0),
-    "interrupted": Mistake("run -np 2 interrupted.py", 130),
+    "interrupted": Mistake("run -np 2 interrupted.py", 130, ends_with="^kdist: SIGINT: the job has ended$"),
     "rank_killed": Mistake("run -np 2 rank_killed.py", 137),
     "rank_killed_over_collectives": Mistake("run -np 2 --strategy collective rank_killed.py", 137),
     "rank_killed_over_horovod": Mistake("run -np 2 --strategy horovod rank_killed.py", 137),
     "rank_killed_over_gloo": Mistake("run -np 2 --strategy horovod --launcher-args=--gloo rank_killed.py", 1),
-    "all_but_one_raise": Mistake("run -np 3 --strategy collective all_but_one_raise.py", 1, is_any_rank=True),
+    "all_but_one_raise": Mistake(
+        "run -np 3 --strategy collective all_but_one_raise.py", 1, is_any_rank=True, ends_with=_RAISED
+    ),
     "rank_exits_without_a_word": Mistake("run -np 2 rank_exits_without_a_word.py", 5),
     # Of whole trainings.
     "misspelled_variable": Mistake("run -np 1 scope_only.py", 0, {"KDIST_SCALE_RL": "linear"}),
@@ -84,7 +91,7 @@ MISTAKES = {
     "evaluate_between_fits": Mistake("run -np 2 evaluate_between_fits.py", 1),
     "stall": Mistake("run -np 2 --output DIR stall.py", 1),
     "file_of_all_ranks": Mistake("run -np 2 file_of_all_ranks.py", 1, is_any_rank=True),
-    "rank_raises": Mistake("run -np 2 rank_raises.py", 1),
+    "rank_raises": Mistake("run -np 2 rank_raises.py", 1, ends_with=_RAISED),
     "rank_ends_early": Mistake("run -np 2 rank_ends_early.py", 1),
 }
 
