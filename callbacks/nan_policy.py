@@ -6,7 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -53,7 +53,7 @@ class NaNPolicy(EngineCallback):
     ```
     """
 
-    def __init__(self, action: str = "raise", engine: Engine | None = None) -> None:
+    def __init__(self, action: Literal["raise", "skip"] = "raise", engine: Engine | None = None) -> None:
         if action not in ACTIONS:
             raise StrategyError(
                 f"The action of NaNPolicy is unknown. Received: action={action!r}. Expected one of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 from kdist.callbacks.engine_callback import EngineCallback
 from kdist.engines.engine import Engine
@@ -29,7 +29,7 @@ class ReplicaCheck(EngineCallback):
 
     Args:
         every: int, the steps between two comparisons.
-        action: str, what to do if ranks differ: `"raise"` on all ranks; `"warn"`: log a warning; `"repair"`: log it
+        action: what to do if ranks differ: `"raise"` on all ranks; `"warn"`: log a warning; `"repair"`: log it
             and broadcast the state of a rank with the most frequent value.
         engine: `Engine` or `None`, how the ranks communicate: by default the engine of the model's scope.
 
@@ -43,7 +43,9 @@ class ReplicaCheck(EngineCallback):
     ```
     """
 
-    def __init__(self, every: int = 100, action: str = "raise", engine: Engine | None = None) -> None:
+    def __init__(
+        self, every: int = 100, action: Literal["raise", "warn", "repair"] = "raise", engine: Engine | None = None
+    ) -> None:
         if action not in ACTIONS or every < 1:
             raise StrategyError(
                 f"An argument of ReplicaCheck is invalid. Received: every={every!r}, action={action!r}. Expected a "

@@ -120,5 +120,5 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-# One of several ranks must not train by itself in silence. In any other process this does nothing.
+# One of several ranks must not train by itself in silence, nor print what all print. Elsewhere this does nothing.
 _first_fit.watch(os.environ)

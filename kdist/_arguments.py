@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kdist.errors import ScopeError, StrategyError
+from kdist.reports.log import problem_of_level
 from kdist.scaling import is_learning_rate_scale, is_warmup
 from kdist.strategies.options import TPU, AllReduce, ParameterServer, is_positive
 from kdist.strategies.selection import ENGINES, WORDS
@@ -115,7 +116,7 @@ def misspelled(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_environment(env: Mapping[str, str]) -> None:
-    """Raises for `KDIST_*` variables that no scope accepts, without loading Keras.
+    """Raises for `KDIST_*` variables that no scope accepts, and an unknown `KDIST_LOG`, without loading Keras.
 
     Args:
         env: mapping, the environment.
@@ -123,6 +124,8 @@ def check_environment(env: Mapping[str, str]) -> None:
     Raises:
         StrategyError: if one is invalid.
     """
+    if problem := problem_of_level(env):
+        raise StrategyError(problem)
     _check_values(with_environment(_DEFAULTS, env), env)
 
 

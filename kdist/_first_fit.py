@@ -1,7 +1,8 @@
 """Warns of a `fit` outside of a scope in a job of several ranks, where each would train a model of its own.
 
 A script that enters no scope may call nothing of kdist, and may import Keras after it. So `import kdist` registers for
-the import of Keras, in a process that a launcher started with others, and does nothing in all other processes.
+the import of Keras, in a process that a launcher started with others, and does nothing in all other processes. There it
+also sets what Python calls for an error before the scope, and for `breakpoint()`: ranks share one terminal.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from kdist._user_code import user_line
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import KDistError
+from kdist.reports import breakpoint_hook
+from kdist.reports.failure import EarlyHook
 from kdist.reports.log import show_log
 from kdist.reports.scope_marks import own_scopes
 
@@ -27,7 +30,7 @@ _LOG = logging.getLogger("kdist")
 
 
 def watch(env: Mapping[str, str]) -> None:
-    """Warns of the first `fit` outside of a scope if this process is one of several ranks.
+    """Warns of the first `fit` outside of a scope if this process is one of several ranks, and sets their hooks.
 
     Args:
         env: mapping, the environment.
@@ -38,6 +41,9 @@ def watch(env: Mapping[str, str]) -> None:
         return  # the scope refuses it
     if info.size > 1:
         after_import("keras", functools.partial(_watch_keras, info))
+        breakpoint_hook.install(info, env)
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = EarlyHook(info.rank)
 
 
 def after_import(name: str, action: Callable[[], None]) -> None:

@@ -198,10 +198,10 @@ def _tensorflow_strategy(info: ClusterInfo, selection: Selection, asked: Any) ->
             # A TPU that is initialised again loses its state.
             _state.tensorflow_strategies[key] = tpu_strategy(resolver, options.timeout)
     strategy = _state.tensorflow_strategies[key]
-    logger.info(
-        "%d replicas train in this process by TensorFlow's %s: %s",
-        strategy.num_replicas_in_sync, type(strategy).__name__, selection.why,
-    )  # fmt: skip
+    once.info(
+        f"{strategy.num_replicas_in_sync} replicas train in this process by TensorFlow's {type(strategy).__name__}: "
+        f"{selection.why}"
+    )
     return strategy
 
 
@@ -279,6 +279,7 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     from kdist.state.comparison import check_agreement
     from kdist.state.random_state import AgreedDraws, agree_global_seeds, agree_random_state, input_seed
     from kdist.strategies.all_reduce import AllReduceStrategy
+    from kdist.strategies.cores import own_cores, remark_on_cores
     from kdist.strategies.settings import Settings
     from kdist.trainer.downloads import once_a_host
     from kdist.trainer.own_loops import OwnLoops
@@ -314,11 +315,10 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     if engine.rank == 0 and engine.size > 1:
         once.info(f"{engine.size} ranks train together over {engine.name}, {selection.why}")
         logger.debug("the launcher's variables: %s", info.reason)
-        if engine.local_size > (cores := os.cpu_count() or 1):
-            once.info(
-                f"{engine.local_size} ranks share {cores} core(s) of this host: they train no faster than {cores} "
-                f"would. Fix: -np {cores}, or more hosts"
-            )
+    if _state.strategy is None and engine.size > 1:
+        remark = remark_on_cores(engine.gather_objects(own_cores()), engine.local_size)
+        if engine.rank == 0 and remark:
+            once.info(remark)
     if _state.strategy is None or _state.strategy.engine is not engine:
         # One for all scopes: TensorFlow refuses models of one strategy under another.
         _state.strategy = AllReduceStrategy(engine, split_dataset(engine))

@@ -8,7 +8,9 @@ from types import FrameType
 
 _KDIST = os.path.dirname(__file__) + os.sep
 _LIBRARIES = (_KDIST, os.path.dirname(os.__file__) + os.sep, "<")
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+"""Parts of the paths of installed packages, Debian's too."""
+
 _GENERATED = "__autograph_generated_file"  # TensorFlow's translation of a function
 
 UNKNOWN_LINE = "an unknown line"
@@ -30,7 +32,7 @@ def is_users(file: str) -> bool:
     Args:
         file: str, as in a code object's `co_filename`.
     """
-    return not file.startswith(_LIBRARIES) and _GENERATED not in file and not any(each in file for each in _INSTALLED)
+    return not file.startswith(_LIBRARIES) and _GENERATED not in file and not any(each in file for each in INSTALLED)
 
 
 def user_place(frame: FrameType | None = None) -> tuple[str, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import keras
@@ -11,8 +12,10 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
 import kdist
+from kdist import _scope
 from kdist._tf_internals import default_graphs
 from kdist.errors import MismatchError, NotSynchronizedError, ScopeError
+from tests.helpers.logs import logged
 
 VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -106,6 +109,16 @@ def case_ranks_that_ask_for_different_scopes_are_refused():
     with pytest.raises(MismatchError, match="scale_lr"):
         with kdist.scope(scale_lr=1.0 + kdist.rank()):
             pass
+
+
+def case_ranks_that_have_fewer_cores_than_they_are_say_so():
+    with pytest.MonkeyPatch.context() as patch, logged() as said:
+        patch.setattr(_scope._state, "strategy", None)  # as in the job's first scope
+        patch.setattr(os, "sched_getaffinity", lambda pid: {0})
+        with kdist.scope():
+            pass
+    told = [line for line in said if f"{kdist.size()} ranks share 1 core(s) of host" in line]
+    assert len(told) == kdist.is_chief(), said
 
 
 def case_the_engine_object_is_the_word():

@@ -201,3 +201,4 @@ def test_the_mpirun_of_another_mpi_is_refused(tmp_path):
     assert "the engine 'mpi' have different numbers of ranks" in done.output, done.output
     assert "2 process(es)" in done.output
     assert "but 1 in mpi" in done.output
+    assert "Fix: use the launcher of the MPI that mpi4py or Horovod was built with" in done.output

@@ -1,15 +1,19 @@
 """Several ranks that train without a scope, by accident, are told so."""
 
+import dataclasses
 import gc
 import importlib
 import logging
 import sys
 
 import keras
+import numpy as np
 import pytest
 
 import kdist
 from kdist import _first_fit
+from kdist.keras_hooks.trainer import watch_first_fit
+from kdist.reports.failure import EarlyHook
 from kdist.reports.scope_marks import Marks, OwnScopes, SlowStart, read, read_report
 from tests.helpers import spmd
 from tests.helpers.jobs import job
@@ -82,19 +86,45 @@ def test_separate_trainings_on_purpose_are_not_told_of(tmp_path):
     assert "entered" not in done.output
 
 
+@pytest.mark.parametrize("word", ["short", "full"])
+def test_an_error_before_the_scope_is_printed_once(tmp_path, word):
+    """Under mpirun alone, without `kdist run`."""
+    (script := tmp_path / "train.py").write_text("import kdist\nbreakpoint()\nkdist.AllReduce(compression='fp8')\n")
+    done = spmd.launch([sys.executable, str(script)], 2, env={"KDIST_TRACEBACK": word}, timeout=60)
+    assert done.returncode == 1, done.output
+    assert done.output.count("StrategyError: An option is invalid") == 1, done.output
+    assert ("options.py" in done.output) == (word == "full")
+    assert done.output.count("[kdist] breakpoint() in train.py:2 is skipped: 2 ranks") == 1, done.output
+
+
 # Without a launcher.
 
 
 def test_in_one_process_nothing_is_registered(monkeypatch, caplog):
-    before, fit = list(sys.meta_path), keras.Model.fit
+    before, fit, hook = list(sys.meta_path), keras.Model.fit, sys.breakpointhook
     _first_fit.watch({})
     _first_fit.watch({"TF_CONFIG": "not JSON"})
     assert sys.meta_path == before
     assert keras.Model.fit is fit
+    assert not isinstance(sys.excepthook, EarlyHook)
+    assert sys.breakpointhook is hook
     with caplog.at_level(logging.WARNING, "kdist"):
         kdist.scope()
         gc.collect()
     assert not caplog.records
+
+
+def test_callbacks_of_a_fit_outside_are_seen_at_any_place():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, given, seen = np.ones((2, 1)), [keras.callbacks.Callback()], []
+    fit = keras.Model.fit
+    watch_first_fit(lambda callbacks: len(seen.append(callbacks) or seen) == 3)
+    model.fit(x, x, 2, 1, 0, given)
+    model.fit(x, x, verbose=0, callbacks=given)
+    model.fit(x, x, verbose=0)
+    assert seen == [given, given, None]
+    assert keras.Model.fit is fit
 
 
 def test_a_function_is_called_after_an_import(tmp_path, monkeypatch):
@@ -124,7 +154,8 @@ def test_a_function_is_called_after_an_import(tmp_path, monkeypatch):
 )
 def test_what_follows_from_the_marks_of_ranks(ranks, problem, remark, tmp_path):
     for rank, what in ranks.items():
-        own = OwnScopes(directory=tmp_path, rank=rank)
+        own = OwnScopes()
+        own.begins(tmp_path, rank)
         if what == "waits":
             with own.entered({}):
                 own.waits_for_others()
@@ -134,6 +165,7 @@ def test_what_follows_from_the_marks_of_ranks(ranks, problem, remark, tmp_path):
     marks = read(str(tmp_path))
     assert bool(marks.problem()) == problem
     assert bool(marks.remark()) == remark
+    assert (marks.begun, marks.reached) == (True, "waits" in ranks.values())
 
 
 def test_a_scope_is_a_decorator_and_can_be_opened_again():
@@ -147,12 +179,14 @@ def test_a_scope_is_a_decorator_and_can_be_opened_again():
 
 
 def test_a_start_that_takes_long_is_told_of_once():
-    none, waiting = Marks((), (), (), False), Marks((0,), (), (), False)
+    elsewhere = Marks((), (), (), False)
+    none, reached = (dataclasses.replace(elsewhere, begun=True, reached=reached) for reached in (False, True))
     start = SlowStart(patience=0.0)
+    assert start.remark(elsewhere) == ""  # one rank, or all of them on other hosts: nothing is known of them
     assert start.remark(none).startswith("no rank has reached kdist.scope() for 0 s")
     assert start.remark(none) == ""
     start = SlowStart(patience=0.0)
-    assert start.remark(waiting) == start.remark(none) == ""
+    assert start.remark(reached) == start.remark(none) == ""
     assert SlowStart(patience=60.0).remark(none) == ""
 
 

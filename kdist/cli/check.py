@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kdist.cli import script
 from kdist.cli.jobs.command import add_launch_arguments, build, take_allocation
 from kdist.launchers import process, worker
+from kdist.reports.job_failure import JobFailure
+from kdist.reports.launcher_boxes import filters
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -58,8 +60,14 @@ def run(options: argparse.Namespace) -> int:
     print(f"kdist check: {command}", flush=True)
     if is_own:
         print("start       the ranks load TensorFlow, which takes some seconds", flush=True)
-    code = process.run(command)
+    failure = JobFailure("" if is_module else words[0])
+    stderr, stdout = filters(failure, boxes=command.prints_boxes, labels=command.prints_labels)
+    code = process.run(command, stderr=stderr, stdout=stdout)
+    _, what, fix = (failure.cause() if code else None) or (None, "", "")
+    if what:
+        print(f"kdist check: {what}")
     verdict = "the ranks train as one process does" if is_own else "the script ended well"
-    failed = f"failed with exit code {code}. Fix: see above; `kdist env` shows what is installed and set"
+    look = f"{fix.rstrip('.') or 'see above'}; `kdist env` shows what is installed and set"
+    failed = f"failed with exit code {code}. Fix: {look}"
     print(f"kdist check: {f'passed: {verdict}' if code == 0 else failed}")
     return code

@@ -45,7 +45,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"kdist {__version__}")
     parser.set_defaults(verb=None)
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
     for verb in _VERBS:
         verb.add_parser(verbs)
     for each in verbs.choices.values():

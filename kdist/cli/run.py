@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(build(options, program(output=output), node=node))
         return 0
-    job = JobToStart(options, node, program, "" if is_module else words[0], secrets.token_hex(8))
+    job = JobToStart(options, node, program, script.file_of(words[0]) if is_module else words[0], secrets.token_hex(8))
     if output is not None:
         make_directory(output)
     if options.restarts is not None:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 
 from kdist.errors import LaunchError
 
@@ -61,3 +62,19 @@ def check_exists(script: str, otherwise: str = "") -> None:
             f"The script does not exist. Received: {script!r} in {os.getcwd()}. Expected an existing file; options of "
             f"kdist go before it, those of the script after it. Fix: check the path{otherwise}."
         )
+
+
+def file_of(module: str) -> str:
+    """Returns the file that `-m` runs, or an empty text; nothing is imported.
+
+    Args:
+        module: str, its dotted name.
+    """
+    places: Sequence[str] | None = [os.getcwd(), *sys.path]
+    found = None
+    for part in module.split("."):
+        found = None if places is None else PathFinder.find_spec(part, places)
+        places = None if found is None else found.submodule_search_locations
+    if places is not None:
+        found = PathFinder.find_spec("__main__", places)
+    return "" if found is None else found.origin or ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,10 +43,12 @@ def watch_first_fit(is_reported: Callable[[Any], bool]) -> None:
         is_reported: callable that takes the `callbacks` of a `fit` before it runs; returns whether it was the last one.
     """
     fit = Trainer.fit
+    names = [*inspect.signature(fit).parameters]
 
     @functools.wraps(fit)
     def reported(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "fit" not in vars(self) and is_reported(kwargs.get("callbacks")):
+        given = {**dict(zip(names, (self, *args), strict=False)), **kwargs}  # a wrong call is left to Keras
+        if "fit" not in vars(self) and is_reported(given.get("callbacks")):
             watching.close()
         return fit(self, *args, **kwargs)
 

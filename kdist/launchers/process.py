@@ -29,6 +29,7 @@ def run(
     on_signal: Callable[[], object] | None = None,
     must_end: Callable[[], bool] | None = None,
     stderr: Filter | None = None,
+    stdout: Filter | None = None,
 ) -> int:
     """Runs a job until it exits: `started` and `Job.follow`.
 
@@ -37,11 +38,12 @@ def run(
         on_signal: as for `Job.follow`.
         must_end: as for `Job.follow`.
         stderr: as for `started`.
+        stdout: as for `started`.
 
     Returns:
         The exit code.
     """
-    with received_signals() as received, started(command, stderr) as job:
+    with received_signals() as received, started(command, stderr, stdout) as job:
         code = job.follow(received, on_signal, must_end)
         if received:
             _LOG.warning("%s: the job has ended", signal.Signals(received[0]).name)

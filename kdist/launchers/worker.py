@@ -6,9 +6,7 @@ import argparse
 import atexit
 import builtins
 import contextlib
-import functools
 import importlib.machinery
-import logging
 import os
 import runpy
 import socket
@@ -19,12 +17,11 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from kdist._user_code import user_line
 from kdist.cluster import detect
 from kdist.launchers.standby import wait
-from kdist.reports import failure, first_failure
+from kdist.reports import breakpoint_hook, failure, first_failure
 from kdist.reports.output import redirect
 from kdist.reports.scope_marks import own_scopes
 from kdist.restarts import request
@@ -91,8 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report_failure = registration.report_failure
         atexit.register(registration.report_success)  # registered first, called last
     redirect(info.rank, options.output, tee=options.tee)
-    if info.size > 1 and sys.breakpointhook is sys.__breakpointhook__ and "PYTHONBREAKPOINT" not in os.environ:
-        sys.breakpointhook = functools.partial(_no_breakpoint, info.rank, info.size)
+    breakpoint_hook.install(info, os.environ)
     running_file = None if options.running is None else Path(options.running, str(info.rank))
     if running_file is not None:
         own_reports.running, own_reports.rank = running_file.parent, info.rank
@@ -103,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             running_file.touch()
         if info.size > 1:
-            own_scopes.directory, own_scopes.rank = running_file.parent, info.rank
+            own_scopes.begins(running_file.parent, info.rank)
     hook = failure.install(end_job, info.rank, info.size, before_abort=report_failure) if info.size > 1 else None
     try:
         _run(command, is_module)
@@ -153,15 +149,6 @@ def _ended_well(file: Path | None) -> None:
         file.unlink(missing_ok=True)
         if own_reports.rank == 0:
             request.remove(file.parent)  # `kdist run` may be on another host
-
-
-def _no_breakpoint(rank: int, size: int, *args: Any, **kwargs: Any) -> None:
-    """Logs that there is no debugger here, and goes on: a prompt would read the input that the ranks share."""
-    if rank == 0:
-        logging.getLogger("kdist").warning(
-            "[kdist] breakpoint() in %s is skipped: %d ranks share one terminal. Fix: kdist run -np 1 stops there; "
-            "PYTHONBREAKPOINT=remote_pdb.set_trace, or another remote debugger, stops each rank.", user_line(), size,
-        )  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -29,6 +29,28 @@ OUTPUT_DELAY = 0.3
 """Seconds for the launcher to forward a report, before it discards what it has not read."""
 
 
+class EarlyHook:
+    """A `sys.excepthook` for one of several ranks without an engine: one traceback, without frames of kdist.
+
+    Python exits afterwards, as it would. Other ranks than the first wait, because the launcher may end them by then.
+
+    Args:
+        rank: int, this process's number.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Prints the traceback; that of Ctrl-C is Python's own."""
+        if isinstance(error, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+            return
+        if self._rank > 0:
+            time.sleep(_DELAY_ON_ALL_RANKS)
+        sys.stderr.write(traceback_text(kind, error, trace, os.environ))
+
+
 class FailureHook:
     """A `sys.excepthook` that reports the error with the rank, then ends the job.
 
@@ -160,6 +182,8 @@ def install(
         The hook that is installed.
     """
     hook = sys.excepthook
+    if isinstance(hook, EarlyHook):
+        sys.excepthook = sys.__excepthook__  # this one takes its place
     if isinstance(hook, FailureHook):
         hook.abort, hook.rank, hook.size = abort, rank, size
     else:

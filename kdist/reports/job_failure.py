@@ -15,7 +15,8 @@ _REPORT = re.compile(
     LABEL + rb"\[kdist\] (rank \d+ of \d+ on host \S+) (raised [\w.]+|(?:exited with code \d+|ends the job)(?:: .*)?)"
 )
 _ENDS = "ends the job"
-_OF_KDIST = re.compile(LABEL + rb"(?:\[kdist\]|kdist\.errors\.)")
+_BLAMED = re.compile(r"(?:rank|each of ranks) (\d+)")  # as a failure detector begins
+_OF_KDIST = re.compile(LABEL + rb"(?:\[kdist\]|kdist\.errors\.|\w+Error: .*Received: .*Expected )")  # a TypeError, too
 _FIX = re.compile(rb".*\bFix: (.+)")  # the last one of a line
 _FIX_OF_AN_EXIT = "read its output, and look for what ends a process: `os._exit`, or a library"
 FIX_OF_A_HOST = "check that it runs, and the network that leads to it"
@@ -26,7 +27,8 @@ _FIX_OF_A_LOSS = (
     "schedulers those that exceed their limits"
 )
 
-_Cause = tuple["int | None", str, str]  # the rank to blame, what failed, how to fix it
+Cause = tuple["int | None", str, str]
+"""The rank to blame, what failed, and how to fix it."""
 
 
 class JobFailure:
@@ -89,6 +91,14 @@ class JobFailure:
         self.is_known = True
         self._said = self._said or failure
 
+    def cause(self, directory: str = "") -> Cause | None:
+        """Returns what failed: the rank to blame, words, and how to fix it, empty if kdist does not know.
+
+        Args:
+            directory: str, the job's.
+        """
+        return self._of_a_rank() or self._of_a_launcher(directory)
+
     def summary(self, code: int, output: str | None = None, directory: str = "") -> str:
         """Returns what failed, and below it how to fix it if kdist knows; empty if nothing is known.
 
@@ -97,7 +107,7 @@ class JobFailure:
             output: str or `None`, the directory of every rank's output.
             directory: str, the job's.
         """
-        if not (cause := self._of_a_rank() or self._of_a_launcher(directory)):
+        if not (cause := self.cause(directory)):
             return ""
         rank, what, fix = cause
         kept = "--output DIR keeps the output of each rank"
@@ -106,17 +116,26 @@ class JobFailure:
             kept = f"the output of each rank is in {output}" if rank is None else its
         return f"{what}; the job's exit code is {code}; {kept}" + (f"\nFix: {fix}" if fix else "")
 
-    def _of_a_rank(self) -> _Cause | None:
+    def _of_a_rank(self) -> Cause | None:
         if self._report is None:
             return None
         who, what = self._report
-        line = f" in {self._script}:{self._line_number}" if self._line_number else ""
         if what.startswith(_ENDS):
-            cause = re.split(r"\. | Received: ", what[len(_ENDS) :])[0]
-            what = f"ended the job{cause or ', for the reason above'}"
+            return self._of_a_detector(who, what.removeprefix(_ENDS).removeprefix(": "))
+        line = f" in {self._script}:{self._line_number}" if self._line_number else ""
         return int(who.split()[1]), f"{who} {what}{line}", self._fix
 
-    def _of_a_launcher(self, directory: str) -> _Cause | None:
+    def _of_a_detector(self, who: str, text: str) -> Cause:
+        """Returns what a rank has reported of the job: the rank to blame is the one with which the text begins."""
+        if not text:
+            return int(who.split()[1]), f"{who} ended the job, for the reason above", self._fix
+        cause, *_ = re.split(r"\. | Received: ", text)
+        if blamed := _BLAMED.match(cause):
+            return int(blamed[1]), cause, self._fix
+        received = re.search(r" Received: (.+?)\. Expected ", text)
+        return None, f"{cause}: {received[1]}" if received else cause, self._fix
+
+    def _of_a_launcher(self, directory: str) -> Cause | None:
         said = self._said
         if said is None or said.rank is None:
             return None if said is None else (None, said.text, FIX_OF_A_HOST)

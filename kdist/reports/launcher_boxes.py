@@ -133,3 +133,16 @@ class UnlabelledFilter(_LineFilter):
     def _shown_beginning(self, line: bytes) -> bytes:
         is_progress_bar = _LABELLED.match(line) and b"\r" in line
         return _AFTER_A_LINE.sub(b"", line) if is_progress_bar else b""
+
+
+def filters(failure: JobFailure, *, boxes: bool, labels: bool) -> tuple[_LineFilter | None, _LineFilter | None]:
+    """Returns the filters of a launcher's standard error and standard output; `None` where all is shown.
+
+    Args:
+        failure: `JobFailure`, which learns what ranks and the launcher say.
+        boxes: bool, whether the launcher reports failures in boxes, as Open MPI's mpirun does.
+        labels: bool, whether it labels what ranks print, as horovodrun does.
+    """
+    if labels:
+        return UnlabelledFilter(failure), UnlabelledFilter(failure)
+    return (BoxFilter(failure) if boxes else None), None

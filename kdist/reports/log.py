@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kdist._user_code import is_kdists, user_place
 from kdist.cluster.info import ClusterInfo
@@ -23,8 +23,11 @@ TRACEBACK_VARIABLE = "KDIST_TRACEBACK"
 def show_log(info: ClusterInfo) -> None:
     """Adds a handler for kdist's log unless the user has one: all messages on the chief, warnings elsewhere.
 
-    `KDIST_LOG` sets the level, else a level that the user has set for the logger stays.
+    `KDIST_LOG` sets the level, for the user's handlers, too; else one that the user has set for the logger stays.
     """
+    level = os.environ.get("KDIST_LOG", "").lower()
+    if level in LEVELS:
+        _LOG.setLevel(level.upper())
     if _LOG.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler()
@@ -35,14 +38,25 @@ def show_log(info: ClusterInfo) -> None:
     handler.setLevel(logging.NOTSET if shows_all else logging.WARNING)
     _LOG.addHandler(handler)
     _LOG.propagate = False
-    level = os.environ.get("KDIST_LOG", "").lower()
-    if level in LEVELS:
-        _LOG.setLevel(level.upper())
-        return
     if _LOG.level == logging.NOTSET:
         _LOG.setLevel(logging.INFO)
-    if level:
-        _LOG.warning("KDIST_LOG is unknown. Received: %r. Expected one of %s.", level, ", ".join(LEVELS))
+    if problem := problem_of_level(os.environ):
+        _LOG.warning("%s", problem)
+
+
+def problem_of_level(env: Mapping[str, str]) -> str:
+    """Returns what is wrong with `KDIST_LOG`, or an empty text.
+
+    Args:
+        env: mapping, the environment.
+    """
+    level = env.get("KDIST_LOG", "")
+    if level.lower() in ("", *LEVELS):
+        return ""
+    return (
+        f"KDIST_LOG is unknown. Received: KDIST_LOG={level!r}. Expected one of {', '.join(LEVELS)}. Fix: set one of "
+        "these, or unset it."
+    )
 
 
 @contextlib.contextmanager

@@ -52,11 +52,11 @@ def redirect(rank: int, directory: str | None, *, tee: bool = False) -> None:
             continue
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         if tee:
-            _tee(descriptor, file, until_failure=False, label=f"rank {rank}")
+            _tee(descriptor, file, is_first=rank == 0, label=f"rank {rank}")
         elif rank > 0 and descriptor == _STDOUT:
             os.dup2(file, descriptor)
         else:
-            _tee(descriptor, file, until_failure=rank > 0)
+            _tee(descriptor, file, is_first=rank == 0)
         os.close(file)
     # A crash in C++ then prints the Python stack, which is one of the marks of a failure.
     faulthandler.enable()
@@ -66,7 +66,7 @@ def redirect(rank: int, directory: str | None, *, tee: bool = False) -> None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _tee(descriptor: int, file: int, *, until_failure: bool, label: str = "") -> None:
+def _tee(descriptor: int, file: int, *, is_first: bool, label: str = "") -> None:
     """Starts a small process that copies the output of the descriptor to its former target and to the file.
 
     A process, not a thread: it still copies what a rank writes before it crashes. A terminal stays one for the script,
@@ -81,7 +81,7 @@ def _tee(descriptor: int, file: int, *, until_failure: bool, label: str = "") ->
     if child == 0:
         # A grandchild, so that a script which waits for its children does not wait for this one.
         if os.fork() == 0:
-            _copy(reading, descriptor, file, until_failure, label)
+            _copy(reading, descriptor, file, is_first, label)
         os._exit(0)
     os.waitpid(child, 0)
     os.dup2(writing, descriptor)
@@ -102,8 +102,13 @@ def _close_others() -> None:
                 os.close(each)
 
 
-def _copy(reading: int, shown: int, file: int, until_failure: bool, label: str) -> NoReturn:
-    """Copies until all writers have closed; with `until_failure`, buffers what is shown until a failure."""
+def _copy(reading: int, shown: int, file: int, is_first: bool, label: str) -> NoReturn:
+    """Copies until all writers have closed.
+
+    Of other ranks than the first, what TensorFlow says on every rank is not shown, and without a label nothing is until
+    a failure.
+    """
+    until_failure = not is_first
     try:
         os.setpgid(0, 0)  # a signal of the launcher to the rank's process group must not end the copy
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -116,8 +121,9 @@ def _copy(reading: int, shown: int, file: int, until_failure: bool, label: str) 
         while piece := os.read(0, 1 << 16):
             _write(2, piece)
             if label:
-                lines, _, rest = (rest + piece).rpartition(b"\n")
-                _write(1, labelled(lines, label) if lines else b"")
+                lines, end, rest = (rest + piece).rpartition(b"\n")
+                lines = lines + end if is_first else without_startup_lines(lines + end)
+                _write(1, labelled(lines[:-1], label) if lines else b"")
                 continue
             if until_failure:
                 buffer = (buffer + piece)[-_BUFFER_BYTES:]

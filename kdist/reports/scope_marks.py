@@ -13,6 +13,7 @@ from typing import Any
 from kdist.restarts.report import own_reports
 
 _REPORT = "report"
+_BEGUN, _REACHED = "begun", "reached"
 _WAITING, _ALONE, _NEVER, _NEVER_WITH_KERAS = "waiting", "alone", "never", "never-with-keras"
 
 
@@ -38,6 +39,16 @@ class OwnScopes:
     directory: Path | None = None
     rank: int = 0
 
+    def begins(self, directory: Path, rank: int) -> None:
+        """Records that this process begins, one of several ranks.
+
+        Args:
+            directory: `Path`, where `kdist run` looks for its marks.
+            rank: int, its number.
+        """
+        self.directory, self.rank = directory, rank
+        self._mark(_BEGUN)
+
     @contextlib.contextmanager
     def entered(self, settings: Mapping[str, Any]) -> Iterator[None]:
         """Records that a scope is open while the context is.
@@ -48,6 +59,7 @@ class OwnScopes:
         self.is_open = self.was_entered = True
         self.settings = settings
         own_reports.reached_scope()
+        self._mark(_REACHED)
         try:
             yield
         finally:
@@ -106,12 +118,16 @@ class Marks:
         alone: tuple of int, those that train alone on purpose.
         never: tuple of int, those that ended well without a scope.
         trained: bool, whether one of the latter had imported Keras.
+        begun: bool, whether any of several ranks runs on this host.
+        reached: bool, whether one of these has entered a scope, of whatever kind.
     """
 
     waiting: tuple[int, ...]
     alone: tuple[int, ...]
     never: tuple[int, ...]
     trained: bool
+    begun: bool = False
+    reached: bool = False
 
     def problem(self) -> str:
         """Returns what makes a running job wait for ever, or an empty text."""
@@ -134,7 +150,7 @@ class Marks:
 
 
 class SlowStart:
-    """Remarks once on a job in which no rank has entered a scope for long.
+    """Remarks once on a job of several ranks, some of them on this host, in which none has entered a scope for long.
 
     Args:
         patience: float, seconds.
@@ -150,9 +166,9 @@ class SlowStart:
         Args:
             marks: `Marks`, what the ranks have recorded so far.
         """
-        if marks.waiting or marks.alone or marks.never:
+        if marks.reached or marks.alone or marks.never:
             self._begin = None
-        if self._begin is None or time.monotonic() - self._begin < self._patience:
+        if not marks.begun or self._begin is None or time.monotonic() - self._begin < self._patience:
             return ""
         self._begin = None
         return (
@@ -167,7 +183,7 @@ def read(directory: str) -> Marks:
     Args:
         directory: str, the job's.
     """
-    found: dict[str, list[int]] = {kind: [] for kind in (_WAITING, _ALONE, _NEVER, _NEVER_WITH_KERAS)}
+    found: dict[str, list[int]] = {kind: [] for kind in (_BEGUN, _REACHED, _WAITING, _ALONE, _NEVER, _NEVER_WITH_KERAS)}
     try:
         names = os.listdir(directory)
     except FileNotFoundError:  # removed by what cleans /tmp: the job goes on without it
@@ -176,8 +192,9 @@ def read(directory: str) -> Marks:
         kind, _, rank = name.partition(".")
         if kind in found and rank.isdigit():
             found[kind].append(int(rank))
-    waiting, alone, without, with_keras = (tuple(sorted(ranks)) for ranks in found.values())
-    return Marks(waiting, alone, tuple(sorted(without + with_keras)), bool(with_keras))
+    begun, reached, waiting, alone, without, with_keras = (tuple(sorted(ranks)) for ranks in found.values())
+    never = tuple(sorted(without + with_keras))
+    return Marks(waiting, alone, never, bool(with_keras), bool(begun), bool(reached))
 
 
 def read_report(directory: str) -> str:

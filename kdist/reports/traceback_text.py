@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Mapping
 from types import TracebackType
 
-from kdist._user_code import is_kdists
+from kdist._user_code import INSTALLED, is_kdists
 from kdist.reports.log import TRACEBACK_VARIABLE
 
-_OF_KERAS = tuple(os.path.join("site-packages", name, "") for name in ("keras", "tensorflow"))
+_OF_KERAS = tuple(os.path.join(place, name, "") for place in INSTALLED for name in ("keras", "tensorflow"))
 
 
 def traceback_text(

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -18,15 +17,13 @@ from kdist.keras_hooks.optimizers import CURRENT_RATE, current_learning_rate, in
 from kdist.keras_hooks.patching import VERBS, patch
 from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import original, patch_methods, watch_models
-from kdist.scaling import num_warmup_steps
+from kdist.reports.log import once
 from kdist.state.part import StatePart
 from kdist.state.session import TrainingSession, has_session, set_session
 from kdist.state.single_process import KerasData
 from kdist.state.variables import ModelState
 from kdist.step.learning_rate import EffectiveRate, EffectiveRates
 from kdist.tf_strategies.global_batches import with_global_batches
-
-logger = logging.getLogger("kdist")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +96,10 @@ class ScaledSession(TrainingSession):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Fits with global batches and the scaled learning rate."""
         fit = original(self.model, "fit")
-        arguments = named_arguments(inspect.signature(fit).bind(*args, **kwargs))
+        arguments = given = named_arguments(inspect.signature(fit).bind(*args, **kwargs))
         if self._options.scale_batch:
             arguments = with_global_batches(arguments, self._options.num_replicas)
+        once.info(f"batch: {_batch(given, arguments, self._options)}")
         callbacks = arguments.get("callbacks")
         warmup = WarmupCallback(self._options, self._rates)
         if not isinstance(callbacks, keras.callbacks.CallbackList):
@@ -124,11 +122,28 @@ class ScaledSession(TrainingSession):
         for optimizer in map(innermost, optimizers_of(self.model)):
             settings = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(optimizer, name, None)]
             if settings:
-                logger.warning(
-                    "%s of %s clips each replica's own gradients, before they are summed: not as in one process. "
-                    "Fix: one process a device, by `kdist run`, where gradients are clipped after the sum",
-                    ", ".join(settings), type(optimizer).__name__,
-                )  # fmt: skip
+                once.warning(
+                    f"{', '.join(settings)} of {type(optimizer).__name__} clips each replica's own gradients, before "
+                    "they are summed: not as in one process. Fix: one process a device, by `kdist run`, where "
+                    "gradients are clipped after the sum"
+                )
+
+
+def _batch(given: Mapping[str, Any], used: Mapping[str, Any], options: ScalingOptions) -> str:
+    """Returns how a `fit` distributes batches, for the log.
+
+    Args:
+        given: mapping, the user's arguments.
+        used: mapping, those of global batches.
+        options: `ScalingOptions`.
+    """
+    replicas, size = options.num_replicas, used.get("batch_size")
+    if not options.scale_batch:
+        return f"each of yours / {replicas} replicas (scale_batch=False)"
+    if size:
+        return f"{size // replicas} x {replicas} replicas = {size}"
+    is_split = used.get("x") is given.get("x")  # a `DataLoader`
+    return f"{'each of yours /' if is_split else 'one of yours x'} {replicas} replicas"
 
 
 def _rate_in_update(rate: EffectiveRate, num_fits: tf.Variable) -> Any:
@@ -153,33 +168,28 @@ class WarmupCallback(keras.callbacks.Callback):
         self._options = options
         self._rates = rates
         self._num_steps = 0
+        self._is_reported = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Sets the warm-up where the steps are known, and reports."""
-        options, steps = self._options, self.params.get("steps")
-        if steps is not None or not options.warmup_epochs:  # without warm-up epochs the steps do not matter
-            self._set_warmup(steps or 0)
-        for rate in self._rates.all():
-            if not rate.is_reported:
-                rate.is_reported = True
-                how = "times as large" if options.scale_batch else "split (scale_batch=False)"
-                logger.info("batch: %d replicas in one process: %s", options.num_replicas, how)
-                name, rule = type(rate.optimizer).__name__, rate.rule
-                logger.info("learning rate of %s: times %.4g (%s)", name, rule.factor, rule.why)
+        """Sets the warm-up where the steps are known, and reports the rate of the only optimizer."""
+        self._set_warmup(self.params.get("steps"))
+        if len(self._rates.all()) == 1:
+            self._report()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts the steps."""
+        """Counts the steps, and reports after the first one."""
         self._num_steps = batch + 1
+        self._report()  # of several optimizers it is known by now which ones update
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds `effective_learning_rate` where it differs from the user's."""
         self._set_warmup(self._num_steps)
-        rates = self._rates.all()
-        if logs is not None and rates and rates[0].is_scaled:
-            logs["effective_learning_rate"] = rates[0].effective()
+        self._rates.add_to_logs(logs)
 
-    def _set_warmup(self, steps_per_epoch: int) -> None:
-        epochs = self.params.get("epochs", 1)
-        for rate in self._rates.all():
-            if not rate.warmup_is_known:
-                rate.set_warmup(num_warmup_steps(self._options.warmup_epochs, epochs, steps_per_epoch))
+    def _set_warmup(self, steps_per_epoch: int | None) -> None:
+        self._rates.set_warmup(self._options.warmup_epochs, self.params, steps_per_epoch)
+
+    def _report(self) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            self._rates.report()

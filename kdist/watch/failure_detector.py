@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kdist.restarts.report import Kind
 
 _GRACE = 3.0  # seconds that the launcher has to end the job by itself after a rank died
 _SETTLED = 2.0  # seconds after which a rank that waits for an impossible collective is reported
 _SKEW = 60.0  # seconds after which ranks in different collectives are not merely one step apart
+_MAX_STATES = 3  # of ranks at fault that a sentence tells of
 
 IN_A_GRAPH = "a collective of a graph"
 """What a rank waits in if no more is known of it, and the beginning of a text that has more."""
@@ -114,9 +115,9 @@ def _finished_early(reports: Sequence[RankReport]) -> Failure | None:
     return Failure(
         True,
         _ranks(early),
-        f"{_names(waiting)} is in {_place(waiting[0])}; {_names(early)} has ended its script. Received: an exit on "
-        "some ranks only. Expected every rank to make the same calls. Fix: look for `sys.exit`, or for a "
-        "branch on the rank, around fit, evaluate, predict or an optimizer's apply.",
+        f"{_names(early)} has ended its script; {_names(waiting)} is in {_place(waiting[0])}. Received: an exit on "
+        "some ranks only. Expected every rank to make the same calls. Fix: look for `sys.exit`, or for a branch on the "
+        "rank, around fit, evaluate, predict or an optimizer's apply.",
     )
 
 
@@ -197,10 +198,10 @@ def _stalled(reports: Sequence[RankReport], stall_timeout: float | None, is_stri
     return Failure(
         fatal,
         _ranks(at_fault),
-        f"{_names(others)} waits in {_place(others[0])} for {seconds:.0f} s. Received: "
-        f"{'; '.join(map(_state, at_fault))}. Expected every rank to arrive within stall_timeout={stall_timeout:g} "
-        f"s. Fix: {'remove' if fatal else 'check'} what blocks it; kdist.scope(stall_timeout=...) allows more time, "
-        "None any time.",
+        f"{_states(at_fault, _state)}; {_names(others)} waits in {_place(others[0])} for {seconds:.0f} s. Received: no "
+        f"call of {len(at_fault)} of {len(reports)} ranks. Expected every rank to arrive within "
+        f"stall_timeout={stall_timeout:g} s. Fix: {'remove' if fatal else 'check'} what blocks it; "
+        "kdist.scope(stall_timeout=...) allows more time, None any time.",
         Kind.STALL,
         _stacks(at_fault),
     )
@@ -217,9 +218,9 @@ def _lost_at_exit(reports: Sequence[RankReport], stall_timeout: float | None) ->
     return Failure(
         True,
         _ranks(left),
-        f"{_names(finished)} has finished and waits at exit. Received: {'; '.join(map(_no_heartbeat, left))}. Expected "
-        f"a heartbeat within stall_timeout={stall_timeout:g} s. Fix: check its host, and what its script does at the "
-        "end; kdist.scope(stall_timeout=...) allows more time, None any time.",
+        f"{_states(left, _no_heartbeat)}; {_names(finished)} has finished and waits at exit. Received: no heartbeat of "
+        f"{len(left)} of {len(reports)} ranks. Expected one within stall_timeout={stall_timeout:g} s. Fix: check its "
+        "host, and what its script does at the end; kdist.scope(stall_timeout=...) allows more time, None any time.",
         Kind.STALL,
     )
 
@@ -233,11 +234,17 @@ def _has_no_heartbeat(report: RankReport) -> bool:
     return report.heartbeat_age > report.elapsed / 2 and report.heartbeat_age > _GRACE
 
 
+def _states(reports: Sequence[RankReport], described: Callable[[RankReport], str]) -> str:
+    """Returns what ranks at fault do. A report begins with it: of the first of them `kdist run` names the output."""
+    more = [f"{len(reports) - _MAX_STATES} other ranks do not arrive"] if len(reports) > _MAX_STATES else []
+    return "; ".join([*map(described, reports[:_MAX_STATES]), *more])
+
+
 def _state(report: RankReport) -> str:
     if _has_no_heartbeat(report):
         return _no_heartbeat(report)
     cpu = "uses the CPU" if report.busy else "is idle"
-    place = f" at {report.stack[-1]}" if report.stack else ", stack unknown"
+    place = f" in {report.place}" if report.place else f" at {report.stack[-1]}" if report.stack else ", stack unknown"
     return f"rank {report.rank} makes no collective for {report.elapsed:.0f} s and {cpu}{place}"
 
 

@@ -1,5 +1,6 @@
 """`kdist check`: the smoke test passes, and a script that fails does not."""
 
+import re
 import sys
 
 import pytest
@@ -39,6 +40,8 @@ def test_a_user_script_that_fails(tmp_path):
     done = spmd.execute([*COMMAND, str(tmp_path / "mine.py")], timeout=60)
     assert done.returncode == 5
     assert "kdist check: failed with exit code 5" in done.output
+    assert re.search(r"^kdist check: rank [01] of 2 on host \S+ exited with code 5$", done.output, re.MULTILINE)
+    assert "prterun" not in done.output  # mpirun's own box
 
 
 def test_zero_ranks_are_refused():

@@ -9,7 +9,7 @@ import pytest
 import kdist
 from kdist.cli import main as cli
 from kdist.cli.main import make_parser
-from kdist.cli.script import parse
+from kdist.cli.script import file_of, parse
 from tests.helpers import spmd
 
 
@@ -197,6 +197,18 @@ def test_a_script_that_is_called_python_is_a_script(tmp_path, monkeypatch):
     (tmp_path / "python").write_text("")
     monkeypatch.chdir(tmp_path)
     assert parse(["python", "x"]) == (["python", "x"], False)
+
+
+def test_the_file_of_a_module_is_found_without_an_import(tmp_path, monkeypatch):
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    for name in ("__init__", "inner/__main__", "train"):
+        (tmp_path / "outer" / f"{name}.py").write_text("raise AssertionError")
+    monkeypatch.chdir(tmp_path)
+    assert file_of("outer.train") == str(tmp_path / "outer" / "train.py")
+    assert file_of("outer.inner") == str(tmp_path / "outer" / "inner" / "__main__.py")
+    assert file_of("kdist.cli.main") == cli.__file__
+    for missing in ("outer", "outer.train.x", "no_such_package.x"):
+        assert file_of(missing) == ""
 
 
 @pytest.mark.starts_processes  # `mpirun --version`

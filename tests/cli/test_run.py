@@ -27,6 +27,7 @@ if info.rank == 1 or "all" in how:
 if "wait" in how:
     if "mpi" in how: MPI.COMM_WORLD.Barrier()
     time.sleep(300)
+if "noise" in how: print("I0000 00:00:1795632424.849653 705 port.cc:153] oneDNN is on.", file=sys.stderr)
 """
 
 
@@ -67,12 +68,14 @@ def test_output_has_the_files_of_every_rank(script, tmp_path):
 
 
 def test_tee_shows_all_ranks_with_rank_and_time(script, tmp_path):
-    done = run("--tee", "--output", str(tmp_path), script, "mpi")
+    done = run("--tee", "--output", str(tmp_path), script, "mpi noise")
     assert done.returncode == 0, done.output
     for rank in range(2):
-        for line in (f"out {rank} of 2 ['mpi'] None", f"err {rank}"):
+        for line in (f"out {rank} of 2 ['mpi noise'] None", f"err {rank}"):
             assert re.search(rf"^\[rank {rank} \d\d:\d\d:\d\d\] {re.escape(line)}$", done.output, re.M), done.output
-    assert (tmp_path / "rank1.out").read_text() == "out 1 of 2 ['mpi'] None\n"
+    assert (tmp_path / "rank1.out").read_text() == "out 1 of 2 ['mpi noise'] None\n"
+    assert done.output.count("oneDNN is on") == 1, done.output  # of rank 0
+    assert "oneDNN is on" in (tmp_path / "rank1.err").read_text()
 
 
 def test_lines_with_a_label():
@@ -135,10 +138,12 @@ def test_a_rank_that_crashes_is_reported(script):
 
 
 def test_a_module(tmp_path):
-    (tmp_path / "a_module.py").write_text("import sys; print(sys.argv[1:], __name__)")
-    done = run("-m", "a_module", "-np", "9", env={"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 0, done.output
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "__main__.py").write_text("import sys\nprint(sys.argv[1:], __name__)\nsys.exit(1 / 0)")
+    done = run("-m", "a_package", "-np", "9", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1, done.output
     assert "['-np', '9'] __main__" in done.output
+    assert " raised ZeroDivisionError in __main__.py:3; " in done.output.splitlines()[-1]
 
 
 def test_hosts_and_launcher_args(script, tmp_path):

@@ -11,6 +11,7 @@ from tests.helpers import spmd
 
 README = spmd.ROOT / "README.md"
 PAGES = {"README": README, **guide.PAGES}
+OTHER_PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md")
 
 _FENCE = re.compile(r"^( *)```.*?^\1```$|^<!--.*?-->$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.docs import prose
+from tests.helpers import spmd
 
 WORDS_A_SENTENCE = 35
 COLUMNS, COLUMNS_OF_CODE, LINES_OF_README = 120, 88, 120
@@ -150,6 +151,11 @@ def test_sentences_are_short(page):
 
 def test_lines_are_narrow(page):
     assert too_wide(page.read_text()) == []
+
+
+@pytest.mark.parametrize("name", prose.OTHER_PAGES)
+def test_lines_of_other_pages_are_narrow(name):
+    assert too_wide((spmd.ROOT / name).read_text()) == []
 
 
 def test_words_are_those_of_the_field(page):

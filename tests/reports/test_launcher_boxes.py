@@ -92,9 +92,15 @@ def test_the_summary_ends_with_the_fix_that_kdist_knows():
     error = "kdist.errors.DataError: No. Received: 1. Expected 2. Fix: `a Fix: b`, or c.\n"
     assert summary(REPORT.replace("ValueError: boom\n", error)).splitlines()[1:] == ["Fix: b`, or c."]
     assert "\n" not in summary(REPORT.replace("ValueError: boom", "ValueError: Fix: it"))
+    misspelled = "TypeError: scope() has no argument 'a'. Received: a. Expected one of b. Fix: did you mean b?"
+    assert summary(REPORT.replace("ValueError: boom", misspelled)).endswith("\nFix: did you mean b?")
     ended = "[kdist] rank 0 of 2 on host vm ends the job: rank 1 died. Received: nothing. Fix: read.\n"
-    assert summary(ended) == (
-        f"rank 0 of 2 on host vm ended the job: rank 1 died; the job's exit code is 1{HINT}\nFix: read."
+    assert summary(ended) == f"rank 1 died; the job's exit code is 1{HINT}\nFix: read."
+    assert "; its output is in logs/rank1.err, " in summary(ended, "logs")
+    both = "Ranks differ. Received: rank 0 is in a.py:3; rank 1 is in b.py:4. Expected one call. Fix: look.\n"
+    assert summary(f"[kdist] rank 0 of 2 on host vm ends the job: {both}", "logs") == (
+        "Ranks differ: rank 0 is in a.py:3; rank 1 is in b.py:4; the job's exit code is 1; the output of each rank "
+        "is in logs\nFix: look."
     )
 
 

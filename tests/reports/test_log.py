@@ -46,7 +46,24 @@ def test_an_unknown_level_is_told(monkeypatch, capsys):
     monkeypatch.setenv("KDIST_LOG", "loud")
     with unconfigured():
         show_log(CHIEF)
-    assert "Received: 'loud'. Expected one of debug, info, warning, error." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Received: KDIST_LOG='loud'. Expected one of debug, info, warning, error. Fix: set one of these" in said
+
+
+@pytest.mark.parametrize("of", ["kdist", ""])
+def test_the_level_counts_with_a_handler_of_the_users(of, monkeypatch):
+    monkeypatch.setenv("KDIST_LOG", "warning")
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    with unconfigured() as log:
+        logging.getLogger(of).addHandler(handler)
+        log.setLevel("INFO")
+        show_log(CHIEF)
+        log.info("info")
+        log.warning("warning")
+        assert log.handlers == [handler] * bool(of)
+    assert said == ["warning"]
 
 
 def test_the_same_text_is_said_once(caplog):

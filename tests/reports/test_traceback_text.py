@@ -32,3 +32,17 @@ def test_an_error_within_kdist_alone_keeps_its_frames():
         exec(code)
     trace = found.value.__traceback__.tb_next
     assert kdist.__file__ in traceback_text(ValueError, found.value, trace, {})
+
+
+@pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
+def test_frames_of_keras_on_the_way_are_left_out(packages):
+    names = {}
+    for name, body in (("inner", "raise ValueError('boom')"), ("outer", "inner()")):
+        file = f"/usr/lib/python3/{packages}/keras/src/{name}.py"
+        exec(compile(f"def {name}():\n    {body}", file, "exec"), names)
+    with pytest.raises(ValueError, match="boom") as found:
+        names["outer"]()
+    text = traceback_text(ValueError, found.value, found.value.__traceback__, {})
+    assert "outer.py" not in text
+    assert "inner.py" in text
+    assert __file__ in text

@@ -145,6 +145,48 @@ def mirrored() -> None:
     assert len(history["loss"]) == 2
     assert any("first batch of a generator" in line for line in said), said
     assert any("clipnorm of SGD clips each replica's own gradients" in line for line in said), said
+    _two_of_three_optimizers()
+
+
+def _two_of_three_optimizers() -> None:
+    """As of a GAN, whose `compile` makes an optimizer that no step uses."""
+
+    class Adversarial(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers_of_each = [keras.layers.Dense(2), keras.layers.Dense(2)]
+            for layer in self.layers_of_each:
+                layer.build((None, 5))
+            self.built = True
+
+        def compile(self, *optimizers: Any) -> None:
+            super().compile()
+            self.first, self.second = optimizers
+            for optimizer, layer in zip(optimizers, self.layers_of_each, strict=True):
+                optimizer.build(layer.trainable_variables)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            for optimizer, layer in zip((self.first, self.second), self.layers_of_each, strict=True):
+                with tf.GradientTape() as tape:
+                    loss = keras.ops.mean((layer(x) - y) ** 2)
+                weights = layer.trainable_variables
+                optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    with logged() as said, kdist.scope("mirrored", warmup_epochs=0):
+        model = Adversarial()
+        model.compile(keras.optimizers.SGD(0.1, name="one"), keras.optimizers.Adam(0.01, name="other"))
+        for _ in range(2):
+            history = model.fit(*rows(), batch_size=BATCH, verbose=0).history
+    assert history["effective_learning_rate_one"] == pytest.approx([0.2])
+    assert history["effective_learning_rate_other"] == pytest.approx([0.01 * 2**0.5])
+    assert said.count(f"batch: {BATCH} x 2 replicas = {2 * BATCH}") == 1, said
+    told = [line for line in said if line.startswith("learning rate of ")]
+    assert [line.partition(" by")[0] for line in told] == [
+        "learning rate of SGD: 0.1 x 2 = 0.2",
+        "learning rate of Adam: 0.01 x 1.414 = 0.01414",
+    ]
 
 
 def _resumed_in_the_warmup() -> None:

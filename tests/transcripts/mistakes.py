@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,11 +32,12 @@ class Mistake:
     """A command with a mistake in it, or in its script.
 
     Attributes:
-        command: str, as typed after `kdist`.
+        command: str, as typed after `kdist`; DIR is a new directory.
         code: int, its exit code.
         env: mapping, the variables that are set.
         needs_jax: bool, whether its script imports JAX, which tests hide from ranks.
         is_any_rank: bool, whether either rank may report it: both make the same mistake.
+        ends_with: str, a regular expression of the last line where kdist knows no fix: it is the line to look at.
     """
 
     command: str
@@ -43,7 +45,11 @@ class Mistake:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_any_rank: bool = False
     needs_jax: bool = False
+    ends_with: str = r"\bFix: |; did you mean "
 
+
+_RAISED = r" raised \w+ in \w+\.py:\d+; "  # an error of the script's own
+_EXITED = " exited with code 1: --epochs must be given; "
 
 MISTAKES = {
     # Of the command line: nothing is started.
@@ -57,19 +63,22 @@ MISTAKES = {
     "too_few_slots": Mistake("run -H localhost:2 -np 4 scope_only.py", 2),
     "unknown_strategy": Mistake("run -np 2 --strategy mip scope_only.py", 2),
     "wrong_value_of_a_variable": Mistake("run -np 2 scope_only.py", 2, {"KDIST_SCALE_LR": "lots"}),
+    "unknown_level": Mistake("run -np 2 scope_only.py", 2, {"KDIST_LOG": "loud"}),
     "unknown_option_of_mpirun": Mistake("run -np 2 --launcher-args=--no-such-option scope_only.py", 213),
     # Of scripts that do not get as far as TensorFlow.
-    "missing_module": Mistake("run -np 2 missing_module.py", 1, is_any_rank=True),
+    "missing_module": Mistake("run -np 2 missing_module.py", 1, is_any_rank=True, ends_with=_RAISED),
     "bad_option": Mistake("run -np 2 bad_option.py", 1, is_any_rank=True),
     "misspelled_argument": Mistake("run -np 2 misspelled_argument.py", 1, is_any_rank=True),
-    "exit_with_a_message": Mistake("run -np 2 exit_with_a_message.py", 1, is_any_rank=True),
+    "exit_with_a_message": Mistake("run -np 2 exit_with_a_message.py", 1, is_any_rank=True, ends_with=_EXITED),
     "breakpoint_on_two_ranks": Mistake("run -np 2 breakpoint_on_two_ranks.py", 0),
-    "interrupted": Mistake("run -np 2 interrupted.py", 130),
+    "interrupted": Mistake("run -np 2 interrupted.py", 130, ends_with="^kdist: SIGINT: the job has ended$"),
     "rank_killed": Mistake("run -np 2 rank_killed.py", 137),
     "rank_killed_over_collectives": Mistake("run -np 2 --strategy collective rank_killed.py", 137),
     "rank_killed_over_horovod": Mistake("run -np 2 --strategy horovod rank_killed.py", 137),
     "rank_killed_over_gloo": Mistake("run -np 2 --strategy horovod --launcher-args=--gloo rank_killed.py", 1),
-    "all_but_one_raise": Mistake("run -np 3 --strategy collective all_but_one_raise.py", 1, is_any_rank=True),
+    "all_but_one_raise": Mistake(
+        "run -np 3 --strategy collective all_but_one_raise.py", 1, is_any_rank=True, ends_with=_RAISED
+    ),
     "rank_exits_without_a_word": Mistake("run -np 2 rank_exits_without_a_word.py", 5),
     # Of whole trainings.
     "misspelled_variable": Mistake("run -np 1 scope_only.py", 0, {"KDIST_SCALE_RL": "linear"}),
@@ -79,8 +88,10 @@ MISTAKES = {
     "wrong_indent": Mistake("run -np 2 wrong_indent.py", 0),
     "unseeded_split": Mistake("run -np 2 unseeded_split.py", 1, is_any_rank=True),
     "evaluate_on_one_rank": Mistake("run -np 2 evaluate_on_one_rank.py", 1),
+    "evaluate_between_fits": Mistake("run -np 2 evaluate_between_fits.py", 1),
+    "stall": Mistake("run -np 2 --output DIR stall.py", 1),
     "file_of_all_ranks": Mistake("run -np 2 file_of_all_ranks.py", 1, is_any_rank=True),
-    "rank_raises": Mistake("run -np 2 rank_raises.py", 1),
+    "rank_raises": Mistake("run -np 2 rank_raises.py", 1, ends_with=_RAISED),
     "rank_ends_early": Mistake("run -np 2 rank_ends_early.py", 1),
 }
 
@@ -92,14 +103,16 @@ def transcript(name: str) -> str:
         name: str, a key of `MISTAKES`.
     """
     mistake = MISTAKES[name]
-    kdist = [sys.executable, "-m", "kdist.cli.main", *mistake.command.split()]
+    kdist = [sys.executable, "-m", "kdist.cli.main"]
     # The lines that tell of the start, and of a slow one, are not of interest.
     packages = spmd.EVERY_PACKAGE if mistake.needs_jax else spmd.RANK_ENVIRONMENT
     path = os.pathsep.join(filter(None, (str(HERE.parents[1]), packages["PYTHONPATH"])))  # this checkout's kdist
     env = {**spmd.RANK_ENVIRONMENT, "PYTHONPATH": path, "KDIST_LOG": "warning", "COLUMNS": "100", **mistake.env}
-    done = spmd.execute([sys.executable, "-c", _INTERRUPTIBLE, *kdist], env=env, cwd=SCRIPTS, timeout=300)
+    with tempfile.TemporaryDirectory() as directory:
+        words = mistake.command.replace("DIR", directory).split()
+        done = spmd.execute([sys.executable, "-c", _INTERRUPTIBLE, *kdist, *words], env=env, cwd=SCRIPTS, timeout=300)
     assert not done.timed_out, done.output
-    said = said_by_kdist(done.output, is_any_rank=mistake.is_any_rank)
+    said = said_by_kdist(done.output.replace(directory, "DIR"), is_any_rank=mistake.is_any_rank)
     variables = "".join(f"{variable}={value} " for variable, value in mistake.env.items())
     return "\n".join([f"$ {variables}kdist {mistake.command}", *said, f"exit code {done.returncode}", ""])
 
@@ -108,8 +121,10 @@ _OF_KDIST = re.compile(r"(\[kdist\] |kdist( \S+)?: )")
 _OF_A_LAUNCHER = re.compile(r"-{60,}|(?!kdist: ).*(prterun|mpirun|MPI_ABORT|exit with status code|remaining workers)")
 _TRACEBACK = "Traceback (most recent call last):"
 _MARKERS = re.compile(r"[\s~^]+")  # below a line of a traceback, from Python 3.11 on
-# What a busy machine says: of a start that is slow, of ranks that share cores.
-_OF_A_BUSY_MACHINE = re.compile(r"have not started|no rank has reached kdist.scope\(\) for|share \d+ core")
+# What a busy machine says: of a start that is slow, of ranks that share cores, of a rank that is late.
+_OF_A_BUSY_MACHINE = re.compile(
+    r"have not started|no rank has reached kdist.scope\(\) for|share \d+ core|Fix: check what blocks it"
+)
 
 
 def said_by_kdist(output: str, *, is_any_rank: bool) -> list[str]:

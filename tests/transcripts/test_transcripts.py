@@ -9,9 +9,6 @@ import pytest
 
 from tests.transcripts.mistakes import EXPECTED, MAX_LINES, MISTAKES, SCRIPTS, said_by_kdist, transcript
 
-# What to do, the line to look at, or the script's own words; after Ctrl-C there is nothing to do.
-WHAT_TO_DO = re.compile(r"Fix: |did you mean|in \w+\.py:\d+; |exited with code 1: |: the job has ended")
-
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_end_of_the_job_is_as_expected(name):
@@ -24,7 +21,18 @@ def test_it_is_short_and_ends_with_what_to_do(name):
     assert command.endswith(f"kdist {MISTAKES[name].command}")
     assert code == f"exit code {MISTAKES[name].code}"
     assert 0 < len(said) <= MAX_LINES
-    assert WHAT_TO_DO.search(said[-1]), said[-1]
+    assert re.search(MISTAKES[name].ends_with, said[-1]), said[-1]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_cause_comes_first(name):
+    _, first, *others, _ = (EXPECTED / f"{name}.txt").read_text().splitlines()
+    assert first.startswith("kdist") or first.startswith("[kdist] ") or name == "unknown_option_of_mpirun"
+    for line in others:  # the end repeats it
+        what, is_summary, _ = line.removeprefix("kdist: ").partition("; the job's exit code is ")
+        if is_summary:
+            cause = re.sub(r" in \w+\.py:\d+$", "", what).partition(": ")[0]
+            assert cause in first
 
 
 def test_each_file_is_of_a_mistake():

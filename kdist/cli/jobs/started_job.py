@@ -25,7 +25,7 @@ from kdist.launchers.standby import Standby
 from kdist.reports import scope_marks
 from kdist.reports.first_failure import FailureMonitor
 from kdist.reports.job_failure import JobFailure
-from kdist.reports.launcher_boxes import BoxFilter, UnlabelledFilter
+from kdist.reports.launcher_boxes import filters
 from kdist.restarts import report, request
 from kdist.restarts.event_lines import Muted
 from kdist.restarts.report import Failure, Kind, append_failure
@@ -39,7 +39,7 @@ class JobToStart:
         options: the parsed arguments.
         node: `Node` or `None`, this machine's place among several.
         program: function of the other arguments of `worker.program`.
-        script: str, the script's path; empty for a module.
+        script: str, the path of the script or module; empty if it is unknown.
         name: str, what distinguishes it, started once or again, from other jobs.
     """
 
@@ -98,13 +98,11 @@ def started(
             make_directory(output)
         monitor = stack.enter_context(contextlib.closing(FailureMonitor(running)))
         failure = JobFailure(what.script, "" if what.is_on_several_hosts else platform.node())
-        boxes = BoxFilter(failure) if command.prints_boxes else None
-        shown = UnlabelledFilter(failure) if command.prints_labels else boxes
+        shown, stdout = filters(failure, boxes=command.prints_boxes, labels=command.prints_labels)
         stderr = shown if watched is None else watched.filtered(shown)
         if standby and stderr is not None:  # the job that runs owns the terminal
             stderr = muted = Muted(stderr)
             begin.callback(muted.unmute)
-        stdout = UnlabelledFilter(failure) if command.prints_labels else None
         job = stack.enter_context(process.started(command, stderr, stdout, reads_input=not standby))
         yield StartedJob(
             command, job, running, monitor, failure, output, watched, begin.close, waiting, notice,

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn, TextIO, TypeVar
+from typing import IO, Any, Literal, NoReturn, TextIO, TypeVar
 
 from kdist._suggestions import with_suggestions
 from kdist.errors import EngineError, LaunchError
@@ -36,7 +36,7 @@ def launch(
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    strategy: str | None = None,
+    strategy: Literal["auto", "single", "mpi", "horovod", "collective", "parameter_server"] | None = None,
     hosts: str | None = None,
     output: str | Path | None = None,
     env: Mapping[str, str] | None = None,
@@ -52,7 +52,7 @@ def launch(
         np: int, the number of ranks.
         args: sequence, its positional arguments.
         kwargs: mapping or `None`, its keyword arguments.
-        strategy: str or `None`, as `kdist run --strategy`.
+        strategy: as `kdist run --strategy`, or `None`.
         hosts: str or `None`, as `kdist run -H`: `"a:2,b:2"`. On other hosts the temporary directory of this one must
             exist, as on a shared disk: set `TMPDIR`.
         output: path or `None`, a directory for the output of every rank, as `kdist run --output`.

@@ -1,2 +1,2 @@
-x = 41
-breakpoint()
+for _ in range(3):
+    breakpoint()
