@@ -36,11 +36,11 @@ def whole_norms(outer: keras.optimizers.Optimizer, are_parts: Sequence[bool], en
         totals = tf.where(is_part, totals, own)
         if optimizer.clipnorm:
             factors = tf.unstack(optimizer.clipnorm / tf.maximum(tf.sqrt(totals), optimizer.clipnorm))
-        else:
-            norm, most = tf.sqrt(tf.reduce_sum(totals)), tf.constant(optimizer.global_clipnorm, tf.float64)
-            factor = most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm)  # NaN if the norm is not finite
-            factors = [factor] * len(sums)
-        return [_times(each, factor) for each, factor in zip(gradients, factors, strict=True)]
+            return [_times(each, factor) for each, factor in zip(gradients, factors, strict=True)]
+        norm, most = tf.sqrt(tf.reduce_sum(totals)), tf.constant(optimizer.global_clipnorm, tf.float64)
+        factor = most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm)  # NaN if the norm is not finite
+        # Sparse ones become dense here, as in Keras: Adam then squares the sum of a row's readings.
+        return [_times(tf.convert_to_tensor(each), factor) for each in gradients]
 
     def check_finite(gradients: Sequence[Any]) -> tf.Tensor:
         wrong = [tf.reduce_any(~tf.math.is_finite(_values(each))) for each in gradients if each is not None]

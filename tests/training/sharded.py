@@ -8,7 +8,7 @@ import functools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,13 +23,40 @@ from kdist._process import open_engine
 from kdist.errors import KDistError
 from kdist.keras_hooks.variables import raw_variable
 from kdist.sharding import gradients
+from kdist.sharding import optimizer as sharded_optimizer
 from tests.training import fidelity
 from tests.training.features import FEATURES
 from tests.training.fidelity import BATCH, both, compare, fed, fit_alone, fresh, mlp, outcome, rows, size, state_of
 
 
+@contextlib.contextmanager
+def messages_of_large_models() -> Iterator[list[int]]:
+    """Lets small models send as large ones do: each rank gets its part of the sums, in a message for a layer or two.
+
+    Yields:
+        A list to which each message of parts adds how many gradients it has, as graphs are traced.
+    """
+    engine, small, sent = open_engine(kdist.cluster_info()), 1e-4, []
+    reduce_scatter = engine.reduce_scatter
+
+    def noted(tensors: Any) -> Any:
+        sent.append(len(tensors))
+        return reduce_scatter(tensors)
+
+    engine.__dict__["reduce_scatter"] = noted
+    try:
+        with (
+            mock.patch.object(gradients, "SMALL_BYTES", 0),
+            mock.patch.object(gradients, "BUCKET_MB", small),
+            mock.patch.object(sharded_optimizer, "BUCKET_MB", small),
+        ):
+            yield sent
+    finally:
+        del engine.__dict__["reduce_scatter"]
+
+
 def sharded(function: Callable[[], None]) -> Callable[[], None]:
-    """Returns a case whose scopes of N ranks have optimizers in parts."""
+    """Returns a case whose scopes of N ranks have optimizers in parts, and send as those of large models do."""
 
     @functools.wraps(function)
     def run() -> None:
@@ -41,7 +68,8 @@ def sharded(function: Callable[[], None]) -> Callable[[], None]:
 
         kdist.scope = in_parts
         try:
-            function()
+            with messages_of_large_models():
+                function()
         finally:
             kdist.scope = scope
 
@@ -155,6 +183,64 @@ def sparse_gradients() -> None:
             return fit_alone(model, fed("arrays", (tokens, y), batch))
 
         both(script, strategy=SHARD)
+
+
+@case
+def gradients_of_large_models() -> None:
+    """Ranks get parts of some sums and all of others in one message: of sparse gradients, and where weights are whole.
+
+    Some weights are cut by rows and others anywhere; statistics of a layer travel with them.
+    """
+    generator = np.random.default_rng(0)
+    n = 2 * size() * BATCH + 3
+    tokens, y = generator.integers(0, 50, size=(n, 4)), generator.normal(size=(n, 1))
+
+    def script(batch: int, name: str) -> dict[str, Any]:
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        inner = [keras.layers.Flatten(), keras.layers.Dense(40, "tanh"), norm, keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,), dtype="int64"), keras.layers.Embedding(50, 3), *inner])
+        fidelity.deterministic_weights(model)
+        optimizer = ALL_OPTIMIZERS[name]()
+        optimizer.global_clipnorm = 0.05 if name != "momentum" else None  # Keras' norm is of each reading of a row
+        model.compile(optimizer, "mse")
+        return fit_alone(model, fed("arrays", (tokens, y), batch))
+
+    for name, options, is_cut in (
+        ("adam", {}, True),
+        ("momentum", {"sparse_as_dense": True, "bucket_mb": 1e-3}, True),
+        ("lamb", {}, False),
+    ):
+        with messages_of_large_models() as sent:
+            both(functools.partial(script, name=name), strategy=dataclasses.replace(SHARD, **options))
+        assert (len(sent) > 1) == is_cut, (name, sent)
+
+
+@case
+def gradients_of_16_bits_in_parts() -> None:
+    """Near what they are in full, not equal, and to the bit the same on all ranks."""
+    x, y = fidelity.sequences()
+
+    def script(batch: int) -> dict[str, Any]:
+        model = fidelity.sequence_model()
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        return fit_alone(model, fed("arrays", (x, y), batch))
+
+    plain = fidelity.of_the_chief(lambda: script(size() * BATCH))
+    engine = open_engine(kdist.cluster_info())
+    for compression, is_large in (("fp16", True), ("bf16", True), ("bf16", False)):
+        fresh()
+        sending = messages_of_large_models() if is_large else contextlib.nullcontext([])
+        strategy = dataclasses.replace(SHARD, compression=compression)
+        with sending as sent, kdist.scope(strategy, scale_lr=None):
+            ours = script(BATCH)
+        assert bool(sent) == is_large
+        weights = [each.tolist() for each in ours["weights"]]
+        assert all(theirs == weights for theirs in engine.gather_objects(weights))
+        error = max(
+            float(np.max(np.abs(one - other)) / np.max(np.abs(one)))
+            for one, other in zip(plain["weights"], ours["weights"], strict=True)
+        )
+        assert 1e-7 < error < 2 * 2.0 ** -{"fp16": 11, "bf16": 8}[compression], (compression, error)
 
 
 @case
@@ -515,9 +601,11 @@ def messages_do_not_depend_on_a_ranks_number_of_slices() -> None:
         data = tf.data.Dataset.from_tensor_slices((ids, y)).batch(batch)
         return outcome(model, model.fit(data, epochs=2, verbose=0))
 
-    dense = 8 * (12 * 8 + 8 + 8 + 1)  # bytes
-    with mock.patch.object(gradients, "SMALL_BYTES", dense + 8 * 3 * 4 * BATCH):
-        both(script, strategy=SHARD)
+    dense, slices = 8 * (12 * 8 + 8 + 8 + 1), 8 * 3 * 4 * BATCH  # bytes
+    for limit in (dense, dense + slices):
+        with messages_of_large_models() as sent, mock.patch.object(gradients, "SMALL_BYTES", limit):
+            both(script, strategy=dataclasses.replace(SHARD, bucket_mb=1.0))
+        assert bool(sent) == (limit == dense), sent
 
 
 @case
