@@ -112,6 +112,11 @@ class ShardedOptimizer:
                 raw.assign(tf.reshape(value, raw.shape))
                 part.free()
 
+    def free(self) -> None:
+        """Gives the memory of the parts back; weights stay as they are."""
+        for part in self.parts.values():
+            part.free()
+
     # Slots; see `SlotsInParts`.
 
     def has(self, variable: Any) -> bool:
@@ -229,8 +234,7 @@ class ShardedOptimizer:
                     self._table_slots[id(slot)] = slot, tables[id(variable)]
                 else:
                     self._slots[id(slot)] = slot, by_variable[id(variable)]
-            for part in parts:
-                part.free()
+            self.free()
         check_shared_variables(optimizer, [slot for slot, _ in self._slots.values()])
         set_trained_variables(optimizer, weights)
 

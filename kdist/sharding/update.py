@@ -12,7 +12,14 @@ import tensorflow as tf
 
 from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import table_of
-from kdist.keras_hooks.optimizers import TRAINED, innermost, is_elementwise, iterations
+from kdist.keras_hooks.optimizers import (
+    TRAINED,
+    accumulates_as_keras,
+    innermost,
+    is_elementwise,
+    is_update_due,
+    iterations,
+)
 from kdist.keras_hooks.patching import patched
 from kdist.sharding.gradients import PartReducer
 from kdist.sharding.norms import whole_norms
@@ -63,6 +70,7 @@ class ShardedReduce(Reduce):
         for part in found.parts.values():
             part.load()
         update.variables = found.seen(weights)
+        sets_weights = _sets_weights(update.optimizer)
         count = tf.identity(iterations(optimizer).value)
         are_parts = [True] * sum(each is not None for each in update.gradients)
         with (
@@ -71,7 +79,10 @@ class ShardedReduce(Reduce):
             _updating_parts(update.optimizer, found),
         ):
             result = proceed()
-        found.gather()
+        if sets_weights is None:
+            found.gather()
+        else:
+            tf.cond(sets_weights, found.gather, found.free)
         gradients, update.variables = update.gradients, weights
         constrained = [
             weight
@@ -86,6 +97,13 @@ class ShardedReduce(Reduce):
         if constrained:  # unless a loss scale has skipped the update
             tf.cond(tf.not_equal(iterations(optimizer).value, count), constrain, lambda: None)
         return result
+
+
+def _sets_weights(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns whether this step changes weights, a `bool` scalar; `None` if all steps may."""
+    if not accumulates_as_keras(optimizer) or (optimizer.use_ema and optimizer.ema_overwrite_frequency):
+        return None
+    return is_update_due(optimizer)
 
 
 @contextlib.contextmanager

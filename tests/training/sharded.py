@@ -244,6 +244,32 @@ def gradients_of_16_bits_in_parts() -> None:
 
 
 @case
+def weights_travel_with_their_update() -> None:
+    """Not in steps that accumulate gradients, unless averages take the weights' place there."""
+    engine = open_engine(kdist.cluster_info())
+    allgather = engine.allgather
+    for options, expected in (({}, 2), ({"use_ema": True, "ema_overwrite_frequency": 2}, 7)):
+        sent: list[int] = []
+
+        def noted(tensors: Any, lengths: Any = None, sent: list[int] = sent) -> Any:
+            if lengths is not None and not tf.executing_eagerly():
+                tf.py_function(lambda: sent.append(len(tensors)), [], [])
+            return allgather(tensors, lengths)
+
+        fresh()
+        with kdist.scope(SHARD, scale_lr=None):
+            model = mlp()
+            model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=3, **options), "mse")
+            engine.__dict__["allgather"] = noted
+            try:
+                x, y = np.ones((7 * BATCH * size(), 5)), np.ones((7 * BATCH * size(), 2))
+                model.fit(x, y, batch_size=BATCH, verbose=0)
+            finally:
+                del engine.__dict__["allgather"]
+        assert sent == [4] * expected, (options, sent)
+
+
+@case
 def a_layer_that_sets_a_weight() -> None:
     """In data of unknown length: the weight that it sets is whole on every rank."""
 
