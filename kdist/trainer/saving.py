@@ -23,6 +23,7 @@ from kdist.keras_hooks.trainer import original
 from kdist.sharding.row_files import all_rows_sent
 from kdist.sharding.slot_files import slots_in_parts
 from kdist.sharding.table import tables_of
+from kdist.state.comparison import gather_values
 from kdist.state.session import session_of
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.trainer.session import ReplicatedSession
@@ -79,7 +80,7 @@ def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *a
     is_in_verb = isinstance(session, ReplicatedSession) and bool(session.verbs)
     # Where `model.save` calls `saving_lib.save_model` the engine is that of one rank: see `no_sync` below.
     is_sent = takes_parts and strategy.engine.size > 1 and not is_in_verb
-    if is_sent and not _writes(strategy.engine, path):
+    if is_sent and not _writes(strategy.engine, save.__name__, path):
         save_nowhere(saved, skipped)
         strategy.engine.barrier()
         return None
@@ -94,12 +95,12 @@ def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *a
         return write_whole(lambda path: strategy.versions.next(path, variables), save, *args, **kwargs)
 
 
-def _writes(engine: Engine, path: str) -> bool:
+def _writes(engine: Engine, method: str, path: str) -> bool:
     """Returns whether this rank is the first of its host to write a file.
 
     Collective: every rank must call this, in the same order.
     """
-    files = engine.gather_objects([platform.node(), os.path.abspath(path)])
+    files = gather_values(engine, f"{method} of a model with state in parts", [platform.node(), os.path.abspath(path)])
     return files.index(files[engine.rank]) == engine.rank
 
 

@@ -639,6 +639,20 @@ def options_that_exclude_each_other() -> None:
     for options in ({"compression": "powersgd"}, {"compression": "topk"}, {"sync_every": 2}, {"shard": "model"}):
         assert "shard=" in message_of(lambda options=options: kdist.AllReduce(**{"shard": "optimizer", **options}))
 
+@case
+def a_rank_that_saves_alone_is_told() -> None:
+    fresh()
+    x, y = rows("ragged")
+    path = shared_folder() / "saved.keras"
+    with kdist.scope(SHARD):
+        model = trained(keras.optimizers.Adam(0.01))
+        said = message_of(lambda: model.save(path) if kdist.is_chief() else model.fit(x, y, verbose=0))
+    assert re.search("save of a model with state in parts.* on rank 0 and .*fit.*Fix: .*a branch on the rank", said), (
+        said
+    )
+    assert not path.exists()
+
+
 
 SHARDED = {
     **CASES,
