@@ -20,6 +20,8 @@ import tensorflow as tf
 import kdist
 from kdist.errors import KDistError
 from kdist.planning.activations import status
+from kdist.sharding.initial_rows import initial_rows
+from kdist.sharding.table import tables_of
 from tests.helpers.logs import logged
 from tests.training import fidelity
 from tests.training.fidelity import BATCH, both, compare, fed, fit_evaluate_predict, fresh, outcome, size
@@ -325,7 +327,8 @@ def batches_by_hand() -> None:
 @case
 def initial_values() -> None:
     """They are one process's, of a fixed seed and of the global one; float32 numbers in blocks."""
-    kinds = ("uniform", "random_normal", "glorot_uniform", "truncated_normal", "zeros", "ones")
+    drawn = ("uniform", "random_normal", "glorot_uniform", "he_normal", "truncated_normal", "lecun_normal")
+    kinds = (*drawn, "zeros", "ones", "orthogonal")
 
     def script(batch: int) -> dict[str, Any]:
         keras.config.set_floatx("float32")
@@ -344,9 +347,12 @@ def initial_values() -> None:
 @case
 def initial_values_of_several_seeds_are_refused() -> None:
     """They would be rows of several tables. Values that are assigned, or loaded, take their place."""
+    for kind in drawn:  # with the seed as their sign: in blocks, of which the table has two
+        _, sign = initial_rows(keras.initializers.get(kind), (9001, 30), "float32", size(), kdist.rank())
+        assert all(isinstance(each, int) for each in sign), (kind, sign)
     x, y = sentences()
     with kdist.scope(dataclasses.replace(TABLES, shard_embeddings=1.0)):
-        for kind in ("uniform", "glorot_uniform"):
+        for kind in ("uniform", "orthogonal"):
             fresh()
             keras.config.set_floatx("float32")
             keras.utils.set_random_seed(42 + kdist.rank())
