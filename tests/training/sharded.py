@@ -557,9 +557,35 @@ def what_is_refused() -> None:
         again.compile(again.optimizer, "mse")
         again.fit(np.zeros((8, 5)), np.zeros((8, 2)), batch_size=BATCH, verbose=0)
 
+    def of_8_bits() -> None:
+        keras.config.set_floatx("float32")
+        try:
+            made = mlp()
+            made.quantize("float8")
+            made.compile(keras.optimizers.SGD(0.1), "mse")
+            made.fit(*rows("even"), verbose=0)
+        finally:
+            keras.config.set_floatx("float64")
+
+    def kept_by_each_rank() -> None:
+        class Kept(keras.layers.Layer):
+            def build(self, shape: Any) -> None:
+                self.scale = keras.Variable(np.ones(shape[-1]), synchronization="on_read")
+
+            def call(self, x: Any) -> Any:
+                return x * self.scale
+
+        trained(keras.optimizers.SGD(0.1), lambda: keras.Sequential([keras.Input((5,)), keras.layers.Dense(2), Kept()]))
+
     with kdist.scope():
         model = mlp()
     refused = {
+        "float8": of_8_bits,
+        'synchronization="on_read"': kept_by_each_rank,
+        "ReplicaCheck": lambda: trained(keras.optimizers.SGD(0.1), callbacks=[kdist.callbacks.ReplicaCheck()]),
+        "TensorBoard(embeddings_freq": lambda: trained(
+            keras.optimizers.SGD(0.1), callbacks=[keras.callbacks.TensorBoard(str(shared_folder()), embeddings_freq=1)]
+        ),
         "its own save_own_variables": lambda: trained(_OwnSaving(0.1)),
         "state that all weights share": lambda: trained(_SharedState(0.1)),
         "SwapEMAWeights": lambda: trained(
@@ -614,6 +640,20 @@ def a_file_that_one_rank_loads_is_refused() -> None:
 
 
 @case
+def a_rank_that_saves_alone_is_told() -> None:
+    fresh()
+    x, y = rows("ragged")
+    path = shared_folder() / "saved.keras"
+    with kdist.scope(SHARD):
+        model = trained(keras.optimizers.Adam(0.01))
+        said = message_of(lambda: model.save(path) if kdist.is_chief() else model.fit(x, y, verbose=0))
+    assert re.search("save of a model with state in parts.* on rank 0 and .*fit.*Fix: .*a branch on the rank", said), (
+        said
+    )
+    assert not path.exists()
+
+
+@case
 def messages_do_not_depend_on_a_ranks_number_of_slices() -> None:
     """An eager step knows its rows: of these, the last step has more on one rank than on another."""
     ids = np.arange(((size() + 1) * BATCH + 1) * 3).reshape(-1, 3) % 7
@@ -638,20 +678,6 @@ def messages_do_not_depend_on_a_ranks_number_of_slices() -> None:
 def options_that_exclude_each_other() -> None:
     for options in ({"compression": "powersgd"}, {"compression": "topk"}, {"sync_every": 2}, {"shard": "model"}):
         assert "shard=" in message_of(lambda options=options: kdist.AllReduce(**{"shard": "optimizer", **options}))
-
-@case
-def a_rank_that_saves_alone_is_told() -> None:
-    fresh()
-    x, y = rows("ragged")
-    path = shared_folder() / "saved.keras"
-    with kdist.scope(SHARD):
-        model = trained(keras.optimizers.Adam(0.01))
-        said = message_of(lambda: model.save(path) if kdist.is_chief() else model.fit(x, y, verbose=0))
-    assert re.search("save of a model with state in parts.* on rank 0 and .*fit.*Fix: .*a branch on the rank", said), (
-        said
-    )
-    assert not path.exists()
-
 
 
 SHARDED = {

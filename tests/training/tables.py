@@ -234,7 +234,7 @@ def decay_that_leaves_the_table_out() -> None:
 
 
 class Twice(keras.Model):
-    """A table that is read twice, beside one that is small, and a `train_step` that does not scale its loss."""
+    """A table that is read twice, beside a smaller one, and a `train_step` that does not scale its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,9 @@ class Twice(keras.Model):
 
 @case
 def a_table_that_is_read_twice_in_an_own_step() -> None:
+    """The other table is whole, or in parts, too."""
     x, y = sentences(n=3 * size() * BATCH)
+    are_in_parts: list[int] = []
 
     def script(batch: int) -> dict[str, Any]:
         model = Twice()
@@ -267,9 +269,12 @@ def a_table_that_is_read_twice_in_an_own_step() -> None:
         for variable in model.trainable_variables:
             variable.assign(generator.normal(size=tuple(variable.shape)) * 0.3)
         model.fit(x, y, batch_size=batch, shuffle=False, epochs=2, verbose=0)
+        are_in_parts.append(len(tables_of(model)))
         return outcome(model, predict=model.predict(x, batch_size=batch, verbose=0))
 
-    both(script, strategy=TABLES)
+    for num_bytes in (TABLES.shard_embeddings, 8.0 * (ROWS // 2) * WIDTH):
+        both(script, strategy=dataclasses.replace(TABLES, shard_embeddings=num_bytes))
+    assert {1, 2} <= set(are_in_parts), are_in_parts
 
 
 @case
@@ -342,14 +347,14 @@ def initial_values() -> None:
         return keras.Sequential([keras.Input((LENGTH,), dtype="int64"), made])
 
     both(script, rtol=0.0, strategy=dataclasses.replace(TABLES, shard_embeddings=1.0))
+    for kind in drawn:  # with the seed as their sign: in blocks, of which the table has two
+        _, sign = initial_rows(keras.initializers.get(kind), (9001, 30), "float32", size(), kdist.rank())
+        assert all(isinstance(each, int) for each in sign), (kind, sign)
 
 
 @case
 def initial_values_of_several_seeds_are_refused() -> None:
     """They would be rows of several tables. Values that are assigned, or loaded, take their place."""
-    for kind in drawn:  # with the seed as their sign: in blocks, of which the table has two
-        _, sign = initial_rows(keras.initializers.get(kind), (9001, 30), "float32", size(), kdist.rank())
-        assert all(isinstance(each, int) for each in sign), (kind, sign)
     x, y = sentences()
     with kdist.scope(dataclasses.replace(TABLES, shard_embeddings=1.0)):
         for kind in ("uniform", "orthogonal"):
@@ -539,6 +544,16 @@ def refusals() -> None:
         with pytest.raises(KDistError, match="(?s)does not support this optimizer.*Lamb.*SGD"):
             model.fit(x, y, verbose=0)
         model = reader()
+        model.compile(keras.optimizers.Adam(0.01, use_ema=True), "mse")
+        for callback in (
+            kdist.callbacks.NaNPolicy(),
+            kdist.callbacks.ReplicaCheck(),
+            keras.callbacks.SwapEMAWeights(),
+            keras.callbacks.TensorBoard(str(shared_folder()), embeddings_freq=1),
+        ):
+            with pytest.raises(KDistError, match=f"(?s)does not support.*{type(callback).__name__}.*Fix: "):
+                model.fit(x, y, verbose=0, callbacks=[callback])
+        assert model.optimizer.iterations == 0
         optimizer = keras.optimizers.SGD(0.1)
         variables = model.trainable_variables
         with pytest.raises(KDistError, match="training loop of the script's own"):

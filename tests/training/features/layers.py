@@ -48,6 +48,15 @@ def synchronized_batch_normalization() -> None:
 
 
 @feature
+def activations_that_are_computed_again() -> None:
+    def model() -> keras.Model:
+        with keras.RematScope(mode="activations"):
+            return mlp()
+
+    simple(lambda: {"optimizer": keras.optimizers.Adam(0.01, clipnorm=0.1)}, model=model)
+
+
+@feature
 def batch_normalization_is_merged() -> None:
     """Unsynchronised batch norm departs from one process; its statistics are the same on all ranks all the same."""
     keras.config.set_floatx("float64")
