@@ -22,7 +22,7 @@ from kdist.checkpoint.files import CheckpointDirectory
 from kdist.errors import CheckpointError, ScopeError
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere
-from tests.training.fidelity import BATCH, compare, deterministic_weights, fresh, mlp
+from tests.training.fidelity import BATCH, compare, deterministic_weights, fresh, mlp, outcome
 
 STEPS = 6  # of an epoch, whatever the number of ranks
 EPOCHS = 3
@@ -580,17 +580,28 @@ def left_for_others() -> None:
             _with_micro_batches(kind, [InterruptAt(1, 3), backup])
 
 
-WITH_MICRO_BATCHES = ("arrays", "tf_data")
+WITH_MICRO_BATCHES = ("arrays", "tf_data", "in_parts")
 
 
 def _with_micro_batches(kind: str, callbacks: list[Any]) -> dict[str, Any]:
+    """Also with slots and a table in parts, of which each number of ranks has its own."""
     fresh()
-    with kdist.scope(micro_batches=4):
-        model = mlp()
-        model.compile(_scheduled(), "mse", metrics=["mae"])
-        data = _sized(kind, STEPS * 4 * BATCH - 3)
+    in_parts = kind == "in_parts"
+    strategy = kdist.AllReduce(shard="optimizer", shard_embeddings=1.0) if in_parts else "auto"
+    with kdist.scope(strategy, micro_batches=4):
+        model = _with_a_table() if in_parts else mlp()
+        model.compile(keras.optimizers.Adam(0.01) if in_parts else _scheduled(), "mse", metrics=["mae"])
+        data = _sized("arrays" if in_parts else kind, STEPS * 4 * BATCH - 3)
         history = model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
-    return {"weights": [np.asarray(v) for v in model.weights], "history": history.history}
+    return outcome(model, history)
+
+
+def _with_a_table() -> keras.Model:
+    ids = keras.layers.Lambda(lambda x: keras.ops.cast(7 * keras.ops.abs(x), "int32"), output_shape=(5,))
+    layers = [keras.layers.Flatten(), keras.layers.Dense(40, "tanh"), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((5,)), ids, keras.layers.Embedding(41, 4), *layers])
+    deterministic_weights(model)
+    return model
 
 
 def _taken_up_with_micro_batches() -> None:
