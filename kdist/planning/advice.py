@@ -10,6 +10,7 @@ from kdist.planning.memory import ALL_REDUCE, BOTH, IN_PARTS, SERVERS, TABLE_BYT
 REMAT, HALF = 0.45, 0.5
 """What is left of the activations: measured with `keras.RematScope` on an MLP, and in numbers of 16 bits."""
 
+_REMAT, _HALF = "RematScope", "mixed_bfloat16"
 _MOST_RANKS = 1024  # times those of the plan
 
 
@@ -24,10 +25,10 @@ def advice(sizes: Sizes, ranks: int, memory: int, strategy: str = ALL_REDUCE) ->
     """
     if sizes.process > memory:
         return f"more memory: Python and TensorFlow alone take {readable(sizes.process)} on each rank"
-    for text, changed, at, under in _changes(sizes, ranks, strategy):
+    for text, changed, at, under in changes(sizes, ranks, strategy):
         if peak(changed, at, under) <= memory:
             return text
-    under = [under for _, under in _options(sizes)][-1] if ranks > 1 else ALL_REDUCE
+    under = _least(sizes, strategy)[1] if ranks > 1 else ALL_REDUCE
     least = peak(dataclasses.replace(_lean(sizes), batch_size=1), ranks, under)
     return f"nothing here is enough: {readable(least)} at the least on {ranks} ranks; a smaller model"
 
@@ -43,33 +44,51 @@ def peak(sizes: Sizes, ranks: int, strategy: str) -> int:
     return max(each.peak for each in shares(sizes, ranks) if each.strategy == strategy)
 
 
-def _changes(sizes: Sizes, ranks: int, strategy: str) -> Iterator[tuple[str, Sizes, int, str]]:
-    """Yields changes, the least first: what to write, and the sizes, ranks and strategy that follow."""
-    for batch, smaller in _smaller(sizes):
-        yield f"batch_size={batch}", smaller, ranks, strategy
+def changes(sizes: Sizes, ranks: int, strategy: str) -> Iterator[tuple[str, Sizes, int, str]]:
+    """Yields changes, the least first: what to write, and the sizes, ranks and strategy that follow.
+
+    Each word to write counts one, and so does each halving of the batch. Of as many, those that keep the batch come
+    first, and of these the ones that cost least. More ranks are the last.
+
+    Args:
+        sizes: `Sizes` of one process.
+        ranks: int, how many ranks train.
+        strategy: str, the one that does not fit.
+    """
     options = [option for option in _options(sizes) if ranks > 1 and _adds(option[1], strategy)]
-    for text, under in options:
-        yield text, sizes, ranks, under
-    for text, under in options:
-        for batch, smaller in _smaller(sizes):
-            yield f"{text}, batch_size={batch}", smaller, ranks, under
-    text, least = _options(sizes)[-1]
-    under, also = (least, f"{text}, ") if options else (strategy, "")
-    small = dataclasses.replace(sizes, batch_size=1)
-    yield f"{also}RematScope, batch_size=1", _lean(small, precision=1.0), ranks, under
-    yield f"{also}RematScope, mixed_bfloat16, batch_size=1", _lean(small), ranks, under
-    more = [] if strategy == SERVERS else [ranks << place for place in range(1, _MOST_RANKS.bit_length())]
-    for at in more:
-        yield f"{text}, -np {at}", sizes, at, least
-    for at in more:
-        yield f"{text}, RematScope, mixed_bfloat16, batch_size=1, -np {at}", _lean(small), at, least
+    found: list[tuple[int, str, Sizes, str]] = []
+    for halvings, batch in enumerate(_batches(sizes.batch_size)):
+        for kept, leaner in ((1.0, ()), (REMAT, (_REMAT,)), (HALF, (_HALF,)), (REMAT * HALF, (_REMAT, _HALF))):
+            for words, under in [((), strategy), *options]:
+                texts = [*words, *leaner, *([f"batch_size={batch}"] if halvings else [])]
+                changed = dataclasses.replace(sizes, batch_size=batch, row=round(sizes.row * kept))
+                found.append((len(words) + len(leaner) + halvings, ", ".join(texts), changed, under))
+    for number, text, changed, under in sorted(found, key=lambda each: each[0]):
+        if number:
+            yield text, changed, ranks, under
+    if strategy == SERVERS:
+        return
+    more = [ranks << place for place in range(1, _MOST_RANKS.bit_length())]
+    words, under = _least(sizes, strategy)
+    small = _lean(dataclasses.replace(sizes, batch_size=1))
+    for also, changed in (((), sizes), ((_REMAT, _HALF, "batch_size=1"), small)):
+        for at in more:
+            yield ", ".join([*words, *also, f"-np {at}"]), changed, at, under
 
 
-def _options(sizes: Sizes) -> list[tuple[str, str]]:
+def _options(sizes: Sizes) -> list[tuple[tuple[str, ...], str]]:
     """Returns the ways to have state in parts, what to write and the strategy; the last one takes the least memory."""
     tables = f"{TABLES}={TABLE_BYTES:.0e}".replace("+0", "")
-    of_tables = [(tables, TABLES), (f"{IN_PARTS}, {tables}", BOTH)] if sizes.tables and sizes.trained else []
-    return [(IN_PARTS, IN_PARTS), *of_tables]
+    slots: list[tuple[tuple[str, ...], str]] = [((IN_PARTS,), IN_PARTS)] if sizes.takes_parts else []
+    if not sizes.tables or not sizes.trained:
+        return slots
+    return [*slots, ((tables,), TABLES), *([((IN_PARTS, tables), BOTH)] if slots else [])]
+
+
+def _least(sizes: Sizes, strategy: str) -> tuple[tuple[str, ...], str]:
+    """Returns the way to have state in parts that takes the least memory; a strategy itself where there is none."""
+    options = _options(sizes)
+    return options[-1] if options else ((), strategy)
 
 
 def _adds(option: str, strategy: str) -> bool:
@@ -77,13 +96,13 @@ def _adds(option: str, strategy: str) -> bool:
     return strategy == ALL_REDUCE or (option == BOTH and strategy in (IN_PARTS, TABLES))
 
 
-def _smaller(sizes: Sizes) -> Iterator[tuple[int, Sizes]]:
-    """Yields halves of the batch."""
-    batch = sizes.batch_size
+def _batches(batch: int) -> Iterator[int]:
+    """Yields a batch, and its halves down to 1."""
+    yield batch
     while batch > 1:
         batch //= 2
-        yield batch, dataclasses.replace(sizes, batch_size=batch)
+        yield batch
 
 
-def _lean(sizes: Sizes, precision: float = HALF) -> Sizes:
-    return dataclasses.replace(sizes, row=round(sizes.row * REMAT * precision))
+def _lean(sizes: Sizes) -> Sizes:
+    return dataclasses.replace(sizes, row=round(sizes.row * REMAT * HALF))

@@ -32,6 +32,7 @@ class Sizes:
         largest: int, the bytes of the largest weight.
         tables: int, those of the trained embedding tables that `shard_embeddings` can have in parts.
         batches_per_step: int or `None`, how many of the user's batches all ranks take in a step; `None` for one each.
+        takes_parts: bool, whether `shard="optimizer"` supports the optimizer and the weights.
     """
 
     weights: int
@@ -46,6 +47,7 @@ class Sizes:
     largest: int = 0
     tables: int = 0
     batches_per_step: int | None = None
+    takes_parts: bool = True
 
     def rows(self, ranks: int) -> int:
         """Returns the most rows of a step on one rank.
@@ -107,13 +109,13 @@ def shares(sizes: Sizes, ranks: int) -> list[Share]:
             sizes.trained if ranks > 1 else 0, activations, **common,
         )
     ]  # fmt: skip
-    if ranks > 1:
+    if ranks > 1 and sizes.takes_parts:
         slots, sums = round(sizes.slots * part), round(sizes.trained * part)
         found.append(Share(IN_PARTS, "each", sizes.weights, sizes.trained, slots, sums, activations, **common))
     if ranks > 1 and sizes.tables and sizes.trained:  # nothing is trained by evaluate and predict
         away, others = round(sizes.tables * (1 - 1 / ranks)), sizes.trained - sizes.tables
         slots_of_tables = sizes.slots * sizes.tables / sizes.trained
-        for strategy, of_others in ((TABLES, 1.0), (BOTH, part)):
+        for strategy, of_others in ((TABLES, 1.0), *([(BOTH, part)] if sizes.takes_parts else [])):
             slots = round(slots_of_tables / ranks + (sizes.slots - slots_of_tables) * of_others)
             found.append(
                 Share(

@@ -12,10 +12,16 @@ from kdist.keras_hooks.optimizers import ELEMENTWISE, is_elementwise, own_update
 from kdist.keras_hooks.variables import path_of
 
 
+def can_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether an innermost optimizer can update rows of a table by themselves."""
+    is_of_several = hasattr(optimizer, "optimizers")
+    return not is_of_several and is_elementwise(optimizer) and not own_update_methods(optimizer)
+
+
 def check_table_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Raises for an optimizer that cannot update rows of a table by themselves."""
-    name, is_of_several = type(optimizer).__name__, hasattr(optimizer, "optimizers")
-    if is_of_several or not is_elementwise(optimizer) or own_update_methods(optimizer):
+    name = type(optimizer).__name__
+    if not can_update_rows(optimizer):
         raise StrategyError(
             f"shard_embeddings does not support this optimizer, which may need all rows of a table at once. Received: "
             f"{name}. Expected one of Keras' that update each number by itself: {', '.join(ELEMENTWISE)}. Fix: use one "
@@ -29,8 +35,28 @@ def check_table_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         )
 
 
+def can_update_parts(optimizer: keras.optimizers.Optimizer, weights: Sequence[Any]) -> bool:
+    """Returns whether an innermost optimizer can update parts of weights, if it is made in the scope."""
+    try:
+        _check_methods(optimizer)
+        check_weights(optimizer, weights)
+    except StrategyError:
+        return False
+    return True
+
+
 def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Raises for an optimizer that cannot update parts of weights."""
+    _check_methods(optimizer)
+    if optimizer.built:
+        raise StrategyError(
+            f'shard="optimizer" does not support an optimizer that is built outside of the scope: its slots are whole. '
+            f"Received: a {type(optimizer).__name__} that is built. Expected one that is made, or loaded with its "
+            "model, in kdist.scope(). Fix: move the line that makes it into the scope."
+        )
+
+
+def _check_methods(optimizer: keras.optimizers.Optimizer) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
         raise StrategyError(
@@ -43,12 +69,6 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             f'shard="optimizer" does not support this optimizer: these methods would see parts. Received: '
             f"{name} with its own {', '.join(methods)}. Expected one that overrides `update_step` and `build` alone. "
             'Fix: move the rule to `update_step`, or use kdist.AllReduce() without shard="optimizer".'
-        )
-    if optimizer.built:
-        raise StrategyError(
-            f'shard="optimizer" does not support an optimizer that is built outside of the scope: its slots are whole. '
-            f"Received: a {name} that is built. Expected one that is made, or loaded with its model, in kdist.scope(). "
-            "Fix: move the line that makes it into the scope."
         )
 
 

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from kdist.errors import KDistError
+from kdist.planning.advice import changes
 from kdist.planning.memory import Sizes, parse_bytes, readable, shares
 from kdist.planning.plan import make_plan
 
@@ -54,8 +55,9 @@ def test_rows_follow_the_batches_of_a_step(ranks, number, rows):
     ("memory", "change"),
     [
         ("2GB", None),
-        ("1050MB", "batch_size=32"),
-        ("950MB", 'shard="optimizer"'),
+        ("1050MB", 'shard="optimizer"'),  # not half of the batch, which would do
+        ("910MB", 'shard="optimizer", RematScope'),
+        ("860MB", 'shard="optimizer", RematScope, mixed_bfloat16, batch_size=32'),
         ("820MB", 'shard="optimizer", -np'),
         ("600MB", "nothing here is enough"),
     ],
@@ -66,10 +68,33 @@ def test_the_least_change(memory, change):
     assert (found is None) if change is None else found.startswith(change)
 
 
-def test_remat_and_half_precision_are_proposed():
-    rows = dataclasses.replace(ADAM, weights=0, trained=0, slots=0, batch_size=1, row=1000 * MB)
-    assert "RematScope" in make_plan(rows, 1, "1GB").advice("all-reduce")
-    assert "mixed_bfloat16" in make_plan(rows, 1, "800MB").advice("all-reduce")
+@pytest.mark.parametrize(
+    ("memory", "change"),
+    [
+        ("1GB", "RematScope"),  # of 64 rows, which take 1 GB of 1.5
+        ("800MB", "RematScope, mixed_bfloat16"),
+        ("640MB", "RematScope, mixed_bfloat16, batch_size=32"),
+        ("502MB", "nothing here is enough"),
+    ],
+)
+def test_the_batch_is_kept_where_one_other_change_does(memory, change):
+    rows = dataclasses.replace(ADAM, weights=0, trained=0, slots=0, row=1000 * MB // 64)
+    assert make_plan(rows, 1, memory).advice("all-reduce").startswith(change)
+
+
+def test_half_precision_comes_alone_where_it_does():
+    rows = dataclasses.replace(ADAM, weights=0, trained=0, slots=0, row=1000 * MB // 64)
+    texts = [text for text, *_ in changes(rows, 2, "all-reduce")]
+    assert texts[:4] == ['shard="optimizer"', "RematScope", "mixed_bfloat16", "batch_size=32"]
+    assert len(texts) == len(set(texts))
+
+
+def test_what_is_refused_is_not_proposed():
+    clips_by_hand = dataclasses.replace(ADAM, takes_parts=False, tables=50 * MB)
+    assert 'shard="optimizer"' not in str(make_plan(clips_by_hand, 2, "700MB"))
+    plan = make_plan(dataclasses.replace(clips_by_hand, tables=0), 4, "560MB")
+    assert [each.strategy for each in plan.shares] == ["all-reduce"] + 3 * ["parameter server"]
+    assert plan.advice("all-reduce").startswith("nothing here is enough")
 
 
 def test_the_table_is_narrow_and_the_dict_is_json():
