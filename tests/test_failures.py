@@ -94,6 +94,22 @@ def test_different_methods_on_two_ranks_are_refused(ended):
     assert done.output.count("Ranks make different calls") == 1, done.output
 
 
+def test_weights_in_parts_that_the_chief_alone_reads_end_the_job(ended):
+    lines = """
+with kdist.scope(kdist.AllReduce(shard_embeddings=1.0), stall_timeout=6):
+    layers = [keras.layers.Embedding(40, 2), keras.layers.Flatten(), keras.layers.Dense(2)]
+    m = keras.Sequential([keras.Input((3,), dtype="int64"), *layers])
+    m.compile("sgd", "mse")
+    m.fit(x.astype("int64"), y, verbose=0)
+    if kdist.is_chief():
+        m.get_weights()
+    m.fit(x.astype("int64"), y, verbose=0)
+"""
+    done = ended(lines)
+    assert done.returncode != 0
+    assert "rank 0 is in script.py:20; rank 1 is in `model.fit`, script.py:21" in done.output, done.output
+
+
 def test_an_update_of_a_loop_on_the_chief_only_ends_the_job(ended):
     """The first one, before which ranks compare weights; gradients that nobody answers: `tests/faults`."""
     lines = """
