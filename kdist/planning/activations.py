@@ -11,8 +11,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kdist.planning.rows import tensor_spec
+
 _IGNORED = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape", "Shape", "Squeeze", "ExpandDims"}
 _ROWS = 2  # of the trace, any number
+LEAST_ROWS = 4
+"""Of the largest step that is measured, at the least: two steps show what a row adds."""
 _VISIBLE = 2**25  # bytes: growth above it is that of the rows
 
 
@@ -23,7 +27,7 @@ def estimated_row(model: keras.Model, inputs: Any) -> int:
         model: `keras.Model`, built.
         inputs: nested `keras.KerasTensor`, the specs of its inputs.
     """
-    specs = keras.tree.map_structure(lambda each: tf.TensorSpec((_ROWS, *each.shape[1:]), each.dtype), inputs)
+    specs = keras.tree.map_structure(lambda each: tensor_spec(each, _ROWS), inputs)
     graph = tf.function(lambda given: model(given, training=True)).get_concrete_function(specs).graph
     return sum(_size(each) for op in graph.get_operations() if op.type not in _IGNORED for each in op.outputs) // _ROWS
 
@@ -40,25 +44,27 @@ def measure(step: Callable[[int], Any], most_rows: int) -> tuple[int, int]:
 
     Args:
         step: callable that takes a number of rows and runs a step.
-        most_rows: int, the rows at which the measurement ends.
+        most_rows: int, the rows at which the measurement ends, but for 4 that it needs.
 
     Returns:
-        The peak of a step of few rows, and what each row adds, in bytes.
+        The peak of a step without its rows, and what each row adds, in bytes.
     """
     for rows in (1, 2):  # traces of one, then of any number of rows
         step(rows)
-    base = last = _peak(step, 2)
-    rows, per_row = 2, 0.0
-    while rows < most_rows:
+    few = last = _peak(step, 2)
+    rows, most_rows = 2, max(most_rows, LEAST_ROWS)
+    while True:
         more = min(2 * rows, most_rows)
         now = _peak(step, more)
-        per_row = (now - last) / (more - rows)
         if now - last > _VISIBLE:
+            per_row = (now - last) / (more - rows)
             break
         rows, last = more, now
-    else:
-        per_row = (last - base) / max(most_rows, 1)  # the peak is elsewhere
-    return base, max(0, round(per_row))
+        if rows == most_rows:
+            per_row = (last - few) / (most_rows - 2)  # the peak is elsewhere
+            break
+    per_row = max(0, round(per_row))
+    return max(0, few - 2 * per_row), per_row
 
 
 def _peak(step: Callable[[int], Any], rows: int) -> int:

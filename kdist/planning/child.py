@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kdist.errors import KDistError
-from kdist.planning.activations import available, measure, status
+from kdist.planning.activations import LEAST_ROWS, available, measure, status
 from kdist.planning.first_call import FirstCall, inputs_of, run_step, stops_at_first_call
 from kdist.planning.memory import Sizes
-from kdist.planning.weights import model_sizes, unallocated
+from kdist.planning.weights import model_sizes, slots, unallocated
 
 COUNT, MEASURE = "count", "measure"
 
@@ -58,16 +58,18 @@ def main(way: str, report: str, kind: str, name: str, arguments: Sequence[str]) 
 
 def _sizes(call: FirstCall, way: str) -> Sizes:
     before = status("VmRSS")
-    sizes = model_sizes(call.model, call.batch_size, inputs_of(call))
-    if not call.verb.startswith(("fit", "train")):
-        sizes = dataclasses.replace(sizes, slots=0, trained=0)
+    is_trained = call.verb.startswith(("fit", "train"))
+    sizes = model_sizes(call.model, call.batch_size, inputs_of(call), is_trained=is_trained)
     sizes = dataclasses.replace(sizes, data=call.data + call.copies, batches_per_step=call.batches_per_step)
     held = sizes.weights + sizes.slots + sizes.trained
     if way == COUNT:
         return dataclasses.replace(sizes, process=max(0, before - call.data))
-    if 1.5 * held > available():
+    if 1.5 * held + LEAST_ROWS * sizes.row > available():
         return dataclasses.replace(sizes, process=max(0, before - call.data))
     base, row = measure(lambda rows: run_step(call, rows), call.batch_size)
+    if is_trained:  # by now it is known which of several optimizers updates what
+        sizes = dataclasses.replace(sizes, slots=slots(call.model))
+    held = sizes.weights + sizes.slots + sizes.trained
     return dataclasses.replace(sizes, process=max(0, base - held - call.data), row=row, source="measured")
 
 

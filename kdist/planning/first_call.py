@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from kdist._user_code import user_line
 from kdist.errors import KDistError
 from kdist.keras_hooks.patching import VERBS, patch, watched
+from kdist.planning.rows import copied_bytes, first_rows, held_bytes, keras_tensor, number_of_rows, repeated
 from kdist.reports.scope_marks import own_scopes
 
 
@@ -24,7 +24,8 @@ class FirstCall(BaseException):
     Attributes:
         model: `keras.Model`.
         verb: str, the method.
-        batch: nested arrays, the first batch of the data: `x`, or `(x, y)`, or `(x, y, sample_weight)`.
+        batch: nested arrays, tensors and `None`, the first batch of the data: `x`, or `(x, y)`, or
+            `(x, y, sample_weight)`.
         batch_size: int, its rows.
         data: int, the bytes of the arrays that were given.
         copies: int, the bytes of the tensors that Keras makes of them for `tf.data`.
@@ -87,22 +88,14 @@ def _stop(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[str
         batch = next(x)
     else:
         batch = keras.utils.pack_x_y_sample_weight(x, y, weight)
-    rows = _rows(batch)
+    rows = number_of_rows(batch)
     if not is_whole and not verb.endswith("_on_batch"):
         rows = min(given.get("batch_size") or 32, rows)
     arrays = tf.nest.flatten([*([] if is_whole else [x, y, weight]), given.get("validation_data")])
-    data = sum(getattr(each, "nbytes", 0) for each in arrays)
-    copies = 0 if verb.endswith("_on_batch") else sum(map(_bytes_of_copy, arrays))
-    batch = tf.nest.map_structure(lambda each: np.asarray(each[:rows]), batch)
+    data = sum(map(held_bytes, arrays))
+    copies = 0 if verb.endswith("_on_batch") else sum(map(copied_bytes, arrays))
+    batch = tf.nest.map_structure(lambda each: first_rows(each, rows), batch)
     raise FirstCall(model, verb, batch, rows, data, copies, _batches_per_step(verb))
-
-
-def _bytes_of_copy(array: Any) -> int:
-    """Returns the bytes of the tensor that Keras makes of an array: floats in its own precision, others as they are."""
-    if not isinstance(array, np.ndarray):
-        return 0
-    is_float = np.issubdtype(array.dtype, np.floating)
-    return array.size * (np.dtype(keras.config.floatx()) if is_float else array.dtype).itemsize
 
 
 def _batches_per_step(verb: str) -> int | None:
@@ -113,10 +106,6 @@ def _batches_per_step(verb: str) -> int | None:
     return found
 
 
-def _rows(batch: Any) -> int:
-    return int(np.shape(tf.nest.flatten(batch)[0])[0])
-
-
 def inputs_of(call: FirstCall) -> Any:
     """Returns the specs of the model's inputs.
 
@@ -124,12 +113,7 @@ def inputs_of(call: FirstCall) -> Any:
         call: `FirstCall`.
     """
     x = keras.utils.unpack_x_y_sample_weight(call.batch)[0]
-
-    def spec(each: Any) -> keras.KerasTensor:
-        dtype = call.model.compute_dtype if each.dtype.kind == "f" else str(each.dtype)
-        return keras.KerasTensor((None, *each.shape[1:]), dtype)
-
-    return keras.tree.map_structure(spec, x)
+    return tf.nest.map_structure(lambda each: keras_tensor(each, call.model.compute_dtype), x)
 
 
 def run_step(call: FirstCall, rows: int) -> None:
@@ -139,8 +123,8 @@ def run_step(call: FirstCall, rows: int) -> None:
         call: `FirstCall`.
         rows: int, how many.
     """
-    places = np.arange(rows) % call.batch_size
-    x, y, weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(lambda each: each[places], call.batch))
+    batch = tf.nest.map_structure(lambda each: repeated(each, rows), call.batch)
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
     method = {"fit": "train", "evaluate": "test", "train_on_batch": "train", "test_on_batch": "test"}.get(call.verb)
     if method is None:
         type(call.model).predict_on_batch(call.model, x)

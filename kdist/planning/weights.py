@@ -12,10 +12,11 @@ import tensorflow as tf
 from kdist._tf_internals import UninitializedVariable
 from kdist.errors import KDistError
 from kdist.keras_hooks.layers.embedding import has_plain_lookup, refusal_reasons
-from kdist.keras_hooks.optimizers import innermost, is_elementwise
-from kdist.keras_hooks.trainer import layers_of
+from kdist.keras_hooks.optimizers import innermost, is_elementwise, optimizers_of, trained_variables
+from kdist.keras_hooks.trainer import has_own_steps, layers_of
 from kdist.planning.activations import estimated_row
 from kdist.planning.memory import TABLE_BYTES, Sizes
+from kdist.sharding.refusals import can_update_parts, can_update_rows
 from kdist.sharding.row_rules import whole_table_rules
 
 _LARGE = 2**20  # bytes; what is smaller gets its values, as counters do that are read
@@ -44,16 +45,17 @@ def unallocated() -> Iterator[None]:
         yield
 
 
-def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None) -> Sizes:
-    """Returns the sizes of a model that is trained in one process, with activations estimated.
+def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None, *, is_trained: bool = True) -> Sizes:
+    """Returns the sizes of a model in one process, with activations estimated.
 
     Args:
-        model: `keras.Model`, compiled.
+        model: `keras.Model`, compiled if it is trained.
         batch_size: int, the rows of a step.
         inputs: nested `keras.KerasTensor`, the specs of its inputs; by default those that it was made with.
+        is_trained: bool, whether there are gradients and slots.
 
     Raises:
-        KDistError: if the model cannot be built or was not compiled.
+        KDistError: if the model cannot be built, or is trained and was not compiled.
     """
     if inputs is None:
         inputs = getattr(model, "inputs", None) if model.built else None
@@ -66,21 +68,26 @@ def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None) -> Size
         inputs = inputs[0] if len(inputs) == 1 else inputs
     if not model.built:
         model(inputs)
+    if not is_trained:
+        weights = sum(map(_bytes, model.variables))
+        return Sizes(weights, trained=0, slots=0, row=estimated_row(model, inputs), batch_size=batch_size)
     if not getattr(model, "compiled", False):
         raise KDistError(
             f"The model is not compiled. Received: {type(model).__name__} {model.name!r}. Expected an optimizer. Fix: "
             "call model.compile() first."
         )
     trained = [_bytes(each) for each in model.trainable_variables]
+    optimizers = [innermost(each) for each in _used_optimizers(model)]
     return Sizes(
         weights=sum(map(_bytes, model.variables)),
         trained=sum(trained),
         slots=slots(model),
         row=estimated_row(model, inputs),
         batch_size=batch_size,
-        is_elementwise=is_elementwise(innermost(model.optimizer)),
+        is_elementwise=all(map(is_elementwise, optimizers)),
         largest=max(trained, default=0),
-        tables=_tables(model) if is_elementwise(innermost(model.optimizer)) else 0,
+        tables=_tables(model) if all(map(can_update_rows, optimizers)) else 0,
+        takes_parts=all(can_update_parts(each, model.trainable_variables) for each in optimizers),
     )
 
 
@@ -93,16 +100,39 @@ def _tables(model: keras.Model) -> int:
 
 
 def slots(model: keras.Model) -> int:
-    """Returns the bytes of the optimizer's state. An optimizer that is not built is left so.
+    """Returns the bytes of the optimizers' states. An optimizer that is not built is left so.
+
+    Which weights are updated by one of several that are not built is not known: they count as one, the largest.
 
     Args:
         model: `keras.Model`, built and compiled.
     """
-    optimizer = model.optimizer
-    if not optimizer.built:
-        optimizer = type(optimizer).from_config(optimizer.get_config())
-        with unallocated():
-            optimizer.build(model.trainable_variables)
+    optimizers = _used_optimizers(model)
+    built = [each for each in optimizers if each.built]
+    updated = {id(weight) for each in built for weight in trained_variables(innermost(each))}
+    others = [weight for weight in model.trainable_variables if id(weight) not in updated]
+    sizes = [_bytes_of_state(each) for each in built]
+    if others or not built:
+        planned = []
+        for each in optimizers:
+            if not each.built:
+                copied = type(each).from_config(each.get_config())
+                with unallocated():
+                    copied.build(others)
+                planned.append(_bytes_of_state(copied))
+        sizes.append(max(planned, default=0))
+    return sum(sizes)
+
+
+def _used_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Returns a model's optimizers, without that of `compile` where its own steps have others."""
+    found = optimizers_of(model)
+    others = [each for each in found if each is not model.optimizer]
+    is_default = type(model.optimizer) is keras.optimizers.RMSprop and not model.optimizer.built
+    return others if others and is_default and has_own_steps(model) else found
+
+
+def _bytes_of_state(optimizer: keras.optimizers.Optimizer) -> int:
     return sum(map(_bytes, optimizer.variables))
 
 

@@ -9,12 +9,18 @@ import time
 from pathlib import Path
 
 import keras
+import numpy as np
+import pandas as pd
 import pytest
+import tensorflow as tf
 
 import kdist
 from kdist.cli import main as cli
 from kdist.errors import KDistError
-from kdist.planning.weights import unallocated
+from kdist.planning import activations
+from kdist.planning.first_call import FirstCall, inputs_of, run_step, stops_at_first_call
+from kdist.planning.rows import copied_bytes, held_bytes
+from kdist.planning.weights import model_sizes, slots, unallocated
 from tests.helpers import spmd
 
 SCRIPT = """
@@ -62,6 +68,163 @@ def test_a_model_without_inputs_is_refused():
     model.compile("sgd", "mse")
     with pytest.raises(KDistError, match=r"kdist plan script\.py"):
         kdist.plan(model, batch_size=8, ranks=2)
+
+
+@pytest.mark.parametrize("most_rows", [1, 2, 3, 64])
+@pytest.mark.parametrize("row", [0, 1_000_000, 40_000_000])
+def test_rows_are_counted_once(monkeypatch, most_rows, row):
+    """A step's peak is what the process holds, and so much for each row, of the first two, too."""
+    ran = []
+    monkeypatch.setattr(activations, "status", lambda name: 500_000_000 + row * ran[-1])
+    assert activations.measure(ran.append, most_rows) == (500_000_000, row)
+    assert max(ran) <= max(4, most_rows)
+
+
+def first_call(run):
+    with pytest.raises(FirstCall) as caught, stops_at_first_call(), kdist.scope():
+        run()
+    return caught.value
+
+
+def fit_strings():
+    words = tf.constant(["a b", "b c", "c d e"])
+    vectorization = keras.layers.TextVectorization(max_tokens=20, output_sequence_length=4)
+    vectorization.adapt(words)
+    layers = [
+        vectorization,
+        keras.layers.Embedding(20, 4),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(1),
+    ]
+    model = keras.Sequential([keras.Input((), dtype="string"), *layers])
+    model.compile("adam", "mse")
+    model.fit(tf.data.Dataset.from_tensor_slices((words, np.zeros((3, 1)))).batch(3))
+
+
+def fit_ragged():
+    class Means(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(tf.reduce_mean(x, axis=1)[:, tf.newaxis])
+
+    model = Means()
+    model.compile("adam", "mse")
+    model.fit(tf.data.Dataset.from_tensors((tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]]), np.zeros((3, 1)))))
+
+
+def fit_sparse():
+    model = keras.Sequential([keras.Input((5,), sparse=True), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.fit(tf.data.Dataset.from_tensors((tf.sparse.from_dense(np.eye(3, 5, dtype="float32")), np.zeros((3, 1)))))
+
+
+def fit_without_targets():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            found = self.dense(x)
+            self.add_loss(keras.ops.mean(found**2))
+            return found
+
+    class Weighted(keras.utils.PyDataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return np.ones((3, 2), "float32"), None, np.ones(3)
+
+    model = Own()
+    model.compile("adam")
+    model.fit(Weighted())
+
+
+@pytest.mark.parametrize("fit", [fit_strings, fit_ragged, fit_sparse, fit_without_targets])
+def test_data_of_all_kinds_is_taken(fit):
+    call = first_call(fit)
+    sizes = model_sizes(call.model, call.batch_size, inputs_of(call))
+    assert call.batch_size == 3
+    assert sizes.trained > 0
+    for rows in (1, 2, 5):  # more than the batch has
+        run_step(call, rows)
+
+
+def test_an_uncompiled_model_predicts():
+    model = keras.Sequential([keras.Input((600,)), keras.layers.Dense(512)])
+    call = first_call(lambda: model.predict(np.zeros((64, 600), "float32"), batch_size=16))
+    sizes = model_sizes(call.model, call.batch_size, inputs_of(call), is_trained=False)
+    assert (sizes.weights, sizes.trained, sizes.slots) == (4 * (600 * 512 + 512), 0, 0)
+    assert sizes.row >= 4 * 512
+    run_step(call, 3)
+
+
+class TwoOptimizers(keras.Model):
+    """Two layers, each with an optimizer of its own, as of a GAN; that of `compile` is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = keras.layers.Dense(100), keras.layers.Dense(50)
+
+    def compile(self, first, second):
+        super().compile()
+        self.first, self.second = first, second
+
+    def call(self, x):
+        return self.other(self.one(x))
+
+    def train_step(self, data):
+        with tf.GradientTape(persistent=True) as tape:
+            loss = keras.ops.mean(self(data[0]) ** 2)
+        for optimizer, layer in ((self.first, self.one), (self.second, self.other)):
+            optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+        return {"loss": loss}
+
+
+def test_optimizers_of_a_models_own_are_counted():
+    def fit():
+        model = TwoOptimizers()
+        model.compile(keras.optimizers.Adam(), keras.optimizers.SGD(momentum=0.9))
+        model.fit(np.ones((8, 30), "float32"), np.ones((8, 50), "float32"))
+
+    call = first_call(fit)
+    one, other = 4 * 31 * 100, 4 * 101 * 50
+    sizes = model_sizes(call.model, 8, inputs_of(call))
+    assert 0 <= sizes.slots - 2 * (one + other) <= 64  # the larger ones, until it is known who updates what
+    run_step(call, 2)
+    assert 0 <= slots(call.model) - (2 * one + other) <= 64
+
+
+def test_frames_and_mapped_files_are_counted_by_what_they_hold(tmp_path):
+    numbers = np.ones((64, 3))
+    frame = pd.DataFrame(numbers)
+    assert numbers.nbytes <= held_bytes(frame) <= numbers.nbytes + 200  # and its index
+    assert copied_bytes(frame) == copied_bytes(numbers) == 64 * 3 * 4
+    mapped = np.memmap(tmp_path / "x", "float32", "w+", shape=(64, 3))
+    assert held_bytes(mapped) == held_bytes(mapped[2:]) == 0
+    assert held_bytes(mapped + 1) == held_bytes(tf.ones((64, 3))) == 64 * 3 * 4
+    assert held_bytes(tf.data.Dataset.range(3)) == 0
+
+
+class ClipsByHand(keras.optimizers.SGD):
+    def apply(self, grads, trainable_variables=None):
+        return super().apply([tf.clip_by_value(each, -1, 1) for each in grads], trainable_variables)
+
+
+def test_what_the_optimizer_or_the_layers_do_not_allow_is_not_planned():
+    for refused in (False, True):
+        plain, own = model_of("sgd"), model_of(ClipsByHand(0.1))
+        if refused:
+            plain.quantize("float8")
+            plain.compile("sgd", "mse")
+        strategies = [
+            {each.strategy for each in kdist.plan(model, batch_size=8, ranks=2).shares} for model in (plain, own)
+        ]
+        assert ['shard="optimizer"' in each for each in strategies] == [not refused, False]
 
 
 def planned(tmp_path, source, *options):
