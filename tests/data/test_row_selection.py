@@ -158,7 +158,7 @@ def stateful(row):
         (lambda: Dataset.range(8).batch(2).map(stateful).repeat().map(lambda x: x), 2),
         (lambda: Dataset.range(8).map(lambda x: x + 1).cache().shuffle(8).batch(2), 2),
         (lambda: Dataset.range(8).shuffle(8).cache().batch(2), 0),  # the cache is before the pipeline's steps
-        (lambda: Dataset.range(8).filter(lambda x: x > 1).cache().repeat().batch(2), 1),
+        (lambda: Dataset.range(8).filter(lambda x: x > 1).cache().repeat().batch(2), 2),
         (lambda: Dataset.range(8).batch(2).batch(2), 1),
     ],
 )
