@@ -107,8 +107,7 @@ class ArraySource(Source):
         options.experimental_optimization.apply_default_optimizations = False
         options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
         options.deterministic = True
-        # There is nothing to tune, and the end of a tuned iterator delays the next epoch by its tuner's sleep.
-        options.autotune.enabled = False
+        options.autotune.enabled = False  # there is nothing to tune, see `untuned`
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.num_steps))
         return dataset.prefetch(2).with_options(options)
 

@@ -96,12 +96,8 @@ def attributes(dataset: Any) -> SimpleNamespace:
 
 
 def asked_parallelism(dataset: Any) -> int | None:
-    """Returns the parallel calls or reads, or the size of the buffer, that the last operation of a dataset was given.
-
-    Of other operations than prefetches, and those that have a number of calls or reads, it is `None`.
-    """
-    names = ["_num_parallel_calls", "_num_parallel_reads", *(["_buffer_size"] if kind(dataset) == "Prefetch" else [])]
-    found = [getattr(dataset, name, None) for name in names]
+    """Returns the parallel calls or reads that the last operation of a dataset was given; `None` if it takes none."""
+    found = [getattr(dataset, name, None) for name in ("_num_parallel_calls", "_num_parallel_reads")]
     return next((int(value) for value in found if value is not None), None)
 
 
