@@ -2,6 +2,7 @@
 
     pip install tf_keras torch jax matplotlib && kdist install-horovod
     python benchmarks/compare.py [--models mlp cnn] [--contenders plain_keras kdist_mpi] [--turns 5] [--out DIR]
+    python benchmarks/compare.py --input cached --contenders plain_keras kdist_mpi    # tf.data in the place of arrays
     python benchmarks/compare.py --report DIR/compare.json    # only writes tables and plot anew
 
 In each turn every contender is launched once, in an order that each second turn reverses. It trains all models, one
@@ -31,7 +32,7 @@ from comparison import compare, say
 from comparison_plot import draw
 from comparison_tables import tables
 from contenders import CONTENDERS
-from contenders.task import Task, own_rank
+from contenders.task import INPUTS, Task, own_rank
 from models import MODELS
 
 
@@ -41,7 +42,7 @@ def main() -> None:
         work(arguments)
         return
     if arguments.report:
-        write(arguments.out or arguments.report.parent, json.loads(arguments.report.read_text()))
+        write(arguments.out or arguments.report.parent, read(arguments.report))
         return
     out = arguments.out or Path("build", "compare")
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -56,7 +57,8 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="by default all that take the input")
+    parser.add_argument("--input", choices=list(INPUTS), default="arrays", help="of `fit`; datasets are for Keras 3")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--limit", type=float, default=600, help="seconds that a launch may take")
     parser.add_argument("--out", type=Path, metavar="DIR", help="build/compare by default")
@@ -67,6 +69,10 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.steps is not None and arguments.steps < 2:
         parser.error(f"--steps must be at least 2, as a step is what lies between two ends: {arguments.steps}")
+    able = [name for name in CONTENDERS if arguments.input == "arrays" or CONTENDERS[name].takes_datasets]
+    arguments.contenders = arguments.contenders or able
+    if unable := [name for name in arguments.contenders if name not in able]:
+        parser.error(f"--input {arguments.input} is for {' '.join(able)}, not for {' '.join(unable)}")
     return arguments
 
 
@@ -76,8 +82,19 @@ def work(arguments: argparse.Namespace) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     module, function = contender.train.split(":")
     models, folder = tuple(arguments.models), arguments.folder
-    task = Task(models, arguments.steps, rank, contender.ranks, folder)
+    task = Task(models, arguments.steps, rank, contender.ranks, folder, arguments.input)
     getattr(importlib.import_module(f"contenders.{module}"), function)(task)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns the raw numbers of a file."""
+    record: dict[str, Any] = json.loads(path.read_text())
+    if not all(isinstance(run["seconds a step"], dict) for run in record["runs"]):
+        sys.exit(
+            f"{path} has whole epochs only, as compare.py measured once. Expected: the times of steady steps, of the "
+            "epoch and of the whole `fit`. Fix: measure anew, without --report."
+        )
+    return record
 
 
 def save(out: Path, record: dict[str, Any]) -> None:

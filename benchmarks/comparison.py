@@ -57,6 +57,7 @@ def compare(arguments: argparse.Namespace, script: Path, save: Callable[[dict[st
         "command": shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
         "machine": machine(*PACKAGES),
         "models": arguments.models,
+        "input": arguments.input,
         "turns": 0,
         "left_out": absent,
         "failures": [],
@@ -90,7 +91,7 @@ def launch(name: str, arguments: argparse.Namespace, script: Path) -> Launched:
     contender = CONTENDERS[name]
     with tempfile.TemporaryDirectory() as folder:
         command = [*launch_line(contender.launcher, contender.ranks), sys.executable, str(script)]
-        command += ["--worker", name, "--folder", folder]
+        command += ["--worker", name, "--folder", folder, "--input", arguments.input]
         command += ["--steps", str(arguments.steps)] if arguments.steps else []
         ended = run(
             [*command, "--models", *arguments.models],

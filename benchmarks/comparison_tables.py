@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from contenders import CONTENDERS
+from contenders.task import INPUTS
 from models import MODELS
 from quartiles import quartiles
 from throughputs import Throughputs
@@ -16,6 +17,7 @@ HEAD = """\
 `{command}`, {turns} turn(s). {machine}.
 
 Each process has one core and one thread, and in each step {batches}. float32, SGD with momentum.
+`fit` is given {input}.
 A step takes the median time between the ends of two batches of one long epoch, where a table says no other.
 Medians over the turns of ratios within a turn, and in parentheses their quartiles. Ratios are those of throughput:
 above 1, the first one is faster. Horovod's background thread shares its rank's core. PyTorch's embedding has a dense
@@ -54,6 +56,9 @@ def tables(record: dict[str, Any]) -> str:
         table(record, others(found, models)),
         "## Samples/s\n\nOf all processes together. Medians of the turns.",
         table(record, {title(name): samples(found, name, models) for name in found.contenders}),
+        "## Milliseconds a step\n\nMedians of the turns. What `fit` takes beside its epoch: its begin, and the wait "
+        "for `tf.data`'s threads at its end.",
+        milliseconds(record, found.contenders),
         failures(record),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -65,7 +70,8 @@ def head(record: dict[str, Any]) -> str:
     for name in record["models"]:
         sizes.setdefault(MODELS[name].batch, []).append(MODELS[name].title)
     batches = " and ".join(f"{size} rows of its own ({', '.join(names)})" for size, names in sizes.items())
-    return HEAD.format(**{**record, "batches": batches}).strip()
+    given = INPUTS[record.get("input", "arrays")]
+    return HEAD.format(**{**record, "batches": batches, "input": given}).strip()
 
 
 def table(record: dict[str, Any], rows: dict[str, list[str]]) -> str:
@@ -156,6 +162,21 @@ def each(values: Callable[[str, str], list[float]], name: str, models: Sequence[
 def samples(found: Throughputs, name: str, models: Sequence[str]) -> list[str]:
     """Returns a contender's samples/s, one cell a model."""
     return [f"{quartiles(values)[1]:.0f}" if (values := found.of(name, model)) else "" for model in models]
+
+
+def milliseconds(record: dict[str, Any], names: Sequence[str]) -> str:
+    """Returns a table of a step's time in each way of measuring it, one row for each model and contender."""
+    lines = ["| model | | steady | epoch | `fit` | `fit` - epoch |", "|---" * 6 + "|"]
+    for model in record["models"]:
+        for name in names:
+            runs = [run for run in record["runs"] if (run["model"], run["contender"]) == (model, name)]
+            times = [run["seconds a step"] for run in runs]
+            if times:
+                ways = [[each[way] for each in times] for way in ("steady", "epoch", "fit")]
+                ways.append([each["fit"] - each["epoch"] for each in times])
+                cells = " | ".join(f"{1000 * quartiles(values)[1]:.2f}" for values in ways)
+                lines.append(f"| {MODELS[model].title} | {title(name)} | {cells} |")
+    return "\n".join(lines)
 
 
 def cell(values: Sequence[float]) -> str:

@@ -46,6 +46,11 @@ class Contender:
         return self.train == "keras3:in_scope" and self.ranks > 1
 
     @property
+    def takes_datasets(self) -> bool:
+        """Whether it can be given a `tf.data.Dataset` in the place of arrays."""
+        return self.train.startswith("keras3:")
+
+    @property
     def is_peer(self) -> bool:
         """Whether it is what others have for several processes."""
         return self.ranks > 1 and not self.train.startswith("keras3:")

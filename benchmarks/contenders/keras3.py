@@ -19,12 +19,17 @@ def plain(task: Task) -> None:
 
 
 def side_by_side(task: Task) -> None:
-    """Keras alone in each process, in all of them the same training: they share nothing but the machine."""
+    """Keras alone in each process, in all of them the same training: they share nothing but the machine.
+
+    They begin each fit together: of two that have drifted apart, one would be measured while the other rests.
+    """
     import keras
+    from mpi4py import MPI
 
     keras.utils.set_random_seed(0)
     for name in task.models:
-        train(task, keras, name, dataclasses.replace(task, ranks=1).global_data(name))
+        data = dataclasses.replace(task, ranks=1).global_data(name)
+        train(task, keras, name, data, meet=MPI.COMM_WORLD.Barrier)
 
 
 def in_scope(task: Task) -> None:

@@ -15,6 +15,13 @@ from models import MODELS, random_data
 WARM_UP_STEPS = 3  # of a first fit, which traces; it is not measured
 LONG = 6  # the epoch that is measured, relative to that of other benchmarks: some seconds
 
+# What `fit` is given. Only Keras 3 on TensorFlow takes others than arrays here.
+INPUTS = {
+    "arrays": "arrays",
+    "slices": "`from_tensor_slices(...).batch(...).prefetch(2)`",
+    "cached": "`from_tensor_slices(...).batch(...).cache().repeat().prefetch(2)`",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -26,6 +33,7 @@ class Task:
         rank: int, this process's number.
         ranks: int, the number of processes.
         folder: path, where each rank reports.
+        input: str, a key of `INPUTS`.
     """
 
     models: tuple[str, ...]
@@ -33,6 +41,7 @@ class Task:
     rank: int
     ranks: int
     folder: Path
+    input: str = "arrays"
 
     def num_steps(self, name: str) -> int:
         """Returns the steps of an epoch."""

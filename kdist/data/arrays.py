@@ -60,9 +60,9 @@ class ArraySource(Source):
         is_dense = gather is None and all(leaf is None or isinstance(leaf, tf.Tensor) for leaf in leaves)
         self._inputs = inputs if is_dense else None
         self._starts, self._stops, self._rows, self._global_rows = sharding.rows_of_steps(num_samples, batch_size, plan)
-        self._positions = np.concatenate(
-            [np.arange(start, stop) for start, stop in zip(self._starts, self._stops, strict=True)]
-        )
+        self._sizes = self._stops - self._starts
+        self._ends = np.cumsum(self._sizes)  # of the steps, in a vector of the rank's rows
+        self._positions = np.arange(self._ends[-1]) + np.repeat(self._stops - self._ends, self._sizes)
         self._epoch = -1
         self._resumed_pass: int | None = None
 
@@ -90,12 +90,10 @@ class ArraySource(Source):
 
     @functools.cached_property
     def _dataset(self) -> tf.data.Dataset:
-        sizes = self._stops - self._starts
-        ends = np.cumsum(sizes)
-        steps = (ends - sizes, ends, self._rows, self._global_rows)
+        steps = (self._ends - self._sizes, self._ends, self._rows, self._global_rows)
         # A static batch size spares compilers a dynamic shape; only ragged steps prevent it, on all ranks: Keras
         # weights what it means over steps by rows where it knows their number.
-        size = int(sizes[0]) if (self._global_rows == self._global_rows[0]).all() else None
+        size = int(self._sizes[0]) if (self._global_rows == self._global_rows[0]).all() else None
         if not self._shuffle and self.num_steps == 1:
             # One batch in one order, as in a loop of `predict`: there is nothing to call.
             rows = self._gather(tf.constant(self._positions))
@@ -109,8 +107,7 @@ class ArraySource(Source):
         options.experimental_optimization.apply_default_optimizations = False
         options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
         options.deterministic = True
-        # There is nothing to tune, and the end of a tuned iterator delays the next epoch by its tuner's sleep.
-        options.autotune.enabled = False
+        options.autotune.enabled = False  # there is nothing to tune, see `untuned`
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.num_steps))
         return dataset.prefetch(2).with_options(options)
 

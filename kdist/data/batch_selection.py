@@ -57,14 +57,16 @@ def select_batches(pipeline: Pipeline, plan: Plan, rows: Rows) -> Selection:
         return Shard(data, tf.where(active, count, 0), total)
 
     finish = _as_tuple if mapped else to_shard
-    joins = exact and not tail.reorders_batches and not (mapped and size is not None)
+    mapped_size = size if mapped else None
+    # Samples of consecutive batches are joined again by their number; and maps of batches may rely on their size.
+    is_padded = not exact or tail.reorders_batches or mapped_size is not None
     applied = tail.batch_maps
     if tail.numbered is not None:
         applied += tail.sample_maps
-        selected = select_rows(tail, tail.numbered, plan, size, finish)
-    elif joins and any(map(is_map, tail.sample_maps)):
+        selected = select_rows(tail, tail.numbered, plan, mapped_size, is_padded, finish)
+    elif any(map(is_map, tail.sample_maps)):
         applied += tail.sample_maps
-        selected = _select_samples(tail, plan, finish)
+        selected = _select_samples(tail, plan, mapped_size, is_padded, finish)
     else:
         count = (lambda _: size or 1) if mapped else rows.count
         selected = _select_elements(tail.batches(), plan, finish, count)
@@ -99,10 +101,12 @@ def _select_elements(
     return grouped(dataset, plan, count).map(select)
 
 
-def _select_samples(tail: Tail, plan: Plan, finish: Callable[[Any, Any, Any], Any]) -> tf.data.Dataset:
+def _select_samples(
+    tail: Tail, plan: Plan, size: int | None, is_padded: bool, finish: Callable[[Any, Any, Any], Any]
+) -> tf.data.Dataset:
     """Selects this rank's samples in front of the maps that precede a batch, and batches them again.
 
-    A rank without a batch, which happens in the last step only, takes one sample.
+    See `select_rows` for the arguments and the result.
     """
     samples = tail.samples()
     spec = samples.element_spec
@@ -111,14 +115,26 @@ def _select_samples(tail: Tail, plan: Plan, finish: Callable[[Any, Any, Any], An
         return tf.data.Dataset.zip(element_of(spec, window))
 
     def samples_of(window: Any, active: Any, total: Any) -> Any:
-        window = window.take(tf.where(active, int64(-1), 1))
-        return tf.data.Dataset.zip(window, tf.data.Dataset.from_tensors((active, total)).repeat())
+        count = tf.where(active, window.cardinality(), 1)
+        facts = tf.data.Dataset.from_tensors((active, total, count)).repeat()
+        if not is_padded:
+            window = window.take(count)
+        elif not tail.drop_remainder:
+            window = window.concatenate(window.take(1).repeat()).take(tail.batch_size)
+        return tf.data.Dataset.zip(window, facts)
+
+    def join(batch: Any, facts: Any) -> Any:
+        active, total, count = (fact[0] for fact in facts)
+        if is_padded and not tail.drop_remainder:
+            batch = tf.nest.map_structure(lambda leaf: leaf[:count], batch)
+        return finish(batch, active, total)
 
     windows = samples.window(tail.batch_size, drop_remainder=tail.drop_remainder).map(to_dataset)
-    selected = _select_elements(windows, plan, _as_tuple, lambda window: window.cardinality()).flat_map(samples_of)
+    counted = (lambda window: window.cardinality()) if size is None else (lambda _: size)
+    selected = _select_elements(tail.order_batches(windows), plan, _as_tuple, counted).flat_map(samples_of)
     for step in tail.sample_maps:
         selected = tail.apply_to_first(step, selected, plan.shard_id)
-    return selected.batch(tail.batch_size).map(lambda data, step: finish(data, step[0][0], step[1][0]))
+    return selected.batch(tail.batch_size).map(join)
 
 
 def _as_tuple(element: Any, active: Any, total: Any) -> Any:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from kdist.data import sharding
 from kdist.data.batch import Rows, Shard, batch_signature, lists_to_tuples
 from kdist.data.graphs.fingerprint import fingerprint_of_targets
+from kdist.data.graphs.options import untuned
 from kdist.data.joined_batches import joined
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, empty_input_error
@@ -130,6 +131,4 @@ class GeneratorSource(Source):
         scalar = tf.TensorSpec([], tf.int64)
         signature = (tuple(specs[index] for index in tensors), scalar, scalar)
         shards = tf.data.Dataset.from_generator(elements, output_signature=signature).map(to_shard)
-        options = tf.data.Options()
-        options.autotune.enabled = False  # see `ArraySource`
-        return shards.prefetch(2).with_options(options)
+        return untuned(shards.prefetch(2))

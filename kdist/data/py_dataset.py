@@ -15,6 +15,7 @@ import tensorflow as tf
 from kdist.data import sharding
 from kdist.data.batch import Rows, Shard
 from kdist.data.graphs.fingerprint import fingerprint_of_targets
+from kdist.data.graphs.options import untuned
 from kdist.data.joined_batches import joined
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, empty_input_error
@@ -202,7 +203,8 @@ class PyDatasetSource(Source):
         self.knows_global_rows = not self.plan.scale_batch  # only where every rank loads every batch
         with sharded.peeking():
             batches = self._adapter.get_tf_dataset()
-        self._dataset = batches.map(_shard)
+        # Without workers it ends with `prefetch(AUTOTUNE)`, whose buffer grows without the tuner.
+        self._dataset = untuned(batches.map(_shard))
 
     def targets_fingerprint(self) -> list[str]:
         """Returns a summary of the targets of the user's first batch."""

@@ -9,15 +9,20 @@ import tensorflow as tf
 
 from kdist.data.batch import int64
 from kdist.data.graphs.indexed import Indexed
-from kdist.data.graphs.tail import Tail, is_map
-from kdist.data.groups import is_exact, pad_epochs
+from kdist.data.graphs.tail import Tail
+from kdist.data.groups import pad_epochs
 from kdist.data.sharding import Plan
 
 _NO_ROW = -1
 
 
 def select_rows(
-    tail: Tail, source: Indexed, plan: Plan, size: int | None, finish: Callable[[Any, Any, Any], Any]
+    tail: Tail,
+    source: Indexed,
+    plan: Plan,
+    size: int | None,
+    is_padded: bool,
+    finish: Callable[[Any, Any, Any], Any],
 ) -> tf.data.Dataset:
     """Selects one batch of each group of `plan.num_shards`, and applies the maps of samples to it.
 
@@ -25,7 +30,8 @@ def select_rows(
         tail: `Tail` with a batch.
         source: `Indexed`, its elements.
         plan: `Plan`.
-        size: int or `None`, the rows of each batch after the maps of batches, if known.
+        size: int or `None`, the rows of each batch after the maps of batches, if there are any and it is known.
+        is_padded: bool, whether each batch, and one of a rank without any, is filled up for the maps.
         finish: callable that takes `(batch, active, total)` and returns the element of the result.
 
     Returns:
@@ -33,20 +39,13 @@ def select_rows(
         row where `active` is `False`; `total` is the number of rows in the group.
     """
     maps = tail.sample_maps
-    has_batch_maps = any(map(is_map, tail.batch_maps))
-    # Samples of consecutive batches are joined again by their number: all batches but the last must be full.
     is_full = tail.drop_remainder
-    # Maps of batches may rely on their size, in a rank without a batch, too.
-    is_padded = not is_exact(plan) or tail.reorders_batches or (size is not None and has_batch_maps)
 
     def choose(rows: Any) -> tuple[Any, Any, Any]:
         is_row = rows >= 0
         active = tf.reduce_any(is_row[plan.shard_id : plan.shard_id + 1])
         own = rows[tf.where(active, plan.shard_id, 0)]
-        if has_batch_maps and size is not None:
-            total = size * tf.math.count_nonzero(is_row[:, 0])
-        else:
-            total = tf.math.count_nonzero(is_row)
+        total = tf.math.count_nonzero(is_row) if size is None else size * tf.math.count_nonzero(is_row[:, 0])
         return own, active, total
 
     def own_batch(rows: Any) -> Any:

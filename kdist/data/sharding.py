@@ -119,11 +119,17 @@ def group(step: int, plan: Plan) -> tuple[int, int]:
     >>> [group(step, plan) for step in range(4)]
     [(0, 2), (2, 1), (3, 2), (5, 1)]
     """
+    first, count = _groups(np.array(step), plan)
+    return int(first), int(count)
+
+
+def _groups(steps: Indices, plan: Plan) -> tuple[Indices, Indices]:
+    """Returns what `group` does, of many steps."""
     size, batches = plan.group_size, plan.steps_per_epoch
     if plan.job_steps_per_epoch is None or batches is None:
-        return step * size, size
-    epoch, step = divmod(step, plan.job_steps_per_epoch)
-    return epoch * batches + step * size, min(size, batches - step * size)
+        return steps * size, np.full_like(steps, size)
+    epochs, steps = np.divmod(steps, plan.job_steps_per_epoch)
+    return epochs * batches + steps * size, np.minimum(size, batches - steps * size)
 
 
 def num_steps(num_batches: int, plan: Plan) -> int:
@@ -215,9 +221,8 @@ def rows_of_steps(num_samples: int, batch_size: int, plan: Plan) -> tuple[Indice
             f"`batch_size` is not positive. Received: batch_size={batch_size}. Expected 1 or more. Fix: pass 1 or more."
         )
     steps = num_steps(-(-num_samples // batch_size), plan)
-    bounds = np.array([group(step, plan) for step in range(steps)], np.int64) * batch_size
-    first = bounds[:, 0]
-    total = np.minimum(first + bounds[:, 1], num_samples) - first
+    first, count = (batches * batch_size for batches in _groups(np.arange(steps), plan))
+    total = np.minimum(first + count, num_samples) - first
     starts, stops = split_rows(total, plan.num_shards, plan.shard_id)
     rows = stops - starts
     starts = np.where(rows > 0, first + starts, first)

@@ -12,7 +12,7 @@ from kdist.data.batch_selection import select_batches
 from kdist.data.graphs.dataset_internals import flat_structure, from_variant, resources_of
 from kdist.data.graphs.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
 from kdist.data.graphs.inspection import batch_sizes, calls_python
-from kdist.data.graphs.options import prefetched, sharded_options
+from kdist.data.graphs.options import prefetched, sharded_options, untuned
 from kdist.data.graphs.pipeline import Pipeline
 from kdist.data.graphs.tuning import is_tuned
 from kdist.data.groups import element_of
@@ -101,9 +101,7 @@ class StreamSource(Source):
 
     def example(self) -> Any:
         """Returns the user's first batch, by a new iterator."""
-        options = tf.data.Options()
-        options.autotune.enabled = False  # its end would wait for the tuner
-        for batch in self._user_dataset.take(1).with_options(options):
+        for batch in untuned(self._user_dataset.take(1)):
             return batch
         raise empty_input_error("tf.data.Dataset")
 

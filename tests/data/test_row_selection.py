@@ -3,6 +3,7 @@
 import collections
 import itertools
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -19,6 +20,9 @@ Dataset = tf.data.Dataset
 def slices(num_samples=23):
     rows = np.arange(num_samples)
     return Dataset.from_tensor_slices({"x": rows, "y": rows * 2})
+
+
+SLICES = slices
 
 
 def zipped(rows, numbers):
@@ -58,6 +62,7 @@ NUMBERED = {
     "map.batch.repeat": lambda: slices().map(twice).batch(2).repeat(2),
     "map.drop.map.repeat": lambda: slices().map(twice).batch(2, drop_remainder=True).map(small).repeat(2),
     "shuffled batches": lambda: slices().batch(2).map(twice).shuffle(4, seed=1).map(small).skip(1).take(9),
+    "map.shuffled batches": lambda: slices().map(twice).batch(2).shuffle(4, seed=1).skip(1).take(9),
     "zip": lambda: zipped(slices(), Dataset.range(100)).batch(2),
     "zip.shuffle.map": lambda: zipped(slices(40).prefetch(1), Dataset.range(29)).shuffle(7, seed=1).map(twice).batch(2),
     "skip.take": lambda: slices().skip(3).map(twice).take(15).batch(2),
@@ -88,6 +93,26 @@ def test_numbers_are_followed_instead_of_samples(name, num_shards, steps_per_epo
         if isinstance(shard.data, dict):
             factors = shard.data["y"].numpy() / np.maximum(np.asarray(shard.data["x"]), 1)
             assert len(set(factors[np.asarray(shard.data["x"]) > 0])) <= 1, "the parts of a sample belong together"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_shards", "steps_per_epoch"),
+    [
+        ("map.batch", 2, 5),
+        ("map.drop.map", 3, None),
+        ("map.batch.repeat", 4, 6),
+        ("map.drop.map.repeat", 3, 4),
+        ("map.shuffle.map.batch.map", 2, None),
+        ("map.shuffled batches", 2, None),
+    ],
+)
+def test_samples_without_numbers_are_followed_as_well(monkeypatch, name, num_shards, steps_per_epoch):
+    """As those of files: what comes before the batches, and what orders them, is the same."""
+    monkeypatch.setitem(globals(), "slices", lambda *size: SLICES(*size).filter(lambda _: True))
+    plain = NUMBERED[name]()
+    ranks = [tf_data_source(NUMBERED[name](), plan) for plan in plans(num_shards, steps_per_epoch=steps_per_epoch)]
+    for _ in range(2):
+        assert one_pass(ranks) == groups(batches_of(plain), num_shards, steps_per_epoch)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +152,18 @@ READ = {
     "shuffled": lambda read: Dataset.range(24).map(read).shuffle(7, seed=1).batch(2),
     "repeated": lambda read: Dataset.range(24).map(read).batch(2).repeat(2),
     "repeated samples": lambda read: Dataset.range(24).shuffle(7, seed=1).map(read).repeat(2).batch(2),
-    "not numbered": lambda read: Dataset.range(24).filter(lambda _: True).map(read).shuffle(7, seed=1).batch(2),
+    "not numbered": lambda read: unnumbered().map(read).shuffle(7, seed=1).batch(2),
+    "not numbered, repeated": lambda read: unnumbered().map(read).batch(2).repeat(2),
+    "not numbered, taken": lambda read: unnumbered().map(read).batch(2).skip(3).take(6),
+    "not numbered, shuffled batches": lambda read: unnumbered().map(read).batch(2).shuffle(4, seed=1).prefetch(1),
+    "not numbered, maps of full batches": lambda read: (
+        unnumbered().map(read).batch(2, drop_remainder=True).map(lambda x: x + 0)
+    ),
 }
+
+
+def unnumbered():
+    return Dataset.range(24).filter(lambda _: True)
 
 
 @pytest.mark.parametrize("num_shards", [2, 3])
@@ -142,6 +177,33 @@ def test_a_rank_asks_the_source_for_its_own_rows_only(name, num_shards):
             rows += shard.data.numpy().tolist()
     assert [collections.Counter(read.seen) for read in reads] == [collections.Counter(rows) for rows in own]
     assert sum(len(rows) for rows in own) == sum(len(batch) for batch in READ[name](lambda x: x))
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_a_rank_parses_no_more_than_a_batch_a_step_where_epochs_end_within_a_group(drop):
+    for plan in plans(3, steps_per_epoch=4):
+        read = Reads()
+        source = tf_data_source(unnumbered().map(read).batch(2, drop_remainder=drop).repeat(3), plan)
+        num_steps = len(list(source.dataset()))
+        assert num_steps == 18
+        assert len(read.seen) == 2 * num_steps
+
+
+def test_images_of_a_directory_are_decoded_for_own_batches_only(tmp_path):
+    for number in range(11):
+        folder = tmp_path / f"class {number % 2}"
+        folder.mkdir(exist_ok=True)
+        image = tf.fill([4, 4, 3], tf.cast(10 * number, tf.uint8))
+        tf.io.write_file(str(folder / f"{number}.png"), tf.io.encode_png(image))
+
+    def make():
+        options = {"label_mode": "binary", "image_size": (4, 4), "batch_size": 2, "seed": 1}
+        return keras.utils.image_dataset_from_directory(tmp_path, **options, verbose=False).repeat(2)
+
+    ranks = [tf_data_source(make(), plan) for plan in plans(2)]
+    expected = [images[:, 0, 0, 0].numpy().tolist() for images, _ in make()]
+    assert one_pass(ranks) == groups(expected, 2)
+    assert "Window" in kinds_in(ranks[0].dataset()), "a rank decodes images before it takes its own"
 
 
 def stateful(row):
@@ -158,7 +220,7 @@ def stateful(row):
         (lambda: Dataset.range(8).batch(2).map(stateful).repeat().map(lambda x: x), 2),
         (lambda: Dataset.range(8).map(lambda x: x + 1).cache().shuffle(8).batch(2), 2),
         (lambda: Dataset.range(8).shuffle(8).cache().batch(2), 0),  # the cache is before the pipeline's steps
-        (lambda: Dataset.range(8).filter(lambda x: x > 1).cache().repeat().batch(2), 1),
+        (lambda: Dataset.range(8).filter(lambda x: x > 1).cache().repeat().batch(2), 2),
         (lambda: Dataset.range(8).batch(2).batch(2), 1),
     ],
 )

@@ -1,10 +1,17 @@
 """The tuner of tf.data runs where it has something to choose: the end of a pass would wait for it elsewhere."""
 
+import time
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from kdist.data.arrays import ArraySource
+from kdist.data.generator import GeneratorSource
 from kdist.data.graphs.dataset_internals import attributes, kind, with_inputs
+from kdist.data.per_rank_stream import PerRankStream
+from kdist.data.py_dataset import PyDatasetSource, ShardedPyDataset
 from kdist.data.tf_data import tf_data_source
 from tests.data.ranks import groups, in_batches, one_pass, plans
 
@@ -35,6 +42,8 @@ def rows():
 NOTHING_TO_TUNE = {
     "batch": lambda: rows().batch(2),
     "shuffle.batch.prefetch": lambda: rows().shuffle(9).batch(2).prefetch(2),
+    "a buffer that tunes itself": lambda: rows().batch(2).prefetch(AUTOTUNE),
+    "in a function, such a buffer": lambda: rows().flat_map(lambda x: inner(x).prefetch(AUTOTUNE)).batch(2),
     "cache.repeat": lambda: rows().batch(2).cache().repeat(2),
     "map.batch": lambda: rows().map(increment).batch(2),
     "batch.map": lambda: rows().batch(2).map(increment),
@@ -47,7 +56,6 @@ NOTHING_TO_TUNE = {
     ),
 }
 SOMETHING_TO_TUNE = {
-    "prefetch": lambda: rows().batch(2).prefetch(AUTOTUNE),
     "parallel map": lambda: rows().map(increment, num_parallel_calls=AUTOTUNE).batch(2),
     "parallel batch": lambda: rows().batch(2, num_parallel_calls=AUTOTUNE),
     "interleave": lambda: rows().interleave(inner, num_parallel_calls=AUTOTUNE, deterministic=True).batch(2),
@@ -77,8 +85,52 @@ def test_a_tuner_where_something_asks_for_it(make):
 def test_the_users_options_are_kept(enabled):
     options = tf.data.Options()
     options.autotune.enabled = enabled
-    for make in (NOTHING_TO_TUNE["batch"], SOMETHING_TO_TUNE["prefetch"]):
+    for make in (NOTHING_TO_TUNE["batch"], SOMETHING_TO_TUNE["parallel batch"]):
         assert has_tuner(lambda make=make: make().with_options(options)) == enabled
+
+
+class Batches(keras.utils.PyDataset):
+    num_batches = 8
+
+    def __getitem__(self, index):
+        return np.arange(2)
+
+
+OTHERS = {
+    "arrays": lambda plan: ArraySource(tf.range(23), 23, 2, plan, shuffle=True),
+    "generator": lambda plan: GeneratorSource(
+        lambda: iter([np.arange(2)] * 8), plan, signature=tf.TensorSpec([None], tf.int64), first=np.arange(2)
+    ),
+    "PyDataset": lambda plan: PyDatasetSource(ShardedPyDataset(Batches(), plan)),
+    "PyDataset with workers": lambda plan: PyDatasetSource(ShardedPyDataset(Batches(workers=2), plan)),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=list(OTHERS))
+def test_no_tuner_for_other_inputs(make):
+    plan = plans(2)[0]
+    for source in (make(plan), PerRankStream(make(plan.unsharded()), plan)):
+        assert source.dataset().options().autotune.enabled is False
+
+
+def test_a_buffer_tunes_itself_without_a_tuner():
+    """A prefetch with AUTOTUNE begins with one element, and holds more after it was found empty."""
+    made = []
+
+    def count(x):
+        made.append(int(x))
+        return x
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    dataset = Dataset.range(1000).map(lambda x: tf.numpy_function(count, [x], tf.int64))
+    iterator = iter(dataset.prefetch(AUTOTUNE).with_options(options))
+    for _ in range(6):
+        time.sleep(0.1)  # the buffer is filled, and then found empty
+        for _ in range(50):
+            next(iterator)
+    time.sleep(0.5)
+    assert len(made) > 300 + 2
 
 
 def test_a_budget_asks_for_the_tuner():

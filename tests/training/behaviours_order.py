@@ -75,6 +75,10 @@ INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
         "x": pairs().shuffle(ROWS).batch(BATCH).repeat(),
         "steps_per_epoch": NUM_BATCHES,
     },
+    "tf_data_filtered": lambda: {
+        "x": pairs().shuffle(ROWS).filter(lambda *_: True).map(lambda x, y: (x, y)).batch(BATCH).repeat(),
+        "steps_per_epoch": NUM_BATCHES,
+    },
     "tf_data_interleaved": lambda: {
         "x": tf.data.Dataset.range(9)
         .shuffle(9)

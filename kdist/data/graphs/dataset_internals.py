@@ -32,7 +32,9 @@ _OPS = {
     "FlatMap": _Op(lambda dataset: dataset.flat_map(_Dataset.from_tensors)),
     "Map": _Op(lambda dataset: dataset.map(lambda x: x)),
     "Options": _Op(lambda dataset: dataset.with_options(tf.data.Options())),
-    "PaddedBatch": _Op(lambda dataset: dataset.padded_batch(1), ("batch_size",)),
+    "PaddedBatch": _Op(
+        lambda dataset: dataset.padded_batch(1), ("batch_size", "drop_remainder", "padded_shapes", "padding_values")
+    ),
     "ParallelBatch": _Op(
         lambda dataset: dataset.batch(1, num_parallel_calls=1),
         ("batch_size", "drop_remainder", "num_parallel_calls", "deterministic"),
@@ -44,6 +46,7 @@ _OPS = {
     "Random": _Op(lambda _: _Dataset.random(), ("seed", "seed2")),
     "Range": _Op(lambda _: _Dataset.range(1), ("start", "stop", "step")),
     "Repeat": _Op(lambda dataset: dataset.repeat(), ("count",)),
+    "Restructured": _Op(lambda dataset: dataset.batch(1).unbatch()._inputs()[0]),
     "Shard": _Op(lambda dataset: dataset.shard(1, 0), ("num_shards", "index")),
     "Shuffle": _Op(lambda dataset: dataset.shuffle(1), ("buffer_size", "seed", "seed2", "reshuffle_each_iteration")),
     "Skip": _Op(lambda dataset: dataset.skip(1), ("count",)),
@@ -93,12 +96,8 @@ def attributes(dataset: Any) -> SimpleNamespace:
 
 
 def asked_parallelism(dataset: Any) -> int | None:
-    """Returns the parallel calls or reads, or the size of the buffer, that the last operation of a dataset was given.
-
-    Of other operations than prefetches, and those that have a number of calls or reads, it is `None`.
-    """
-    names = ["_num_parallel_calls", "_num_parallel_reads", *(["_buffer_size"] if kind(dataset) == "Prefetch" else [])]
-    found = [getattr(dataset, name, None) for name in names]
+    """Returns the parallel calls or reads that the last operation of a dataset was given; `None` if it takes none."""
+    found = [getattr(dataset, name, None) for name in ("_num_parallel_calls", "_num_parallel_reads")]
     return next((int(value) for value in found if value is not None), None)
 
 

@@ -12,6 +12,13 @@ def sharded_options() -> tf.data.Options:
     return options
 
 
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset without a tuner: the end of a tuned iterator waits for the tuner's thread, which sleeps."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
 def prefetched(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset that makes elements ahead of their use: as many as the tuner says, or two without it."""
     has_tuner = dataset.options().autotune.enabled is not False

@@ -8,22 +8,17 @@ from __future__ import annotations
 import collections
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from kdist.data.graphs import dataset_internals as internals
-from kdist.data.graphs.dataset_internals import attributes, flat_structure, from_variant, functions, kind, with_inputs
-from kdist.data.graphs.determinism import (
-    derived_seed,
-    draws_unseeded,
-    is_nondeterministic,
-    make_deterministic,
-    shuffle_with,
-)
+from kdist.data.graphs.dataset_internals import attributes, functions, kind, with_inputs
+from kdist.data.graphs.determinism import derived_seed, draws_unseeded, is_nondeterministic, make_deterministic
 from kdist.data.graphs.inspection import is_stateless
 from kdist.data.graphs.random_ops import with_rank_seeds
+from kdist.data.graphs.replay import can_be_replayed, is_nondeterministic_op, replay, reshuffles
 from kdist.errors import DataError
 
 _log = logging.getLogger("kdist")
@@ -51,6 +46,7 @@ class Pipeline:
     """
 
     def __init__(self, dataset: tf.data.Dataset, seed: int):
+        _tell_of_random_decisions(dataset)
         self.options = dataset.options()
         self._fixed_seeds = dict(_fixed_seeds(dataset))
         steps: list[Any] = []
@@ -63,13 +59,13 @@ class Pipeline:
         self._seed = seed
         self._base = _deterministic_base(dataset, seed)
         self._is_base_rewritten = self._base is not dataset
-        changed = [self._is_base_rewritten, *(_is_nondeterministic_op(step) or _reshuffles(step) for step in steps)]
+        changed = [self._is_base_rewritten, *(is_nondeterministic_op(step) or reshuffles(step) for step in steps)]
         self._unchanged = changed.index(True) if True in changed else len(changed)
 
     @property
     def depends_on_seed(self) -> bool:
         """Whether `seed` decides about the order: not where nothing is shuffled, or all with the user's seeds."""
-        return self._is_base_rewritten or any(_is_nondeterministic_op(step) for step in self.steps)
+        return self._is_base_rewritten or any(is_nondeterministic_op(step) for step in self.steps)
 
     def dataset(self, num_steps: int | None = None) -> tf.data.Dataset:
         """Returns the pipeline as one dataset.
@@ -88,13 +84,13 @@ class Pipeline:
     def apply(self, position: int, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Applies one of `steps` to another dataset; a shuffle orders it as it does the pipeline's own elements."""
         step = self.steps[position]
-        is_fixed = kind(step) == "Shuffle" and not _reshuffles(step)
+        is_fixed = kind(step) == "Shuffle" and not reshuffles(step)
         seed = (
             self._fixed_seeds.get(id(step), 0)
             if is_fixed
             else derived_seed(self._seed, position + 1 - self._num_cached)
         )
-        return _REPLAYS[kind(step)](step, dataset, seed)
+        return replay(step, dataset, seed)
 
 
 def is_elementwise(step: Any) -> bool:
@@ -121,7 +117,7 @@ def apply_to_first(step: Any, dataset: tf.data.Dataset, rank: int, *, parallel: 
         A dataset of tuples with the first component replaced.
     """
     if kind(step) in ("Prefetch", "Options"):
-        return _REPLAYS[kind(step)](step, dataset, 0)
+        return replay(step, dataset)
     # The traced function, not the user's Python function: what that closes over may have changed.
     function = with_rank_seeds(functions(step)[0], step, rank)
 
@@ -135,73 +131,8 @@ def apply_to_first(step: Any, dataset: tf.data.Dataset, rank: int, *, parallel: 
     return dataset.map(apply, calls, deterministic=None if calls is None else True)
 
 
-def _replay_map(step: Any, dataset: Any, seed: int) -> Any:
-    del seed
-    (function,) = functions(step)
-    arguments = {
-        "input_dataset": tf.data.experimental.to_variant(dataset),
-        "other_arguments": function.captured_inputs,
-        "f": function,
-        "preserve_cardinality": True,
-        **flat_structure(step),
-    }
-    if kind(step) == "ParallelMap":
-        calls = attributes(step).num_parallel_calls
-        variant = tf.raw_ops.ParallelMapDatasetV2(num_parallel_calls=calls, deterministic="true", **arguments)
-    else:
-        variant = tf.raw_ops.MapDataset(**arguments)
-    return from_variant(variant, step)
-
-
-def _replay_batch(step: Any, dataset: Any, seed: int) -> Any:
-    del seed
-    op = attributes(step)
-    calls = getattr(op, "num_parallel_calls", None)
-    return dataset.batch(int(op.batch_size), bool(op.drop_remainder), calls, None if calls is None else True)
-
-
-def _replay_shuffle(step: Any, dataset: Any, seed: int) -> Any:
-    op = attributes(step)
-    seeds = op.seed, op.seed2
-    if _is_nondeterministic_op(step):
-        if _reshuffles(step):
-            return dataset.shuffle(op.buffer_size, seed, op.reshuffle_each_iteration)
-        seeds = seed, 0
-    generator = _seed_generator(step) if _reshuffles(step) else None
-    return shuffle_with(seeds, dataset, op.buffer_size, reshuffle=_reshuffles(step), generator=generator, owner=step)
-
-
-def _seed_generator(step: Any) -> Any:
-    """Returns the resource that makes a seeded shuffle's order in each pass; a second `fit` continues with it."""
-    kept = internals.resources_of(step)
-    if internals.GENERATOR not in kept:
-        op = attributes(step)
-        kept[internals.GENERATOR] = tf.raw_ops.AnonymousSeedGenerator(seed=op.seed, seed2=op.seed2, reshuffle=True)
-    return kept[internals.GENERATOR].handle
-
-
-_DECIDING = ("Filter", "GroupByWindow", "TakeWhile")
-
-# How each operation that a pipeline is split into is applied to another dataset, with a seed if it has none.
-_REPLAYS: dict[str, Callable[[Any, Any, int], Any]] = {
-    "Batch": _replay_batch,
-    "Cache": lambda step, dataset, _: dataset.cache(),
-    "Map": _replay_map,
-    "Options": lambda step, dataset, _: dataset.with_options(step.options()),
-    "ParallelBatch": _replay_batch,
-    "ParallelMap": _replay_map,
-    "Prefetch": lambda step, dataset, _: dataset.prefetch(int(attributes(step).buffer_size)),
-    "Repeat": lambda step, dataset, _: dataset.repeat(attributes(step).count),
-    "Shuffle": _replay_shuffle,
-    "Skip": lambda step, dataset, _: dataset.skip(attributes(step).count),
-    "Take": lambda step, dataset, _: dataset.take(attributes(step).count),
-}
-
-
 def _is_replayable(dataset: Any) -> bool:
-    if kind(dataset) not in _REPLAYS or not internals.is_known(dataset):
-        return False
-    return kind(dataset) != "Cache" or _keeps_one_order(dataset)
+    return can_be_replayed(dataset) and (kind(dataset) != "Cache" or _keeps_one_order(dataset))
 
 
 def _keeps_one_order(cache: Any) -> bool:
@@ -209,17 +140,6 @@ def _keeps_one_order(cache: Any) -> bool:
     shuffles = any(kind(each) == "Shuffle" for each in with_inputs(cache))
     in_memory = tf.convert_to_tensor(attributes(cache).filename).numpy() == b""
     return in_memory and not shuffles and _is_deterministic(cache)
-
-
-def _is_nondeterministic_op(dataset: Any) -> bool:
-    op = attributes(dataset)
-    if kind(dataset) in ("Random", "Shuffle"):
-        return int(getattr(op, "seed", 0)) == int(getattr(op, "seed2", 0)) == 0
-    return getattr(op, "deterministic", "default") == "false"
-
-
-def _reshuffles(dataset: Any) -> bool:
-    return kind(dataset) == "Shuffle" and getattr(attributes(dataset), "reshuffle_each_iteration", None) is not False
 
 
 def _has_nondeterministic_function(dataset: Any) -> bool:
@@ -232,10 +152,9 @@ def _has_nondeterministic_function(dataset: Any) -> bool:
 
 def _deterministic_base(dataset: Any, seed: int) -> Any:
     """Returns what comes before the known steps, rewritten as a graph where it must be."""
-    _tell_of_random_decisions(dataset)
     if not _is_deterministic(dataset):
         return make_deterministic(dataset, seed, [fixed for _, fixed in _fixed_seeds(dataset)])
-    if not any(_reshuffles(each) for each in with_inputs(dataset)):
+    if not any(reshuffles(each) for each in with_inputs(dataset)):
         return dataset
     try:
         return make_deterministic(dataset, seed)
@@ -248,11 +167,16 @@ def _deterministic_base(dataset: Any, seed: int) -> Any:
         return dataset
 
 
+_DECIDING = ("Filter", "GroupByWindow", "TakeWhile")
+
+
 def _tell_of_random_decisions(dataset: Any) -> None:
     """Warns of elements that a rank may keep or leave out by random numbers of its own, which a map has drawn."""
-    kept = internals.resources_of(dataset)
     deciding = [each for each in with_inputs(dataset) if kind(each) in _DECIDING]
-    if "was told of decisions" in kept or not any(_draws(part) for each in deciding for part in with_inputs(each)):
+    if not any(_draws(part) for each in deciding for part in with_inputs(each)):
+        return
+    kept = internals.resources_of(deciding[0])
+    if "was told of decisions" in kept:
         return
     kept["was told of decisions"] = True
     _log.warning(
@@ -276,7 +200,7 @@ def nondeterministic_parts(dataset: Any) -> list[str]:
     return [
         " ".join(_description(part) for part in with_inputs(each))
         for each in with_inputs(dataset)
-        if kind(each) == "ParallelInterleave" or _is_nondeterministic_op(each) or _has_nondeterministic_function(each)
+        if kind(each) == "ParallelInterleave" or is_nondeterministic_op(each) or _has_nondeterministic_function(each)
     ]
 
 
@@ -284,7 +208,7 @@ def _is_deterministic(dataset: Any) -> bool:
     """Returns whether a dataset is known to have one order, without serialising its graph, which may be large."""
     return all(
         (internals.is_known(each) and kind(each) != "Random")
-        and not _is_nondeterministic_op(each)
+        and not is_nondeterministic_op(each)
         and not _has_nondeterministic_function(each)
         for each in with_inputs(dataset)
     )
@@ -300,7 +224,7 @@ def _fixed_seeds(dataset: Any) -> list[tuple[int, int]]:
     found: dict[int, int] = {}
     visits, num_equal = [], collections.Counter[str]()
     for each in _inputs_first(dataset):
-        if kind(each) == "Shuffle" and _is_nondeterministic_op(each):
+        if kind(each) == "Shuffle" and is_nondeterministic_op(each):
             if id(each) not in found:
                 shuffled = " ".join(_description(part) for part in with_inputs(each))
                 found[id(each)] = derived_seed(zlib.crc32(shuffled.encode()), num_equal[shuffled])

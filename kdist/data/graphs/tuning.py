@@ -1,6 +1,7 @@
 """Whether `tf.data`'s tuner has anything to choose in a user's pipeline.
 
-The end of a tuned iterator waits for the tuner's thread, which may sleep for a while: a verb would return late.
+The end of a tuned iterator waits for the tuner's thread, which may sleep for a while: a verb would return late. The
+buffer of `prefetch(AUTOTUNE)` is none of the tuner's: the operation itself lets it grow whenever it was found empty.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kdist.data.graphs.inspection import is_stateless, leaves_maps_to_tensorflow
 
 # Operations beside the known ones of which nothing is tuned but what is asked for.
 _PLAIN = ("FixedLengthRecord", "GroupByWindow", "Interleave", "ParallelInterleave", "Scan", "TFRecord")
-_BUFFERED = ("Prefetch", "Model", "Snapshot", "Load", "Parallel")  # beginnings of operations in functions
+_BUFFERED = ("Model", "Snapshot", "Load", "Parallel")  # beginnings of operations in functions
 
 
 def is_tuned(dataset: tf.data.Dataset, parallel_maps: Collection[Any] = ()) -> bool:

@@ -1,0 +1,150 @@
+"""The operations at the end of a pipeline, each applied to another dataset: no element and no graph is serialised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.data.graphs import dataset_internals as internals
+from kdist.data.graphs.dataset_internals import attributes, flat_structure, from_variant, functions, kind
+from kdist.data.graphs.determinism import shuffle_with
+
+
+def replay(step: Any, dataset: Any, seed: int = 0) -> Any:
+    """Returns a dataset with the last operation of another one applied to it.
+
+    Args:
+        step: the user's dataset whose operation it is, one that `can_be_replayed`.
+        dataset: `tf.data.Dataset`.
+        seed: int, of a shuffle that has none.
+    """
+    return _REPLAYS[kind(step)](step, dataset, seed)
+
+
+def can_be_replayed(step: Any) -> bool:
+    """Returns whether `replay` can apply the last operation of a dataset."""
+    if kind(step) not in _REPLAYS or not internals.is_known(step):
+        return False
+    # A dataset that such a function captured may be shuffled, which only its graph shows.
+    captured = [tensor for function in functions(step) for tensor in function.captured_inputs]
+    return kind(step) not in ("Filter", "FlatMap") or all(tensor.dtype != tf.variant for tensor in captured)
+
+
+def is_nondeterministic_op(dataset: Any) -> bool:
+    """Returns whether the last operation of a dataset may order elements differently on each rank."""
+    op = attributes(dataset)
+    if kind(dataset) in ("Random", "Shuffle"):
+        return int(getattr(op, "seed", 0)) == int(getattr(op, "seed2", 0)) == 0
+    return getattr(op, "deterministic", "default") == "false"
+
+
+def reshuffles(dataset: Any) -> bool:
+    """Returns whether the last operation of a dataset is a shuffle with another order in each iteration."""
+    return kind(dataset) == "Shuffle" and getattr(attributes(dataset), "reshuffle_each_iteration", None) is not False
+
+
+def _replay_map(step: Any, dataset: Any, seed: int) -> Any:
+    del seed
+    (function,) = functions(step)
+    arguments = {
+        "input_dataset": tf.data.experimental.to_variant(dataset),
+        "other_arguments": function.captured_inputs,
+        "f": function,
+        "preserve_cardinality": True,
+        **flat_structure(step),
+    }
+    if kind(step) == "ParallelMap":
+        calls = attributes(step).num_parallel_calls
+        variant = tf.raw_ops.ParallelMapDatasetV2(num_parallel_calls=calls, deterministic="true", **arguments)
+    else:
+        variant = tf.raw_ops.MapDataset(**arguments)
+    return from_variant(variant, step)
+
+
+def _replay_batch(step: Any, dataset: Any, seed: int) -> Any:
+    del seed
+    op = attributes(step)
+    calls = getattr(op, "num_parallel_calls", None)
+    return dataset.batch(int(op.batch_size), bool(op.drop_remainder), calls, None if calls is None else True)
+
+
+def _replay_shuffle(step: Any, dataset: Any, seed: int) -> Any:
+    op = attributes(step)
+    seeds = op.seed, op.seed2
+    if is_nondeterministic_op(step):
+        if reshuffles(step):
+            return dataset.shuffle(op.buffer_size, seed, op.reshuffle_each_iteration)
+        seeds = seed, 0
+    generator = _seed_generator(step) if reshuffles(step) else None
+    return shuffle_with(seeds, dataset, op.buffer_size, reshuffle=reshuffles(step), generator=generator, owner=step)
+
+
+def _seed_generator(step: Any) -> Any:
+    """Returns the resource that makes a seeded shuffle's order in each pass; a second `fit` continues with it."""
+    kept = internals.resources_of(step)
+    if internals.GENERATOR not in kept:
+        op = attributes(step)
+        kept[internals.GENERATOR] = tf.raw_ops.AnonymousSeedGenerator(seed=op.seed, seed2=op.seed2, reshuffle=True)
+    return kept[internals.GENERATOR].handle
+
+
+def _replay_flat_map(step: Any, dataset: Any, seed: int) -> Any:
+    del seed
+    (function,) = functions(step)
+    arguments = {"other_arguments": function.captured_inputs, "f": function}
+    return _applied(tf.raw_ops.FlatMapDataset, step, dataset, **arguments, **flat_structure(step))
+
+
+def _replay_filter(step: Any, dataset: Any, seed: int) -> Any:
+    del seed
+    (function,) = functions(step)
+    arguments = {"other_arguments": function.captured_inputs, "predicate": function}
+    return _applied(tf.raw_ops.FilterDataset, step, dataset, **arguments, **flat_structure(step))
+
+
+def _replay_padded_batch(step: Any, dataset: Any, seed: int) -> Any:
+    del seed
+    op = attributes(step)
+    return _applied(
+        tf.raw_ops.PaddedBatchDatasetV2,
+        step,
+        dataset,
+        batch_size=op.batch_size,
+        padded_shapes=[tf.cast(shape, tf.int64) for shape in tf.nest.flatten(op.padded_shapes)],
+        padding_values=tf.nest.flatten(op.padding_values),
+        drop_remainder=op.drop_remainder,
+        output_shapes=flat_structure(step)["output_shapes"],
+    )
+
+
+def _replay_unbatch(step: Any, dataset: Any, seed: int) -> Any:
+    del seed
+    return _applied(tf.raw_ops.UnbatchDataset, step, dataset, **flat_structure(step))
+
+
+def _applied(op: Callable[..., Any], step: Any, dataset: Any, **arguments: Any) -> Any:
+    variant = op(input_dataset=tf.data.experimental.to_variant(dataset), **arguments)
+    return from_variant(variant, step, dataset)
+
+
+# How each operation that a pipeline is split into is applied to another dataset, with a seed if it has none.
+_REPLAYS: dict[str, Callable[[Any, Any, int], Any]] = {
+    "Batch": _replay_batch,
+    "Cache": lambda step, dataset, _: dataset.cache(),
+    "Filter": _replay_filter,
+    "FlatMap": _replay_flat_map,
+    "Map": _replay_map,
+    "Options": lambda step, dataset, _: dataset.with_options(step.options()),
+    "PaddedBatch": _replay_padded_batch,
+    "ParallelBatch": _replay_batch,
+    "ParallelMap": _replay_map,
+    "Prefetch": lambda step, dataset, _: dataset.prefetch(int(attributes(step).buffer_size)),
+    "Repeat": lambda step, dataset, _: dataset.repeat(attributes(step).count),
+    "Restructured": lambda step, dataset, _: from_variant(tf.data.experimental.to_variant(dataset), step, dataset),
+    "Shuffle": _replay_shuffle,
+    "Skip": lambda step, dataset, _: dataset.skip(attributes(step).count),
+    "Take": lambda step, dataset, _: dataset.take(attributes(step).count),
+    "Unbatch": _replay_unbatch,
+}
