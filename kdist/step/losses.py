@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from kdist.keras_hooks.losses import get_keras_mask, is_reduced_per_row, recorded_masks, unreduced
-from kdist.step.global_batch import GlobalBatch
+from kdist.strategies.global_batch import GlobalBatch
 
 
 class Shares(Protocol):

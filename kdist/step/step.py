@@ -16,10 +16,10 @@ from kdist.keras_hooks.metrics import weighted_scalars, wrapped_updates
 from kdist.keras_hooks.random_seeds import folded_seeds
 from kdist.keras_hooks.trainer import computes_own_loss, seed_generators
 from kdist.state.random_state import folded_draws
-from kdist.step.global_batch import GlobalBatch
 from kdist.step.losses import GlobalLoss
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.strategies.differentiable import sum_over_ranks
+from kdist.strategies.global_batch import GlobalBatch
 
 
 class Step:
