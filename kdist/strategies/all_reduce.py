@@ -18,6 +18,7 @@ from kdist.data.graphs.options import sharded_options
 from kdist.engines.engine import Engine
 from kdist.engines.single import SingleEngine
 from kdist.errors import NotSynchronizedError
+from kdist.keras_hooks.layers.batch_normalization import synchronized_moments
 from kdist.state.random_state import AgreedDraws
 from kdist.state.versions import Versions
 from kdist.strategies.differentiable import ReplicaStep, sum_over_ranks
@@ -217,7 +218,8 @@ class AllReduceExtended(StrategyExtendedV1):
     # Replica and cross-replica context.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: tuple, kwargs: dict | None) -> Any:
-        with _AllReduceReplicaContext(self._container_strategy(), self.replica_id), self._agreed_finite_check():
+        in_replica = _AllReduceReplicaContext(self._container_strategy(), self.replica_id)
+        with in_replica, self._agreed_finite_check(), synchronized_moments():
             return fn(*args, **(kwargs or {}))
 
     @contextlib.contextmanager
