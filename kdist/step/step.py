@@ -77,6 +77,11 @@ class Step:
         """How the ranks of this step communicate; with local SGD each step has one rank."""
         return self._extended.engine
 
+    def may_differ(self, value: tf.Tensor) -> bool:
+        """Returns whether this step's graph shows that a tensor depends on the rank's rows."""
+        del value
+        return False
+
     def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
         """Sums the active ranks' values; gradients pass through, as to weights of rows that a layer computes.
 
