@@ -15,7 +15,8 @@ from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 from kdist.keras_hooks.patching import patched
 
 _KERAS_METRICS, _KERAS_LOSSES = "keras.src.metrics.", "keras.src.losses."
-_OF_WHOLE_BATCHES = ("circle", "dice", "tversky")  # functions of Keras whose value is not one per row
+# Functions of Keras whose value is not one per row; hinges ask whether all targets are 0 or 1.
+_OF_WHOLE_BATCHES = ("circle", "dice", "hinge", "squared_hinge", "tversky")
 
 # Of predictions of one dimension, whose last axis is the rows, their value is no mean over the rows.
 _NO_MEAN_OF_ONE_DIMENSION = ("concordance_correlation", "cosine_similarity", "kl_divergence", "pearson_correlation")
