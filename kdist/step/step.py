@@ -36,7 +36,8 @@ class Step:
     Attributes:
         data: structure of tensors, the data of the user's step.
         rows: `int64` scalar, the number of this rank's rows; 0 on a rank without data.
-        share: `float64` scalar, this rank's share of the global rows.
+        global_rows: `int64` scalar, the rows of all ranks.
+        share: `float64` scalar, this rank's share of them.
         weight: `float64` scalar, the weight of this rank's loss: the share, but with local SGD 1 or 0.
         active: `bool` scalar, whether this rank has rows.
         applying: bool, whether an optimizer applies reduced gradients.
@@ -60,7 +61,8 @@ class Step:
             with tf.control_dependencies([_end_of_data_unless(global_rows > 0)]):
                 # No part of the user's step may run before the check.
                 self.data = keras.tree.map_structure(lambda x: None if x is None else tf.identity(x), shard.data)
-        self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(tf.reshape(global_rows, ()), tf.float64)
+        self.global_rows = tf.cast(tf.reshape(global_rows, ()), tf.int64)
+        self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(self.global_rows, tf.float64)
 
     @property
     def is_chief(self) -> bool:
@@ -126,7 +128,8 @@ class Step:
         A step may be opened again after a trace that failed.
         """
         self.applying = self.loss_is_weighted = False
-        batch, has_other_rows = GlobalBatch(self.engine, self), computes_own_loss(model)
+        has_other_rows = computes_own_loss(model)
+        batch = GlobalBatch(self.engine, self, has_other_rows=has_other_rows)
 
         def global_loss(loss: Any) -> GlobalLoss:
             return GlobalLoss(loss, self, batch, has_other_rows=has_other_rows)
@@ -137,9 +140,9 @@ class Step:
             stack.enter_context(scaled_activity_losses(model, self.per_share))
             stack.enter_context(weighted_scalars(model, lambda: self.share, joint=self.has_joint_metrics))
             if self.has_joint_metrics:
-                stack.enter_context(wrapped_updates(model, batch.gather))
-            stack.enter_context(folded_seeds(seed_generators(model), self._rank))
-            stack.enter_context(folded_draws(self._rank))
+                stack.enter_context(wrapped_updates(model, batch.call))
+            stack.enter_context(folded_seeds(seed_generators(model), self._rank, lambda: batch.is_in_call))
+            stack.enter_context(folded_draws(self._rank, lambda: batch.is_in_call, self._extended.next_seed))
             yield
 
 

@@ -108,6 +108,10 @@ class AllReduceExtended(StrategyExtendedV1):
         finally:
             self.step = outer
 
+    def next_seed(self) -> int:
+        """See `AgreedDraws.next_seed`."""
+        return int(self._container_strategy().draws.next_seed())
+
     @property
     def is_in_replica(self) -> bool:
         """Whether this thread is in `strategy.run` or in a step of a model."""
