@@ -15,7 +15,8 @@ from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 from kdist.keras_hooks.patching import patched
 
 _KERAS_METRICS, _KERAS_LOSSES = "keras.src.metrics.", "keras.src.losses."
-_OF_WHOLE_BATCHES = ("circle", "dice", "tversky")  # functions of Keras whose value is not one per row
+# Functions of Keras whose value is not one per row; hinges ask whether all targets are 0 or 1.
+_OF_WHOLE_BATCHES = ("circle", "dice", "hinge", "squared_hinge", "tversky")
 
 # Of predictions of one dimension, whose last axis is the rows, their value is no mean over the rows.
 _NO_MEAN_OF_ONE_DIMENSION = ("concordance_correlation", "cosine_similarity", "kl_divergence", "pearson_correlation")
@@ -66,12 +67,12 @@ def _adds_up(metric: keras.metrics.Metric) -> bool:
 
 
 @contextlib.contextmanager
-def wrapped_updates(model: keras.Model, arguments: Callable[[Any], Any]) -> Iterator[None]:
-    """Calls `update_state` of a model's `joint_metrics` with other arguments while the context is open.
+def wrapped_updates(model: keras.Model, call: Callable[..., Any]) -> Iterator[None]:
+    """Replaces `update_state` of a model's `joint_metrics` while the context is open.
 
     Args:
         model: `keras.Model`.
-        arguments: function of the structure of a call's arguments, `(args, kwargs)`, that returns such a structure.
+        call: callable that takes what a metric is, its `update_state`, and the arguments for that.
     """
     with contextlib.ExitStack() as stack:
         seen: list[keras.metrics.Metric] = []
@@ -80,14 +81,8 @@ def wrapped_updates(model: keras.Model, arguments: Callable[[Any], Any]) -> Iter
             for metric in joint_metrics(model):
                 if not any(metric is each for each in seen):
                     seen.append(metric)
-                    stack.enter_context(patched(metric, "update_state", updating(metric.update_state)))
-
-        def updating(update: Callable[..., Any]) -> Callable[..., Any]:
-            def update_state(*args: Any, **kwargs: Any) -> Any:
-                args, kwargs = arguments((args, kwargs))
-                return update(*args, **kwargs)
-
-            return update_state
+                    update = functools.partial(call, f"metric {metric.name!r}", metric.update_state)
+                    stack.enter_context(patched(metric, "update_state", update))
 
         def building(build: Callable[..., None]) -> Callable[..., None]:
             def build_and_wrap(*args: Any, **kwargs: Any) -> None:

@@ -131,7 +131,7 @@ PATCHES = (
     Patch(f"{_TUNER}.utils", ("save_json",), "module", _SCOPE, "let the chief write"),
     Patch(f"{_TUNER}.backend.io", ("rmtree",), "module", _SCOPE, "let the chief delete"),
     Patch("kdist._tf_internals.DefaultGraphs", ("reset",), "instance", _SCOPE, "survive `clear_session`"),
-    Patch("keras.layers.BatchNormalization", ("_moments",), "instance", _STEP, "synchronise behind a mask"),
+    Patch("keras.layers.BatchNormalization", ("_moments",), "class", _STEP, "synchronise behind a mask"),
     Patch("keras.layers.Embedding", ("build",), "class", _SCOPE, "hold rows"),
     Patch(
         "keras.layers.Embedding",

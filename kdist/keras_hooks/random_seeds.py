@@ -37,14 +37,22 @@ def drawn_seed(seed: Any) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def folded_seeds(generators: Sequence[keras.random.SeedGenerator], rank: int) -> Iterator[None]:
-    """Folds the rank into the seeds that `next` returns, so that ranks with equal states draw different numbers."""
+def folded_seeds(
+    generators: Sequence[keras.random.SeedGenerator], rank: int, is_alike: Callable[[], bool]
+) -> Iterator[None]:
+    """Folds the rank into the seeds that `next` returns, so that ranks with equal states draw different numbers.
+
+    Args:
+        generators: sequence of `keras.random.SeedGenerator`.
+        rank: int.
+        is_alike: callable that returns whether all ranks are to draw the same now.
+    """
     offset = rank * 0x9E3779B1 % (2**31 - 1)  # distant for adjacent ranks
 
     def folded(generator: keras.random.SeedGenerator) -> Callable[..., tf.Tensor]:
         def next_seed(ordered: bool = True) -> tf.Tensor:
             seed = type(generator).next(generator, ordered=ordered)
-            return seed + tf.constant([offset, 0], seed.dtype)
+            return seed if is_alike() else seed + tf.constant([offset, 0], seed.dtype)
 
         return next_seed
 

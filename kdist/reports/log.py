@@ -97,21 +97,22 @@ class OnceLog:
         """
         self._log(logging.INFO, text)
 
-    def warning(self, text: str) -> None:
+    def warning(self, text: str, key: str = "") -> None:
         """Warns by a text, unless it has been logged.
 
         Args:
             text: str.
+            key: str, what says whether it has been logged, for texts with numbers; the text by default.
         """
-        self._log(logging.WARNING, text)
+        self._log(logging.WARNING, text, key)
 
     def clear(self) -> None:
         """Forgets what has been logged."""
         self._said.clear()
 
-    def _log(self, level: int, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _log(self, level: int, text: str, key: str = "") -> None:
+        if (key or text) not in self._said:
+            self._said.add(key or text)
             _LOG.log(level, "%s", text)
 
 

@@ -165,6 +165,11 @@ class Assignments:
         finally:
             self._is_suspended = outer
 
+    def may_differ(self, value: tf.Tensor) -> bool:
+        """Returns whether the step's graph shows that a tensor depends on a rank's rows, or is their number."""
+        is_known = tf.is_symbolic_tensor(value)
+        return is_known and (self._dependence.differs([value], value.graph) or self._is_number_of_rows([value]))
+
     def _noting_results(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_note(*args: Any, **kwargs: Any) -> Any:
             with self.suspended():  # engines write variables of their own

@@ -7,7 +7,7 @@ import hashlib
 import random
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -128,24 +128,33 @@ class AgreedDraws:
 
         def get_seed(op_seed: int | None) -> tuple[int | None, int | None]:
             in_step = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-            return seeds_of_op(op_seed, None if in_step else self._next_seed)
+            return seeds_of_op(op_seed, None if in_step else self.next_seed)
 
         with patched(random_ops, "random_seed", types.SimpleNamespace(get_seed=get_seed)):
             yield
 
-    def _next_seed(self) -> int:
+    def next_seed(self) -> int:
+        """Returns a seed that is equal on all ranks if they call this equally often."""
         # TensorFlow keeps a kernel for each seed, which draws other numbers at each use: a few are enough.
         number, self._num_draws = self._num_draws % _NUM_KERNELS, self._num_draws + 1
         return input_seed(str(self._seed), number)
 
 
 @contextlib.contextmanager
-def folded_draws(rank: int) -> Iterator[None]:
-    """A context in which seeded ops of `tf.random` draw other numbers on each rank, rank 0 those of one process."""
+def folded_draws(rank: int, is_alike: Callable[[], bool], next_seed: Callable[[], int]) -> Iterator[None]:
+    """A context in which seeded ops of `tf.random` draw other numbers on each rank, rank 0 those of one process.
+
+    Args:
+        rank: int.
+        is_alike: callable that returns whether all ranks are to draw the same now.
+        next_seed: callable that returns a seed for an op without any that draws so, equal on all ranks.
+    """
     outer = random_ops.random_seed
 
     def get_seed(op_seed: int | None) -> tuple[int | None, int | None]:
         first, second = outer.get_seed(op_seed)
+        if is_alike():
+            return (first, second) if second is not None else outer.get_seed(next_seed())
         return first, second if second is None or rank == 0 else input_seed(str(second), rank)
 
     with patched(random_ops, "random_seed", types.SimpleNamespace(get_seed=get_seed)):

@@ -167,8 +167,10 @@ class RankDependence:
         if known is not None or not tf.is_symbolic_tensor(value):
             return known
         operation = value.op
+        if operation.op_def.is_stateful or not operation.inputs:
+            return None
         operands = [self._static_value(each) for each in operation.inputs]
-        if not operands or operation.op_def.is_stateful or any(each is None for each in operands):
+        if any(each is None for each in operands):
             return None
         return _computed(value, operands)
 

@@ -47,6 +47,10 @@ class BufferSync:
         """A context in which nothing is recorded, for the updates of weights."""
         return self._assignments.suspended()
 
+    def may_differ(self, value: tf.Tensor) -> bool:
+        """See `Assignments.may_differ`."""
+        return self._assignments.may_differ(value)
+
     def contributions(self) -> list[tf.Tensor]:
         """Returns this rank's addend for each variable that is to be merged, of those written so far.
 

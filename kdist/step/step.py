@@ -16,10 +16,10 @@ from kdist.keras_hooks.metrics import weighted_scalars, wrapped_updates
 from kdist.keras_hooks.random_seeds import folded_seeds
 from kdist.keras_hooks.trainer import computes_own_loss, seed_generators
 from kdist.state.random_state import folded_draws
-from kdist.step.global_batch import GlobalBatch
 from kdist.step.losses import GlobalLoss
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.strategies.differentiable import sum_over_ranks
+from kdist.strategies.global_batch import GlobalBatch
 
 
 class Step:
@@ -36,7 +36,8 @@ class Step:
     Attributes:
         data: structure of tensors, the data of the user's step.
         rows: `int64` scalar, the number of this rank's rows; 0 on a rank without data.
-        share: `float64` scalar, this rank's share of the global rows.
+        global_rows: `int64` scalar, the rows of all ranks.
+        share: `float64` scalar, this rank's share of them.
         weight: `float64` scalar, the weight of this rank's loss: the share, but with local SGD 1 or 0.
         active: `bool` scalar, whether this rank has rows.
         applying: bool, whether an optimizer applies reduced gradients.
@@ -60,7 +61,8 @@ class Step:
             with tf.control_dependencies([_end_of_data_unless(global_rows > 0)]):
                 # No part of the user's step may run before the check.
                 self.data = keras.tree.map_structure(lambda x: None if x is None else tf.identity(x), shard.data)
-        self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(tf.reshape(global_rows, ()), tf.float64)
+        self.global_rows = tf.cast(tf.reshape(global_rows, ()), tf.int64)
+        self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(self.global_rows, tf.float64)
 
     @property
     def is_chief(self) -> bool:
@@ -76,6 +78,11 @@ class Step:
     def engine(self) -> Engine:
         """How the ranks of this step communicate; with local SGD each step has one rank."""
         return self._extended.engine
+
+    def may_differ(self, value: tf.Tensor) -> bool:
+        """Returns whether this step's graph shows that a tensor depends on the rank's rows."""
+        del value
+        return False
 
     def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
         """Sums the active ranks' values; gradients pass through, as to weights of rows that a layer computes.
@@ -121,7 +128,8 @@ class Step:
         A step may be opened again after a trace that failed.
         """
         self.applying = self.loss_is_weighted = False
-        batch, has_other_rows = GlobalBatch(self.engine, self), computes_own_loss(model)
+        has_other_rows = computes_own_loss(model)
+        batch = GlobalBatch(self.engine, self, has_other_rows=has_other_rows)
 
         def global_loss(loss: Any) -> GlobalLoss:
             return GlobalLoss(loss, self, batch, has_other_rows=has_other_rows)
@@ -132,9 +140,9 @@ class Step:
             stack.enter_context(scaled_activity_losses(model, self.per_share))
             stack.enter_context(weighted_scalars(model, lambda: self.share, joint=self.has_joint_metrics))
             if self.has_joint_metrics:
-                stack.enter_context(wrapped_updates(model, batch.gather))
-            stack.enter_context(folded_seeds(seed_generators(model), self._rank))
-            stack.enter_context(folded_draws(self._rank))
+                stack.enter_context(wrapped_updates(model, batch.call))
+            stack.enter_context(folded_seeds(seed_generators(model), self._rank, lambda: batch.is_in_call))
+            stack.enter_context(folded_draws(self._rank, lambda: batch.is_in_call, self._extended.next_seed))
             yield
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from kdist.data.batch import Shard
 from kdist.gradients.reducer import GradientReducer
@@ -43,16 +44,22 @@ class ForwardStep(Step):
         super().__init__(extended, shard)
         self._written = written
         self._is_traced_alike = is_traced_alike
+        self._buffers: BufferSync | None = None
+
+    def may_differ(self, value: tf.Tensor) -> bool:
+        """See `Step.may_differ`."""
+        return self._buffers is not None and self._buffers.may_differ(value)
 
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[Any]:
         """Opens the step on a model; what it has written is merged at its end."""
         with (
             super().running(model),
-            synchronized_moments(model),
+            synchronized_moments(),
             BufferSync(model, self, self._written, self.kind, is_traced_alike=self._is_traced_alike) as buffers,
             self._updating(model, buffers) as pipeline,
         ):
+            self._buffers = buffers
             yield pipeline
             self._merge(buffers)
 

@@ -18,6 +18,7 @@ from kdist.data.graphs.options import sharded_options
 from kdist.engines.engine import Engine
 from kdist.engines.single import SingleEngine
 from kdist.errors import NotSynchronizedError
+from kdist.keras_hooks.layers.batch_normalization import synchronized_moments
 from kdist.keras_hooks.optimizers import UPDATE
 from kdist.keras_hooks.patching import patched
 from kdist.state.random_state import AgreedDraws
@@ -108,6 +109,10 @@ class AllReduceExtended(StrategyExtendedV1):
             yield
         finally:
             self.step = outer
+
+    def next_seed(self) -> int:
+        """See `AgreedDraws.next_seed`."""
+        return int(self._container_strategy().draws.next_seed())
 
     @property
     def is_in_replica(self) -> bool:
@@ -219,7 +224,8 @@ class AllReduceExtended(StrategyExtendedV1):
     # Replica and cross-replica context.
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: tuple, kwargs: dict | None) -> Any:
-        with _AllReduceReplicaContext(self._container_strategy(), self.replica_id), self._agreed_finite_check():
+        in_replica = _AllReduceReplicaContext(self._container_strategy(), self.replica_id)
+        with in_replica, self._agreed_finite_check(), synchronized_moments():
             return fn(*args, **(kwargs or {}))
 
     def _agreed_finite_check(self) -> contextlib.AbstractContextManager[None]:

@@ -25,7 +25,7 @@ def all_gather(x: Any) -> Any:
     Collective: every rank must call this, in the same order.
 
     Args:
-        x: tensor of shape `(rows, ...)` and of any numeric or `bool` dtype, or a nested structure of such tensors. The
+        x: tensor of shape `(rows, ...)` of numbers, `bool` or strings, or a nested structure of such tensors. The
             number of rows may differ between the ranks; the other dimensions may not.
 
     Returns:

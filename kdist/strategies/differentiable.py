@@ -8,6 +8,7 @@ from typing import Protocol
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
+from kdist.strategies.values import values_of_all_ranks
 
 
 class ReplicaStep(Protocol):
@@ -63,7 +64,8 @@ def rows_of_all_ranks(
     Args:
         engine: `Engine`, how the ranks communicate.
         step: the open step, whose ranks without rows add nothing, or `None`.
-        tensors: sequence of tensors of rank at least 1; only their first dimensions may differ between the ranks.
+        tensors: sequence of tensors of rank at least 1, of numbers, `bool` or strings; only their first dimensions may
+            differ between the ranks.
         alike: bool, whether all ranks compute the same from the result: then the loss of one is that of all.
 
     Returns:
@@ -72,7 +74,7 @@ def rows_of_all_ranks(
     sizes = [tf.shape(tensor, tf.int64)[0] for tensor in tensors]
     sent = sizes if step is None else [tf.where(step.active, size, 0) for size in sizes]
     rows = [tf.stop_gradient(tensor)[:size] for tensor, size in zip(tensors, sent, strict=True)]
-    *gathered, counts = engine.allgather([*rows, tf.stack(sent)[tf.newaxis]])
+    *gathered, counts = values_of_all_ranks(engine, [*rows, tf.stack(sent)[tf.newaxis]])
     for tensor, result in zip(tensors, gathered, strict=True):
         if tensor.shape.rank is not None:
             result.set_shape([None, *tensor.shape[1:]])
@@ -98,6 +100,25 @@ def rows_of_all_ranks(
         for place, result in zip(places, tf.custom_gradient(concatenate)(*(tensors[i] for i in places)), strict=True):
             gathered[place] = result
     return gathered
+
+
+def sparse_rows_of_all_ranks(engine: Engine, step: ReplicaStep, sparse: tf.SparseTensor) -> tf.SparseTensor:
+    """Concatenates a sparse tensor over the ranks along its first axis, for what all ranks compute alike from it.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        engine: `Engine`, how the ranks communicate.
+        step: the open step, whose ranks without rows add nothing.
+        sparse: `tf.SparseTensor`. On the ranks it may differ in width, too: the result is as wide as the widest.
+    """
+    own = tf.where(step.active, sparse.dense_shape, tf.zeros_like(sparse.dense_shape))
+    (shapes,) = engine.allgather([own[tf.newaxis]])
+    first = tf.reduce_sum(shapes[: engine.rank, 0])  # the rows of the ranks before
+    indices = tf.concat([sparse.indices[:, :1] + first, sparse.indices[:, 1:]], 1)
+    values, indices = rows_of_all_ranks(engine, step, [sparse.values, indices], alike=True)
+    shape = tf.concat([tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)], 0)
+    return tf.SparseTensor(indices, values, shape)
 
 
 def _of_all_losses(

@@ -9,10 +9,12 @@ import keras
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
+from kdist.strategies.differentiable import ReplicaStep, sparse_rows_of_all_ranks
+from kdist.strategies.values import values_of_all_ranks
 
 
 def gather_rows(
-    engine: Engine, output: tf.Tensor | tf.RaggedTensor | tf.SparseTensor, rows: tf.Tensor, *, widths_differ: bool
+    engine: Engine, step: ReplicaStep, output: tf.Tensor | tf.RaggedTensor | tf.SparseTensor, *, widths_differ: bool
 ) -> tf.Tensor | tf.RaggedTensor | tf.SparseTensor:
     """Concatenates the ranks' rows of one output.
 
@@ -20,16 +22,16 @@ def gather_rows(
 
     Args:
         engine: `Engine`, how the ranks communicate.
+        step: `ReplicaStep`, the step of the output; that of a rank without rows is dropped.
         output: tensor, `tf.RaggedTensor` or `tf.SparseTensor`, the model's output for this rank's rows.
-        rows: `int64` scalar, the number of this rank's rows; 0 for a rank without data, whose output is dropped.
         widths_differ: bool, whether dimensions after the first may differ between the ranks, as in their batches. The
             result is then ragged in these, and in dimensions that are unknown in a graph; see `as_dense`.
     """
     if isinstance(output, tf.SparseTensor):
-        return _gather_sparse(engine, output, rows)
+        return sparse_rows_of_all_ranks(engine, step, output)
     if not isinstance(output, tf.RaggedTensor):
         output = tf.convert_to_tensor(output)
-    local = output[: tf.where(rows > 0, tf.int32.max, 0)]
+    local = output[: tf.where(step.active, tf.int32.max, 0)]
     if not isinstance(local, tf.RaggedTensor) and local.shape.rank is not None:
         is_graph = not tf.executing_eagerly()
         axes = range(1, local.shape.rank)
@@ -37,9 +39,9 @@ def gather_rows(
         if open_axes:
             local = tf.RaggedTensor.from_tensor(local, ragged_rank=open_axes[-1])
     if not isinstance(local, tf.RaggedTensor):
-        return _gather_values(engine, local)
-    lengths = engine.allgather(local.nested_row_lengths())
-    return tf.RaggedTensor.from_nested_row_lengths(_gather_values(engine, local.flat_values), lengths)
+        return values_of_all_ranks(engine, [local])[0]
+    values, *lengths = values_of_all_ranks(engine, [local.flat_values, *local.nested_row_lengths()])
+    return tf.RaggedTensor.from_nested_row_lengths(values, lengths)
 
 
 def as_dense(predictions: Any, was_dense: Sequence[bool]) -> Any:
@@ -64,29 +66,3 @@ def _densified(ragged: tf.RaggedTensor) -> Any:
         width = lengths[-1][0] if len(lengths[-1]) else 0
         values = values.reshape(len(lengths.pop()), width, *values.shape[1:])
     return tf.RaggedTensor.from_nested_row_lengths(values, lengths) if lengths else values
-
-
-def _gather_sparse(engine: Engine, output: tf.SparseTensor, rows: tf.Tensor) -> tf.SparseTensor:
-    own = tf.where(rows > 0, output.dense_shape[0], 0)
-    (shapes,) = engine.allgather([tf.concat([[own], output.dense_shape[1:]], 0)[tf.newaxis]])
-    first = tf.reduce_sum(shapes[: engine.rank, 0])  # the rows of the ranks before
-    is_own = output.indices[:, 0] < own
-    indices = tf.boolean_mask(output.indices, is_own)
-    (indices,) = engine.allgather([tf.concat([indices[:, :1] + first, indices[:, 1:]], 1)])
-    shape = tf.concat([tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)], 0)
-    return tf.SparseTensor(indices, _gather_values(engine, tf.boolean_mask(output.values, is_own)), shape)
-
-
-def _gather_values(engine: Engine, values: tf.Tensor) -> tf.Tensor:
-    return _gather_strings(engine, values) if values.dtype == tf.string else engine.allgather([values])[0]
-
-
-def _gather_strings(engine: Engine, strings: tf.Tensor) -> tf.Tensor:
-    """Sends strings as bytes and lengths: engines send numbers only."""
-    flat = tf.reshape(strings, [-1])
-    letters, lengths, rows = engine.allgather(
-        [tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8), tf.strings.length(flat), tf.shape(strings)[:1]]
-    )
-    joined = tf.strings.reduce_join(tf.gather([bytes([code]) for code in range(256)], tf.cast(letters, tf.int32)))
-    gathered = tf.strings.substr(joined, tf.cumsum(lengths, exclusive=True), lengths)
-    return tf.reshape(gathered, tf.concat([[tf.reduce_sum(rows)], tf.shape(strings)[1:]], 0))

@@ -230,8 +230,10 @@ class ReplicatedModel:
         try:
             self._build(iterator, data_batch)
         except Exception:
-            # Without a strategy Keras does not call the model here; one with custom steps may not be callable.
-            if not has_own_steps(self._model):
+            # Without a strategy Keras does not call the model here; one with custom steps may not be callable, and
+            # Keras takes sparse targets for dense ones.
+            sparse = (tf.SparseTensor, tf.SparseTensorSpec)
+            if not has_own_steps(self._model) and not any(isinstance(x, sparse) for x in tf.nest.flatten(data_batch)):
                 raise
         if name in self._on_batch_verbs and self._is_first_on_batch(name):
             self.session.broadcast_state(name)
@@ -354,5 +356,5 @@ class ReplicatedModel:
         leaves = keras.tree.flatten(outputs)
         self._dense_outputs = [not isinstance(leaf, tf.RaggedTensor) for leaf in leaves]
         widths_differ = self.session.feed.widths_differ
-        gathered = [gather_rows(self._engine, leaf, step.rows, widths_differ=widths_differ) for leaf in leaves]
+        gathered = [gather_rows(self._engine, step, leaf, widths_differ=widths_differ) for leaf in leaves]
         return keras.tree.pack_sequence_as(outputs, gathered)

@@ -85,6 +85,21 @@ def case_all_reduce_in_a_replica_and_its_gradient() -> None:
             np.testing.assert_allclose(mean["b"][0], 2 * total / size, rtol=1e-15)
 
 
+def case_batch_statistics_behind_a_mask_in_a_replica() -> None:
+    """Where all ranks' unmasked rows count alike, however many a rank has."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(kdist.size(), 4, 3)) + np.arange(kdist.size())[:, np.newaxis, np.newaxis]
+    mask = np.arange(4) <= np.arange(kdist.size())[:, np.newaxis] % 4
+    plain = keras.layers.BatchNormalization(dtype="float64")(x, training=True, mask=tf.constant(mask))
+    mine = slice(kdist.rank(), kdist.rank() + 1)
+    for wrap in (lambda f: f, tf.function):
+        with scope() as strategy:
+            layer = keras.layers.BatchNormalization(synchronized=True, dtype="float64")
+            layer.build(x.shape)
+            ours = wrap(lambda: strategy.run(lambda: layer(x[mine], training=True, mask=tf.constant(mask[mine]))))()  # noqa: B023
+        np.testing.assert_allclose(ours, plain[mine], rtol=1e-6)
+
+
 def case_all_gather_in_a_replica() -> None:
     size = kdist.size()
     with scope() as strategy:

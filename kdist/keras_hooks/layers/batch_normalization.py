@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from kdist.keras_hooks.patching import patched
-from kdist.keras_hooks.trainer import layers_of
 
 _MOMENTS = "_moments"
 
 
 @contextlib.contextmanager
-def synchronized_moments(model: keras.Model) -> Iterator[None]:
+def synchronized_moments() -> Iterator[None]:
     """Makes synchronised layers take the moments of all replicas' unmasked elements while the context is open."""
-    with contextlib.ExitStack() as stack:
-        for layer in layers_of(model):
-            if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
-                stack.enter_context(patched(layer, _MOMENTS, _masked(layer, getattr(layer, _MOMENTS))))
-        yield
+    moments = getattr(keras.layers.BatchNormalization, _MOMENTS)
 
-
-def _masked(layer: keras.layers.BatchNormalization, moments: Callable[..., Any]) -> Callable[..., Any]:
-    def masked_moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
-        if mask is None:
-            return moments(inputs, mask)
+    def masked_moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
+        if mask is None or not layer.synchronized:
+            return moments(layer, inputs, mask)
         axes = layer._reduction_axes
         unmasked = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
 
@@ -45,4 +38,5 @@ def _masked(layer: keras.layers.BatchNormalization, moments: Callable[..., Any])
         (squares,) = summed(tf.square(inputs - mean))
         return tf.squeeze(mean, axes), tf.squeeze(squares / count, axes)
 
-    return masked_moments
+    with patched(keras.layers.BatchNormalization, _MOMENTS, masked_moments):
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
@@ -40,6 +41,27 @@ def losses_of_gathered_outputs() -> None:
             return fit_alone(model, fed("arrays", (x, y), batch))
 
         both(script)
+
+
+@feature
+def losses_divided_by_the_weights_of_all_ranks() -> None:
+    """As the guide shows it."""
+    x, y = rows("ragged")
+    weight = np.linspace(0.1, 3.0, len(x))
+
+    class Weighted(keras.Sequential):
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+            errors = ops.mean((y - y_pred) ** 2, axis=-1)
+            total = kdist.all_reduce(ops.sum(errors * sample_weight))
+            return total / kdist.all_reduce(ops.sum(sample_weight))
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Weighted([keras.Input((5,)), keras.layers.Dense(2)])
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.1))
+        return fit_alone(model, fed("arrays", (x, y, weight), batch))
+
+    both(script)
 
 
 @feature

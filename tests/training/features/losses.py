@@ -224,3 +224,18 @@ def a_loss_that_one_row_has_not() -> None:
         model.compile(keras.optimizers.SGD(0.01), spread)
         model.fit(tf.data.Dataset.from_tensor_slices((x, y[:, :1])).batch(BATCH).take(size() + 1), verbose=0)
     assert all(np.all(np.isfinite(weight)) for weight in model.get_weights())
+
+
+@feature
+def hinges_of_targets_of_which_a_rank_has_some_only() -> None:
+    """Keras takes targets for 0 and 1 if all of them are: here those of some ranks."""
+    x, _ = rows("ragged")
+    place = np.arange(len(x))
+    y = np.where(place % 2 == 0, 1.0, np.where(place // BATCH % size() == size() - 1, -1.0, 0.0))[:, np.newaxis]
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp(1)
+        model.compile(keras.optimizers.SGD(0.1), "hinge", metrics=[keras.metrics.Hinge(), "squared_hinge"])
+        return fit_alone(model, fed("arrays", (x, y), batch))
+
+    both(script)

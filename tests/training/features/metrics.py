@@ -7,8 +7,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+import kdist
+from tests.helpers.logs import logged
 from tests.training.features.registry import feature
 from tests.training.fidelity import (
+    BATCH,
     both,
     deterministic_weights,
     fed,
@@ -17,6 +20,7 @@ from tests.training.fidelity import (
     mlp,
     outcome,
     rows,
+    size,
 )
 
 
@@ -132,3 +136,22 @@ def metrics_of_predictions_of_one_dimension() -> None:
         return fit_evaluate_predict(model, fed("arrays", (x, y[:, 0]), batch), x, y[:, 0], batch)
 
     both(script)
+
+
+@feature
+def logs_that_are_no_floats() -> None:
+    x, y = rows("even")
+
+    class Counting(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            logs = super().train_step(data)
+            own = tf.shape(data[0])[0]
+            return {**logs, "own": own, "all": kdist.all_reduce(own), "step": self.optimizer.iterations + 0}
+
+    with logged() as said, kdist.scope(scale_lr=None):
+        model = Counting([keras.Input((5,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        logs = model.fit(x, y, batch_size=BATCH, verbose=0).history
+    assert (logs["own"], logs["all"]) == ([BATCH], [BATCH * size()])
+    told = [each for each in said if "are no floats" in each]
+    assert [": own. " in each for each in told] == ([True] if kdist.rank() == 0 else []), told

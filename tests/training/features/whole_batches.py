@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+import kdist
+from tests.helpers.logs import logged
 from tests.training.features.registry import feature
 from tests.training.fidelity import (
     OwnStep,
@@ -159,6 +161,13 @@ def losses_of_padded_sequences() -> None:
     order = np.argsort(lengths, kind="stable")
     x, lengths = x[order], lengths[order]  # so that the ranks' batches have other lengths
 
+    with logged() as said:
+        _compare_padded_sequences(x, lengths, masked_loss, masked_accuracy)
+    told = [each for each in said if "wider on one rank" in each]
+    assert ["loss 'masked_loss'" in each for each in told] == ([True] if kdist.rank() == 0 else []), told
+
+
+def _compare_padded_sequences(x: Any, lengths: Any, masked_loss: Any, masked_accuracy: Any) -> None:
     for eager in (False, True):
 
         def script(batch: int, eager: bool = eager) -> dict[str, Any]:
