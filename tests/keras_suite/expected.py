@@ -17,7 +17,7 @@ EXPECTED: dict[str, str] = {
     "backup_and_restore_test.py::BackupAndRestoreCallbackTest::test_backup_corrupted": REPLACED,
     "backup_and_restore_test.py::BackupAndRestoreCallbackTest::test_best_case": REPLACED,
     "csv_logger_test.py": OWN_FOLDER,
-    "data_adapters/": NEEDS_TORCH,
+    "adapter_test.py": NEEDS_TORCH,
     "dense_test.py::DenseTest::test_quantize_float8": IN_XLA,
     "einsum_dense_test.py::EinsumDenseTest::test_quantize_float8": IN_XLA,
     "export/litert_torch_test.py": NEEDS_EXPORTERS,
@@ -30,7 +30,8 @@ EXPECTED: dict[str, str] = {
     "remote_monitor_test.py": NEEDS_CONFTEST,
     "string_lookup_test.py::StringLookupTest::test_vocabulary_file": ONE_FOLDER,
     "saving_lib_test.py::SavingTest::test_save_model_exception_raised": WHOLE_FILES,
-    "swap_ema_weights_test.py": OWN_FOLDER,
+    "swap_ema_weights_test.py::SwapEMAWeightsTest::test_swap_ema_weights_on_epoch": OWN_FOLDER,
+    "swap_ema_weights_test.py::SwapEMAWeightsTest::test_swap_ema_weights_with_tf_distribute": OWN_FOLDER,
 }
 """Parts of the names of tests, and why these differ."""
 
