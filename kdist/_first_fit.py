@@ -12,6 +12,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import logging
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,8 @@ def watch(env: Mapping[str, str]) -> None:
         return  # the scope refuses it
     if info.size > 1:
         after_import("keras", functools.partial(_watch_keras, info))
-        breakpoint_hook.install(info, env)
+        if not os.isatty(0):  # a rank in a terminal of its own can stop there
+            breakpoint_hook.install(info, env)
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = EarlyHook(info.rank)
 

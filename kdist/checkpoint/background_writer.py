@@ -34,6 +34,8 @@ class BackgroundWriter:
             CheckpointError: if an earlier one could not be written.
         """
         self._raise_error()
+        with self._lock:
+            self._waiting = None  # before the copy: two at a time are in memory, one of them being written
         copy = {part: {name: _copied(value) for name, value in state.items()} for part, state in checkpoint.items()}
         with self._lock:
             self._waiting = functools.partial(write, copy)

@@ -47,9 +47,10 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         LaunchError: if the job cannot be started as asked.
     """
+    is_given = options.np is not None or options.hosts or options.hostfile
     take_allocation(options, os.environ)
-    if options.np is None and not (options.hosts or options.hostfile):
-        options.np = 2
+    if not is_given:
+        options.np = max(2, options.np or 0)  # one rank sends nothing
     words, is_module = script.parse(options.script)
     is_own = not words
     if is_own:

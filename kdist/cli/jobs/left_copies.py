@@ -17,6 +17,15 @@ from kdist.restarts.memory import directory_of
 _PATIENCE = 5.0  # seconds, in which the last ranks of the job release their lock
 
 
+def delete(job: str) -> None:
+    """Deletes the copies of a job that has ended well; a host that an attempt has left still has some.
+
+    Args:
+        job: str, what distinguishes the job from others.
+    """
+    shutil.rmtree(directory_of(job), ignore_errors=True)
+
+
 def write(job: str) -> None:
     """Writes the newest copy of each training to its `backup_dir`, if it is newer than what is there, and deletes them.
 
@@ -31,7 +40,7 @@ def write(job: str) -> None:
 
     are_written = [_is_written(job, *each) for each in left_by(job).items()]
     if all(are_written):
-        shutil.rmtree(directory_of(job), ignore_errors=True)
+        delete(job)
 
 
 def _is_written(job: str, backup_dir: str, copy: Any) -> bool:
@@ -39,7 +48,7 @@ def _is_written(job: str, backup_dir: str, copy: Any) -> bool:
 
     folder, on_disk = CheckpointDirectory(backup_dir), 0
     try:
-        folder.lock.acquire(_PATIENCE, job)
+        folder.lock.acquire(_PATIENCE)  # a rank of the job may live on another host: its lock is not taken over
         with contextlib.suppress(CheckpointError):  # none can be read
             if (found := folder.read()) is not None:
                 on_disk = found[1]["training"].get("number", 0)

@@ -47,7 +47,8 @@ def run(
         LaunchError: if there is no first attempt.
     """
     with received_signals() as signals, received_notices() as notices, contextlib.ExitStack() as stack:
-        stack.callback(left_copies.write, job.name)
+        ends: list[End] = []
+        stack.callback(lambda: left_copies.delete(job.name) if ends[-1:] == [End.WELL] else left_copies.write(job.name))
         starts = _Starts(job, output, elastic, signals, notices, standby=standby)
         stack.callback(starts.close)
         attempts, why = supervise(
@@ -57,6 +58,7 @@ def run(
             keep=functools.partial(_keep, restarts, output),
             is_stopped=lambda: bool(signals or notices),
         )
+        ends = [attempt.end for attempt in attempts]
     if not attempts and not signals:
         raise LaunchError(
             f"The job cannot be started. Received: {why}. Expected enough hosts to answer without a password. Fix: "
