@@ -115,7 +115,7 @@ def _select_samples(
         return tf.data.Dataset.zip(element_of(spec, window))
 
     def samples_of(window: Any, active: Any, total: Any) -> Any:
-        count = tf.where(active, window.cardinality(), 1)
+        count = tf.where(active | is_padded, window.cardinality(), 1)
         facts = tf.data.Dataset.from_tensors((active, total, count)).repeat()
         if not is_padded:
             window = window.take(count)

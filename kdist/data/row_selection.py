@@ -55,7 +55,7 @@ def select_rows(
 
     def own_samples(rows: Any) -> Any:
         own, active, total = choose(rows)
-        count = tf.where(active, tf.math.count_nonzero(own >= 0), 1)
+        count = tf.where(active | is_padded, tf.math.count_nonzero(own >= 0), 1)
         own = tf.where(own >= 0, own, own[0]) if is_padded else own[:count]
         facts = tf.repeat([[int64(active), total, count]], tf.size(own), 0)
         return source.gather(own), facts

@@ -54,7 +54,7 @@ class CompiledSteps:
             except _NotCompilable:
                 reason = (
                     "its losses, metrics or layers send messages before the gradients are there, as masks, "
-                    "synchronised batch normalisation and losses that are not Keras' own do"
+                    "synchronised batch normalisation, and losses that are no mean over the rows do"
                 )
         if reason not in self._reported and step.engine.rank == 0:
             logger.warning("jit_compile=True is off for this model: %s.", reason)

@@ -17,9 +17,9 @@ from kdist.strategies.differentiable import ReplicaStep, rows_of_all_ranks, spar
 LARGE_MESSAGE = 2**22  # bytes of a rank in a step
 
 _TOO_LARGE = (
-    "The {} is computed from the rows of all ranks, of which this rank sends {:,} bytes in a step: kdist does not know "
-    "that it is a mean over the rows. Fix, if that is too slow: use one of keras.losses or keras.metrics, or add the "
-    "mean over this rank's rows by `add_loss`."
+    "The {} is computed from the rows of all ranks, of which this rank sends {:,} bytes in a step: it is not known to "
+    "be a mean over the rows. Fix, if that is too slow: use one of keras.losses or keras.metrics that is (Hinge, Dice, "
+    "Tversky and Circle are not), or add the mean over this rank's rows by `add_loss`."
 )
 _OTHER_WIDTHS = (
     "The {} is computed from batches that are wider on one rank than on another, padded with zeros to the widest. That "
@@ -130,8 +130,9 @@ class GlobalBatch:
         is_constant = tf.TensorShape(leaf.shape)[:1].is_fully_defined()
         if self._has_other_rows or tf.executing_eagerly() or not is_constant:
             return rows
-        # As a table of codes, which is no batch, or as the states of a layer for batches of one size.
-        is_batch = tf.shape(rows, tf.int64)[0] == self._step.global_rows
+        # As a table of codes, which is no batch, or as the states of a layer for batches of one size. What has several
+        # entries a row is one.
+        is_batch = tf.shape(rows, tf.int64)[0] % tf.maximum(self._step.global_rows, 1) == 0
         return tf.cond(is_batch, lambda: rows, lambda: tf.identity(leaf))
 
     def _equally_wide(self, tensors: list[tf.Tensor], who: str | None) -> list[tf.Tensor]:

@@ -189,6 +189,14 @@ def test_a_rank_parses_no_more_than_a_batch_a_step_where_epochs_end_within_a_gro
         assert len(read.seen) == 2 * num_steps
 
 
+@pytest.mark.parametrize("make", [unnumbered, lambda: Dataset.range(24)])
+def test_a_map_of_batches_sees_a_whole_one_on_a_rank_without_a_batch(make):
+    made = [make().take(20).map(lambda x: x + 1).batch(4).map(lambda x: tf.ensure_shape(x, [4])) for _ in range(2)]
+    ranks = [tf_data_source(each, plan) for each, plan in zip(made, plans(2), strict=True)]
+    last = [list(source.dataset())[-1] for source in ranks]
+    assert [int(shard.rows) for shard in last] == [4, 0]
+
+
 def test_images_of_a_directory_are_decoded_for_own_batches_only(tmp_path):
     for number in range(11):
         folder = tmp_path / f"class {number % 2}"

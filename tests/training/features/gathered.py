@@ -196,6 +196,24 @@ def outputs_of_batches_of_one_size() -> None:
 
 
 @feature
+def outputs_of_several_entries_a_row() -> None:
+    """As of a sequence that is flattened for the loss; the batch's size is known."""
+    x, y = rows("even")
+
+    def flat_root(y_true: Any, y_pred: Any) -> Any:
+        return ops.sqrt(ops.mean(ops.square(ops.reshape(y_true, (-1, 1)) - y_pred)))
+
+    def script(batch: int) -> dict[str, Any]:
+        inputs = keras.Input((5,))
+        model = keras.Model(inputs, ops.reshape(keras.layers.Dense(2)(inputs), (-1, 1)))
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.1), flat_root)
+        return fit_alone(model, fed("arrays", (x, y), batch))
+
+    both(script)
+
+
+@feature
 def the_size_of_what_is_gathered_is_told_once() -> None:
     x, y = rows("ragged")
     with pytest.MonkeyPatch.context() as patch, logged() as said:
