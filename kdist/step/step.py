@@ -80,9 +80,9 @@ class Step:
         return self._extended.engine
 
     def may_differ(self, value: tf.Tensor) -> bool:
-        """Returns whether this step's graph shows that a tensor depends on the rank's rows."""
+        """Returns whether a tensor of this step's graph depends on the rank's rows; this step follows no graph."""
         del value
-        return False
+        return True
 
     def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
         """Sums the active ranks' values; gradients pass through, as to weights of rows that a layer computes.

@@ -48,7 +48,7 @@ class ForwardStep(Step):
 
     def may_differ(self, value: tf.Tensor) -> bool:
         """See `Step.may_differ`."""
-        return self._buffers is not None and self._buffers.may_differ(value)
+        return self._buffers is None or self._buffers.may_differ(value)
 
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[Any]:

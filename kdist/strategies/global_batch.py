@@ -29,13 +29,10 @@ _OTHER_WIDTHS = (
 
 
 class GlobalStep(ReplicaStep, Protocol):
-    """What the global batch needs of a step.
+    """What the global batch needs of a step."""
 
-    Attributes:
-        global_rows: `int64` scalar, the rows of all ranks.
-    """
-
-    global_rows: tf.Tensor
+    def may_differ(self, value: tf.Tensor) -> bool:
+        """Returns whether a tensor of the step's graph depends on the rank's rows."""
 
 
 class GlobalBatch:
@@ -86,7 +83,7 @@ class GlobalBatch:
 
     def _gather(self, values: Any, who: str) -> Any:
         leaves = keras.tree.flatten(values)
-        new = {self._key(x): x for x in leaves if _is_batch(x) and self._key(x) not in self._gathered}
+        new = {self._key(x): x for x in leaves if self._is_batch(x) and self._key(x) not in self._gathered}
         for key, leaf in new.items():
             if isinstance(leaf, tf.SparseTensor):
                 self._gathered[key] = leaf, sparse_rows_of_all_ranks(self._engine, self._step, leaf)
@@ -95,7 +92,7 @@ class GlobalBatch:
         return keras.tree.pack_sequence_as(values, [self._of_all_ranks(leaf) for leaf in leaves])
 
     def _of_all_ranks(self, leaf: Any) -> Any:
-        if _is_batch(leaf):
+        if self._is_batch(leaf):
             return self._gathered[self._key(leaf)][1]
         if not tf.is_tensor(leaf) or leaf.shape.rank != 0 or leaf.dtype == tf.string:
             return leaf
@@ -104,6 +101,16 @@ class GlobalBatch:
         if leaf.dtype.is_floating or leaf.dtype.is_complex:
             leaf = leaf * tf.cast(self._step.weight, leaf.dtype)
         return sum_over_ranks(self._engine, self._step, [leaf])[0]
+
+    def _is_batch(self, leaf: Any) -> bool:
+        """Returns whether a value has rows. What does not depend on the step's has none, as a table of codes."""
+        if isinstance(leaf, np.ndarray):  # in eager steps
+            return leaf.ndim > 0
+        if not isinstance(leaf, tf.RaggedTensor) and not (tf.is_tensor(leaf) and leaf.shape.rank != 0):
+            return False
+        if self._has_other_rows or tf.executing_eagerly():
+            return True
+        return any(map(self._step.may_differ, tf.nest.flatten(leaf, expand_composites=True)))
 
     def _key(self, leaf: Any) -> tuple[int, int]:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -117,23 +124,11 @@ class GlobalBatch:
         self._warn_if(size > LARGE_MESSAGE, _TOO_LARGE, who, size)
         local = self._equally_wide(local, None if has_mask else who)
         rows = iter(rows_of_all_ranks(self._engine, self._step, local, alike=True))
-        gathered = [self._composed(leaf, [next(rows) for _ in _components(leaf)]) for leaf in leaves]
+        gathered = [_composed(leaf, [next(rows) for _ in _components(leaf)]) for leaf in leaves]
         for leaf, mask, result in zip(leaves, masks, gathered, strict=True):
             if mask is not None:
                 set_keras_mask(result, next(rows))
             self._gathered[self._key(leaf)] = leaf, result
-
-    def _composed(self, leaf: Any, components: list[tf.Tensor]) -> tf.Tensor | tf.RaggedTensor:
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.RaggedTensor.from_nested_row_lengths(components[0], components[1:])
-        (rows,) = components
-        is_constant = tf.TensorShape(leaf.shape)[:1].is_fully_defined()
-        if self._has_other_rows or tf.executing_eagerly() or not is_constant:
-            return rows
-        # As a table of codes, which is no batch, or as the states of a layer for batches of one size. What has several
-        # entries a row is one.
-        is_batch = tf.shape(rows, tf.int64)[0] % tf.maximum(self._step.global_rows, 1) == 0
-        return tf.cond(is_batch, lambda: rows, lambda: tf.identity(leaf))
 
     def _equally_wide(self, tensors: list[tf.Tensor], who: str | None) -> list[tf.Tensor]:
         """Pads with zeros what is wider on another rank, as padded sequences are that each rank has batched.
@@ -178,16 +173,16 @@ class GlobalBatch:
             tf.cond(condition, lambda: tf.numpy_function(warn, values, tf.bool), lambda: tf.constant(False))
 
 
-def _is_batch(leaf: Any) -> bool:
-    if isinstance(leaf, np.ndarray):  # in eager steps
-        return leaf.ndim > 0
-    return isinstance(leaf, tf.RaggedTensor) or (tf.is_tensor(leaf) and leaf.shape.rank != 0)
-
-
 def _components(leaf: Any) -> list[tf.Tensor]:
     if isinstance(leaf, tf.RaggedTensor):
         return [leaf.flat_values, *leaf.nested_row_lengths()]
     return [tf.convert_to_tensor(leaf)]
+
+
+def _composed(leaf: Any, components: list[tf.Tensor]) -> tf.Tensor | tf.RaggedTensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensor.from_nested_row_lengths(components[0], components[1:])
+    return components[0]
 
 
 def _resized(tensor: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:

@@ -155,8 +155,12 @@ def temporal_classification() -> None:
 class Codes(keras.layers.Layer):
     """As of VQ-VAE: codes for all rows, beside each row's distance from them."""
 
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
     def build(self, shape: Any) -> None:
-        self.codes = self.add_weight(shape=(3, shape[-1]), name="codes")
+        self.codes = self.add_weight(shape=(self.number, shape[-1]), name="codes")
 
     def call(self, x: Any) -> Any:
         return {"p": ops.matmul(x, ops.transpose(self.codes)), "codes": self.codes + 0.0}
@@ -164,19 +168,22 @@ class Codes(keras.layers.Layer):
 
 @feature
 def outputs_without_rows() -> None:
+    """As many as a rank has rows among them, and twice as many."""
     x, y = rows("ragged")
 
     def size_of(t: Any, p: Any) -> Any:
         return ops.sum(ops.abs(p))
 
-    def script(batch: int) -> dict[str, Any]:
-        inputs = keras.Input((5,))
-        model = keras.Model(inputs, Codes()(inputs))
-        deterministic_weights(model)
-        model.compile(keras.optimizers.SGD(0.1), size_of, metrics={"codes": [size_of]})
-        return fit_alone(model, {"x": tf.data.Dataset.from_tensor_slices((x, {"p": y, "codes": y})).batch(batch)})
+    for number in (3, BATCH, 2 * BATCH):
 
-    both(script)
+        def script(batch: int, number: int = number) -> dict[str, Any]:
+            inputs = keras.Input((5,))
+            model = keras.Model(inputs, Codes(number)(inputs))
+            deterministic_weights(model)
+            model.compile(keras.optimizers.SGD(0.01), size_of, metrics={"codes": [size_of]})
+            return fit_alone(model, {"x": tf.data.Dataset.from_tensor_slices((x, {"p": y, "codes": y})).batch(batch)})
+
+        both(script)
 
 
 @feature
