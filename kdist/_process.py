@@ -167,7 +167,8 @@ def select_strategy(word: str, info: ClusterInfo, *, is_synchronous: bool = Fals
     num_gpus = len(tf.config.get_visible_devices("GPU"))
     # Ranks of several hosts must choose the same, and know of their own one only.
     shares = info.local_size == info.size and devices.shares_gpus(info.local_size, os.environ)
-    has_mpi = info.launcher != "slurm" or (has_pmi(os.environ) and _has_mpi(num_gpus))
+    may_take_another = num_gpus > 0 and not shares
+    has_mpi = info.launcher != "slurm" or (has_pmi(os.environ) and _has_mpi(may_take_another))
     has_nccl = num_gpus > 0 and _has_horovod_with_nccl()
     return choose(word, info, num_gpus=num_gpus, horovod_on_gpus=has_nccl, shares_gpus=shares, has_mpi=has_mpi)
 
@@ -212,9 +213,9 @@ def _agreed(own: Selection, info: ClusterInfo) -> Selection:
     return together
 
 
-def _has_mpi(num_gpus: int) -> bool:
+def _has_mpi(may_take_another: bool) -> bool:
     is_installed = importlib.util.find_spec("mpi4py") is not None
-    if num_gpus or not is_installed:  # with GPUs another engine may be chosen, and MPI is left to the script
+    if may_take_another or not is_installed:  # on GPUs: what is loaded here, the script could not initialise by itself
         return is_installed
     from kdist.engines.mpi import load_mpi
 

@@ -194,6 +194,8 @@ class Backup(AllRanksCallback):
             self._write(self._place(epoch_step), checkpoint)
         else:
             self._send(checkpoint)
+        if self._copies is not None:
+            self._copies.begin_steps()
         self._steps_since = 0
         self._saved_at = self._epoch, epoch_step
         return True

@@ -47,10 +47,9 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         LaunchError: if the job cannot be started as asked.
     """
-    is_given = options.np is not None or options.hosts or options.hostfile
-    take_allocation(options, os.environ)
-    if not is_given:
-        options.np = max(2, options.np or 0)  # one rank sends nothing
+    take_allocation(options, os.environ, least=2)  # one rank sends nothing
+    if options.np is None and not (options.hosts or options.hostfile):
+        options.np = 2
     words, is_module = script.parse(options.script)
     is_own = not words
     if is_own:
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"kdist check: {command}", flush=True)
     if is_own:
         print("start       the ranks load TensorFlow, which takes some seconds", flush=True)
-    failure = JobFailure("" if is_module else words[0])
+    failure = JobFailure(script.file_of(words[0]) if is_module else words[0])
     stderr, stdout = filters(failure, boxes=command.prints_boxes, labels=command.prints_labels)
     code = process.run(command, stderr=stderr, stdout=stdout)
     _, what, fix = (failure.cause() if code else None) or (None, "", "")

@@ -304,7 +304,7 @@ class MPIEngine(Engine):
 
 
 def load_mpi() -> Any:
-    """Imports mpi4py.MPI, without initialising MPI; raises `EngineNotFoundError` where it does not load."""
+    """Returns mpi4py.MPI without initialising MPI; raises `EngineNotFoundError` where it does not load."""
     try:
         import mpi4py
 

@@ -23,7 +23,8 @@ _FAILURE_MARKS = (REPORT_PREFIX.encode(), b"Fatal Python error: ")
 # What TensorFlow's C++ code writes below its errors: the CPU, the GPUs that there are not, the end of a dataset.
 _STARTUP_LINE = re.compile(
     rb"^(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I .*|\t \[\[\{\{node IteratorGetNext\}\}\]\]|"
-    rb"WARNING: All log messages before absl::InitializeLog.*|[IW]\d{4} \d\d:\d\d:\d\d.* \S+\.cc:\d+\].*|"
+    rb"WARNING: All log messages before absl::InitializeLog.*|I\d{4} \d\d:\d\d:\d\d.* \S+\.cc:\d+\].*|"
+    rb"W\d{4} \d\d:\d\d:\d\d.* local_rendezvous\.cc:\d+\].*|"
     rb"[IWE]0{4} 00:00:\d+\.\d+ .*(?:cudart|cuda_platform|cpu_feature_guard|cuInit|gpu_device).*|"
     rb"To enable the following instructions:.*rebuild TensorFlow.*)\n",
     re.MULTILINE,

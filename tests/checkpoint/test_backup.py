@@ -25,10 +25,10 @@ def job():
     shutil.rmtree(directory_of(name), ignore_errors=True)
 
 
-def fit(*callbacks):
+def fit(*callbacks, steps=12):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    model.fit(np.zeros((12, 1)), np.zeros((12, 1)), batch_size=1, verbose=0, callbacks=list(callbacks))
+    model.fit(np.zeros((steps, 1)), np.zeros((steps, 1)), batch_size=1, verbose=0, callbacks=list(callbacks))
 
 
 def test_auto_counts_the_time_of_the_copy_without_that_of_the_disk(tmp_path, monkeypatch, job):
@@ -49,7 +49,7 @@ def test_auto_counts_the_time_of_the_copy_without_that_of_the_disk(tmp_path, mon
     monkeypatch.setattr(CheckpointDirectory, "write", after(100, CheckpointDirectory.write))
     monkeypatch.setattr(MemoryCopies, "write", after(0.045, MemoryCopies.write))
     saves = kdist.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=10, memory_freq="auto")
-    fit(keras.callbacks.LambdaCallback(on_train_batch_end=after(1)), saves)
+    fit(keras.callbacks.LambdaCallback(on_train_batch_end=after(1)), saves, steps=17)  # with a copy after the disk's
     assert saves._copies._every == 5  # 1 % of five steps of a second
 
 

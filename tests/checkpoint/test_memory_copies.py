@@ -131,7 +131,7 @@ def test_what_cannot_go_to_disk_stays_in_memory(job, tmp_path, capsys):
     said = capsys.readouterr().err
     assert f"left in memory, in {directory_of(job)}" in said
     blocked.unlink()
-    command = said.rpartition("Then: python ")[2].split()
+    command = said.rpartition("then: python ")[2].split()
     subprocess.run([sys.executable, *command], check=True, cwd=spmd.ROOT)
     assert_same(CheckpointDirectory(blocked / "backup").read()[1], 1)
     assert not directory_of(job).exists()

@@ -53,12 +53,13 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launcher-args", default="", metavar="ARGS", help="additional arguments for the launcher")
 
 
-def take_allocation(options: argparse.Namespace, env: Mapping[str, str]) -> None:
+def take_allocation(options: argparse.Namespace, env: Mapping[str, str], least: int = 1) -> None:
     """Sets the number of ranks to the one that a scheduler has allocated, and says so, if no argument tells it.
 
     Args:
         options: the parsed arguments.
         env: mapping of variable name to value.
+        least: int, what is taken from fewer on: an allocation for less ranks is left out.
 
     Raises:
         LaunchError: if the launcher would not use the hosts of the allocation.
@@ -67,7 +68,7 @@ def take_allocation(options: argparse.Namespace, env: Mapping[str, str]) -> None
     if given != (None, None, None, None):
         return
     found = allocation_of(env)
-    if found is None or found.ranks is None:
+    if found is None or found.ranks is None or found.ranks < least:
         return
     _check_not_a_rank(env)
     if _word(options, env) == "horovod" and not found.is_here:

@@ -26,21 +26,25 @@ def delete(job: str) -> None:
     shutil.rmtree(directory_of(job), ignore_errors=True)
 
 
-def write(job: str) -> None:
+def write(job: str) -> bool:
     """Writes the newest copy of each training to its `backup_dir`, if it is newer than what is there, and deletes them.
 
     What cannot be written is left, and said.
 
     Args:
         job: str, what distinguishes the job from others.
+
+    Returns:
+        Whether nothing is left.
     """
     if not directory_of(job).is_dir():
-        return
+        return True
     from kdist.checkpoint.memory_copies import left_by  # NumPy takes a while to import
 
     are_written = [_is_written(job, *each) for each in left_by(job).items()]
     if all(are_written):
         delete(job)
+    return all(are_written)
 
 
 def _is_written(job: str, backup_dir: str, copy: Any) -> bool:
@@ -57,8 +61,9 @@ def _is_written(job: str, backup_dir: str, copy: Any) -> bool:
             tell(f"the newest checkpoint was in memory, and is now in {place}: the same command goes on from there")
     except (CheckpointError, OSError, ValueError) as error:
         tell(
-            f"the newest checkpoint is left in memory, in {directory_of(job)}, for a day at least: {error} Then: "
-            f"python -m kdist.cli.jobs.left_copies {job}"
+            f"the newest checkpoint is left in memory, in {directory_of(job)}, for a day at least. Received: "
+            f"{str(error).rstrip('.')}. Fix: make room, or end what has the lock, then: python -m "
+            f"kdist.cli.jobs.left_copies {job}"
         )
         return False
     finally:
@@ -67,4 +72,4 @@ def _is_written(job: str, backup_dir: str, copy: Any) -> bool:
 
 
 if __name__ == "__main__":
-    write(sys.argv[1])
+    sys.exit(not write(sys.argv[1]))

@@ -45,7 +45,11 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
 
 
 def is_elsewhere(env: Mapping[str, str]) -> bool:
-    """Returns whether a scheduler has allocated hosts, and not this one alone."""
+    """Returns whether a scheduler has allocated hosts, and not this one alone.
+
+    Args:
+        env: mapping of variable name to value.
+    """
     found = allocation_of(env)
     return found is not None and not found.is_here
 
