@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from contenders import CONTENDERS, Contender, launch_line, program
+from contenders import CONTENDERS, HUGE_PAGES, Contender, launch_line, program
 from launching import ONE_THREAD, Ended, run
 from machine import machine
 from models import MODELS
@@ -95,7 +95,7 @@ def launch(name: str, arguments: argparse.Namespace, script: Path) -> Launched:
         command += ["--steps", str(arguments.steps)] if arguments.steps else []
         ended = run(
             [*command, "--models", *arguments.models],
-            {**ONE_THREAD, "PYTHONUNBUFFERED": "1", **contender.env},
+            {**ONE_THREAD, **HUGE_PAGES, "PYTHONUNBUFFERED": "1", **contender.env},
             arguments.limit,
         )
         return judge(ended, reports(Path(folder), contender.ranks), arguments.models)

@@ -17,6 +17,7 @@ HEAD = """\
 `{command}`, {turns} turn(s). {machine}.
 
 Each process has one core and one thread, and in each step {batches}. float32, SGD with momentum.
+All but one ask for huge pages (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`), as the ranks of `kdist run` do.
 `fit` is given {input}.
 A step takes the median time between the ends of two batches of one long epoch, where a table says no other.
 Medians over the turns of ratios within a turn, and in parentheses their quartiles. Ratios are those of throughput:
@@ -126,6 +127,7 @@ def others(found: Throughputs, models: Sequence[str]) -> dict[str, list[str]]:
     """Returns the rows of what is compared beside, as far as it was measured."""
     pairs = {
         "one rank in the scope, relative to plain Keras 3": ("scope", "plain_keras"),
+        "plain Keras 3, relative to the same without huge pages": ("plain_keras", "plain_small_pages"),
         "plain Keras 3, relative to plain tf_keras": ("plain_keras", "plain_tf_keras"),
         "plain PyTorch, relative to plain tf_keras": ("plain_pytorch", "plain_tf_keras"),
         "plain Keras on JAX, relative to plain tf_keras": ("plain_jax", "plain_tf_keras"),

