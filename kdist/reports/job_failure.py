@@ -110,7 +110,7 @@ class JobFailure:
         if not (cause := self.cause(directory)):
             return ""
         rank, what, fix = cause
-        kept = "--output DIR keeps the output of each rank"
+        kept = "to keep each rank's output: kdist run --output DIR"
         if output:
             its = f"its output is in {os.path.join(output, f'rank{rank}.err')}, that of the other ranks beside it"
             kept = f"the output of each rank is in {output}" if rank is None else its

@@ -63,7 +63,7 @@ def test_output_is_not_held_back_before_a_failure():
     assert failure.summary(1) == ""
 
 
-HINT = "; --output DIR keeps the output of each rank"
+HINT = "; to keep each rank's output: kdist run --output DIR"
 
 
 def summary(text, output=None, kind=BoxFilter):
