@@ -110,6 +110,16 @@ SEARCHES = {
     "kdist run": "command_line",
     "exact": "limits",
     "glossary": "glossary",
+    "sklearn": "callbacks",
+    "stuck": "failure",
+    "gradienttape": "custom_steps",
+    "sbatch": "clusters",
+    "8 cores": "performance",
+    "earlystopping": "callbacks",
+    "conda": "get_started",
+    "turn off": "batch_and_learning_rate",
+    "not enough slots": "get_started",
+    "worse": "faq",
 }
 
 
