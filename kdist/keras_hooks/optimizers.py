@@ -111,22 +111,20 @@ def iterations(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer._iterations
 
 
-def count_ended_step(
-    optimizer: keras.optimizers.Optimizer, seen: Callable[[list[keras.Variable]], list[keras.Variable]]
-) -> None:
+def count_ended_step(optimizer: keras.optimizers.Optimizer, variables: list[Any]) -> None:
     """Makes what needs no data of an update: weight decay, and the count.
 
     A graph of plain Keras that finds the end of its data has made these. An update that waits for its gradients (a loss
-    scale, accumulation) or for others has not; nor has an optimizer that the steps do not use.
+    scale, accumulation) or for others has not.
 
     Args:
         optimizer: `keras.optimizers.Optimizer`.
-        seen: function of its variables that returns those that it updates in their place.
+        variables: list of those that the step updates.
     """
     waits = any(hasattr(optimizer, name) for name in ("inner_optimizer", "optimizers"))
     if waits or optimizer.gradient_accumulation_steps or not optimizer.built or not int(optimizer.iterations):
         return
-    optimizer._apply_weight_decay(seen(trained_variables(optimizer)))
+    optimizer._apply_weight_decay(variables)
     optimizer._iterations.assign_add(1)
 
 

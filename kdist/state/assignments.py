@@ -166,9 +166,14 @@ class Assignments:
             self._is_suspended = outer
 
     def may_differ(self, value: tf.Tensor) -> bool:
-        """Returns whether the step's graph shows that a tensor depends on a rank's rows, or is their number."""
-        is_known = tf.is_symbolic_tensor(value)
-        return is_known and (self._dependence.differs([value], value.graph) or self._is_number_of_rows([value]))
+        """Returns whether the step's graph shows that a tensor depends on a rank's rows, or that a scalar counts them.
+
+        Ranks that trace the step with other numbers of rows find the same, but of a scalar.
+        """
+        if not tf.is_symbolic_tensor(value):
+            return False
+        counts = value.shape.rank == 0 and self._is_number_of_rows([value])
+        return counts or self._dependence.differs([value], value.graph)
 
     def _noting_results(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_note(*args: Any, **kwargs: Any) -> Any:

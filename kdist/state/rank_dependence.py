@@ -198,6 +198,22 @@ class RankDependence:
         return False
 
 
+def computed_of(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]:
+    """Yields tensors of a graph, and all of that graph that they are computed of."""
+    pending, seen = list(tensors), set()
+    while pending:
+        tensor = pending.pop()
+        yield tensor
+        if tensor.op.name not in seen:
+            seen.add(tensor.op.name)
+            pending += tensor.op.inputs
+
+
+def reads_variables(tensors: Sequence[tf.Tensor]) -> bool:
+    """Returns whether tensors of a graph are computed of variables, or of what a function has captured."""
+    return any(each.op.type in (*_READS, "Placeholder") for each in computed_of(tensors))
+
+
 def _computed(tensor: tf.Tensor, operands: Sequence[Any]) -> Any:
     """Returns an operation's output for given inputs, `None` if it is no operation by itself but calls a function."""
     node = tf.compat.v1.NodeDef()

@@ -44,7 +44,9 @@ class Weigh(Stage):
         def scale_weighted_loss(loss: tf.Tensor) -> tf.Tensor:
             self._step.loss_is_weighted = self._any_was_weighted = True
             self._weighted.append(id(optimizer))
-            return scale_loss(loss * tf.cast(self._step.weight, loss.dtype))
+            # A step may return the value in its logs, which are averaged over the ranks: only the gradient is weighted.
+            weighted = scale_loss(loss * tf.cast(self._step.weight, loss.dtype))
+            return tf.custom_gradient(_with_gradient_of)(weighted, scale_loss(loss))
 
         with patched(optimizer, "scale_loss", scale_weighted_loss):
             yield
@@ -196,6 +198,11 @@ class KeepLocal(Reduce):
 
     def _sum(self, update: Update, places: Sequence[int]) -> list[Any]:
         return update.addends(_at(places, update.gradients))
+
+
+def _with_gradient_of(source: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+    del source
+    return tf.identity(value), lambda upstream: (upstream, None)
 
 
 def _at(places: Sequence[int], values: Sequence[Any]) -> list[Any]:

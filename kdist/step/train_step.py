@@ -21,7 +21,7 @@ from kdist.step.learning_rate import EffectiveRate
 from kdist.step.reduce import Reduce, Weigh
 from kdist.step.scale_rate import ScaleRate
 from kdist.step.step import Step
-from kdist.step.update import Stage, UpdatePipeline
+from kdist.step.update import OptimizerUpdate, Stage, UpdatePipeline
 from kdist.step.vote_message import VoteMessage
 from kdist.strategies.all_reduce import AllReduceExtended
 
@@ -85,6 +85,7 @@ class TrainStep(ForwardStep):
         votes: `Votes` of this rank's callbacks.
         reduction: callable that returns the `Reduce` stage; its arguments are those of `Reduce`.
         extensions: sequence of `Stage`, those of callbacks.
+        updates: list, to which each unconditional update adds its optimizer and its variables.
     """
 
     kind = "train"
@@ -102,6 +103,7 @@ class TrainStep(ForwardStep):
         votes: Votes,
         reduction: Callable[..., Reduce],
         extensions: Sequence[Stage] = (),
+        updates: list[OptimizerUpdate],
     ) -> None:
         super().__init__(extended, shard, written=written, is_traced_alike=is_traced_alike)
         self._reducer = reducer
@@ -110,6 +112,7 @@ class TrainStep(ForwardStep):
         self._votes = VoteMessage(self, votes)
         self._make_reduction = reduction
         self._extensions = extensions
+        self._updates = updates
 
     def stages(self, buffers: BufferSync) -> list[Stage]:
         """Returns the stages of each update, in the order of `SLOTS`; those of callbacks are sorted in."""
@@ -126,6 +129,6 @@ class TrainStep(ForwardStep):
 
     @contextlib.contextmanager
     def _updating(self, model: keras.Model, buffers: BufferSync) -> Iterator[UpdatePipeline]:
-        pipeline = UpdatePipeline(self.stages(buffers), self)
+        pipeline = UpdatePipeline(self.stages(buffers), self, self._updates)
         with pipeline.opened(optimizers_of(model)):
             yield pipeline

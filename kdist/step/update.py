@@ -19,6 +19,7 @@ SLOTS = ("weigh", "inspect local", "reduce", "inspect reduced", "scale rate", "u
 """The order of all stages. Keras' own `apply` comes after the last."""
 
 Addends = Callable[[Sequence[Any]], list[Any]]
+OptimizerUpdate = tuple[keras.optimizers.Optimizer, list[Any]]  # and the variables that it updates
 
 
 @dataclasses.dataclass
@@ -76,10 +77,16 @@ class UpdatePipeline:
     Args:
         stages: sequence of `Stage`; those of one slot run in this order.
         step: `Step` of a rank, or `None` in one process.
+        updates: list, to which each update of the step's own graph adds its optimizer and its variables; not one that
+            a branch may leave out.
     """
 
-    def __init__(self, stages: Sequence[Stage], step: Step | None = None) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], step: Step | None = None, updates: list[OptimizerUpdate] | None = None
+    ) -> None:
         self._step = step
+        self._updates = [] if updates is None else updates
+        self._graph: tf.Graph | None = None  # that of the step
         self.stages = sorted(stages, key=lambda stage: SLOTS.index(stage.slot))
         self._is_running = False
         self._collected: list[tuple[keras.optimizers.Optimizer, list[tuple[Any, Any]]]] | None = None
@@ -87,6 +94,7 @@ class UpdatePipeline:
     @contextlib.contextmanager
     def opened(self, optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[None]:
         """Makes optimizers run the stages before each update while the context is open."""
+        self._graph = tf.compat.v1.get_default_graph()
         with contextlib.ExitStack() as stack:
             for optimizer in optimizers:
                 for stage in self.stages:
@@ -133,6 +141,8 @@ class UpdatePipeline:
             for each in gradients
         ]
         update = Update(optimizer, variables, tensors, self._step)
+        if tf.compat.v1.get_default_graph() is self._graph:
+            self._updates.append((optimizer, variables))
 
         def proceed(place: int) -> Any:
             if place == len(self.stages):

@@ -132,7 +132,7 @@ def _of_all_losses(
         return total(upstream)
     if step.loss_is_weighted:
         return [_of_active(step, value) for value in total(upstream)]
-    weighted = [value * tf.cast(step.weight, value.dtype) for value in upstream]
+    weighted = [_by_weight(tf.multiply, step, value) for value in upstream]
     return [_of_active(step, _divided_by_weight(step, value)) for value in total(weighted)]
 
 
@@ -141,4 +141,10 @@ def _of_active(step: ReplicaStep | None, value: tf.Tensor) -> tf.Tensor:
 
 
 def _divided_by_weight(step: ReplicaStep, value: tf.Tensor) -> tf.Tensor:
-    return tf.math.divide_no_nan(value, tf.cast(step.weight, value.dtype))
+    return _by_weight(tf.math.divide_no_nan, step, value)
+
+
+def _by_weight(operation: Callable[..., tf.Tensor], step: ReplicaStep, value: tf.Tensor) -> tf.Tensor:
+    """Multiplies or divides by the weight: 16 bits would round it, and not as the step's loss does."""
+    wide = tf.cast(value, tf.float32) if value.dtype.size == 2 else value
+    return tf.cast(operation(wide, tf.cast(step.weight, wide.dtype)), value.dtype)

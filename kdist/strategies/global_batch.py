@@ -96,11 +96,7 @@ class GlobalBatch:
             return self._gathered[self._key(leaf)][1]
         if not tf.is_tensor(leaf) or leaf.shape.rank != 0 or leaf.dtype == tf.string:
             return leaf
-        if leaf.dtype == tf.bool:
-            return sum_over_ranks(self._engine, self._step, [tf.cast(leaf, tf.int32)])[0] > 0
-        if leaf.dtype.is_floating or leaf.dtype.is_complex:
-            leaf = leaf * tf.cast(self._step.weight, leaf.dtype)
-        return sum_over_ranks(self._engine, self._step, [leaf])[0]
+        return scalar_of_all_ranks(self._engine, self._step, leaf)
 
     def _is_batch(self, leaf: Any) -> bool:
         """Returns whether a value has rows. What does not depend on the step's has none, as a table of codes."""
@@ -171,6 +167,18 @@ class GlobalBatch:
 
         if self._engine.rank == 0:
             tf.cond(condition, lambda: tf.numpy_function(warn, values, tf.bool), lambda: tf.constant(False))
+
+
+def scalar_of_all_ranks(engine: Engine, step: ReplicaStep, value: tf.Tensor) -> tf.Tensor:
+    """Returns the mean of a scalar, weighted by the ranks' rows; of integers the sum, of `bool` whether any is true.
+
+    Collective: every rank must call this, in the same order.
+    """
+    if value.dtype == tf.bool:
+        return sum_over_ranks(engine, step, [tf.cast(value, tf.int32)])[0] > 0
+    if value.dtype.is_floating or value.dtype.is_complex:
+        value = value * tf.cast(step.weight, value.dtype)
+    return sum_over_ranks(engine, step, [value])[0]
 
 
 def _components(leaf: Any) -> list[tf.Tensor]:

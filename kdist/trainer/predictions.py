@@ -9,28 +9,38 @@ import keras
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
-from kdist.strategies.differentiable import ReplicaStep, sparse_rows_of_all_ranks
+from kdist.state.rank_dependence import reads_variables
+from kdist.step.step import Step
+from kdist.strategies.differentiable import sparse_rows_of_all_ranks
+from kdist.strategies.global_batch import scalar_of_all_ranks
 from kdist.strategies.values import values_of_all_ranks
 
 
 def gather_rows(
-    engine: Engine, step: ReplicaStep, output: tf.Tensor | tf.RaggedTensor | tf.SparseTensor, *, widths_differ: bool
+    engine: Engine, step: Step, output: tf.Tensor | tf.RaggedTensor | tf.SparseTensor, *, widths_differ: bool
 ) -> tf.Tensor | tf.RaggedTensor | tf.SparseTensor:
     """Concatenates the ranks' rows of one output.
+
+    Scalars are averaged, and those that count rows are summed. What is computed from weights alone, as a table of
+    codes, has no rows and stays as it is.
 
     Collective: every rank must call this, in the same order.
 
     Args:
         engine: `Engine`, how the ranks communicate.
-        step: `ReplicaStep`, the step of the output; that of a rank without rows is dropped.
+        step: `Step`, the step of the output; that of a rank without rows is dropped.
         output: tensor, `tf.RaggedTensor` or `tf.SparseTensor`, the model's output for this rank's rows.
         widths_differ: bool, whether dimensions after the first may differ between the ranks, as in their batches. The
             result is then ragged in these, and in dimensions that are unknown in a graph; see `as_dense`.
     """
+    if not _has_rows(step, output):
+        return output
     if isinstance(output, tf.SparseTensor):
         return sparse_rows_of_all_ranks(engine, step, output)
     if not isinstance(output, tf.RaggedTensor):
         output = tf.convert_to_tensor(output)
+        if output.shape.rank == 0:
+            return output if output.dtype == tf.string else _scalar(engine, step, output)
     local = output[: tf.where(step.active, tf.int32.max, 0)]
     if not isinstance(local, tf.RaggedTensor) and local.shape.rank is not None:
         is_graph = not tf.executing_eagerly()
@@ -42,6 +52,20 @@ def gather_rows(
         return values_of_all_ranks(engine, [local])[0]
     values, *lengths = values_of_all_ranks(engine, [local.flat_values, *local.nested_row_lengths()])
     return tf.RaggedTensor.from_nested_row_lengths(values, lengths)
+
+
+def _has_rows(step: Step, output: Any) -> bool:
+    """Returns whether an output depends on the step's rows, or on nothing: then it may be made for their number."""
+    components = tf.nest.flatten(output, expand_composites=True)
+    if tf.executing_eagerly() or not all(map(tf.is_symbolic_tensor, components)):
+        return True
+    return any(map(step.may_differ, components)) or not reads_variables(components)
+
+
+def _scalar(engine: Engine, step: Step, value: tf.Tensor) -> tf.Tensor:
+    # Ranks may not agree whether an integer counts their rows: all send it.
+    of_all = scalar_of_all_ranks(engine, step, value)
+    return of_all if not value.dtype.is_integer or step.may_differ(value) else value
 
 
 def as_dense(predictions: Any, was_dense: Sequence[bool]) -> Any:

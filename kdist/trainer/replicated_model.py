@@ -14,10 +14,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.data.batch import Rows, Shard
+from kdist.data.batch import Rows, Shard, int64
 from kdist.errors import StrategyError
 from kdist.keras_hooks.fit.fit_loop import epoch_iterators
-from kdist.keras_hooks.metrics import flat_metrics, summed_variables
+from kdist.keras_hooks.metrics import summed_variables
 from kdist.keras_hooks.optimizers import innermost, optimizers_of, set_optimizer_strategy
 from kdist.keras_hooks.patching import VERBS
 from kdist.keras_hooks.signatures import comparable, named_arguments
@@ -167,11 +167,11 @@ class ReplicatedModel:
         session.end_interrupted_pass()
         if not session.verbs and not has_extensions(self._model):
             self._patch_steps()
-        # The first call after each compile does what the other verbs do at each call.
+        self._compiled_steps.disable_keras_compilation()
+        # The first call with an optimizer does what the other verbs do at each call.
         is_first = self._is_first_on_batch(name)
         if is_first:
             session.feed.agree_random_state(name)
-            self._compiled_steps.disable_keras_compilation()
             if name == "predict_on_batch":  # Keras does not build the model here
                 built = self._model.built
                 check_agreement(self._engine, f"the model given to {name}", {"whether it is built": built})
@@ -260,13 +260,19 @@ class ReplicatedModel:
 
     def _share(self, data: Any) -> Shard:
         """Returns this rank's rows of what a step was given: its share already, or a batch of the user's."""
-        return data if isinstance(data, Shard) else Rows(data).split(data, self._engine.size, self._engine.rank)
+        if isinstance(data, Shard):
+            return data
+        rows = Rows(data)
+        if not self.session.verbs and self._extended.is_in_replica:  # `strategy.run` gives each replica its own rows
+            return Shard(data, int64(rows.count(data)), ())
+        return rows.split(data, self._engine.size, self._engine.rank)
 
     def train_step(self, data: Any) -> Any:
         """Trains on this rank's share of a batch."""
         if self._extended.step is not None:
             return self._own_step("train_step")(data)  # called in another model's step, on its share
         session, is_shard = self.session, isinstance(data, Shard)
+        is_in_replica = bool(session.verbs) or self._extended.is_in_replica
         kind: Callable[..., TrainStep] = TrainStep
         if session.local_sgd is not None and is_shard:
             kind = functools.partial(LocalSGDStep, local_sgd=session.local_sgd)
@@ -281,8 +287,10 @@ class ReplicatedModel:
             votes=session.votes,
             reduction=session.reduction(is_fit=is_shard),
             extensions=added_stages(self._model),
+            updates=session.new_updates(),
         )
-        return self._measured_step("train_step", step, is_whole_pass=not is_shard)
+        with contextlib.nullcontext() if is_in_replica else self._extended.reduced_replica():
+            return self._measured_step("train_step", step, is_whole_pass=not is_shard)
 
     def test_step(self, data: Any) -> Any:
         """Evaluates this rank's share of a batch."""
@@ -295,17 +303,24 @@ class ReplicatedModel:
     def _measured_step(self, name: str, step: Step, *, is_whole_pass: bool) -> Any:
         """Runs a step that writes metrics, and sums them over the ranks if this is the whole pass."""
         model = self._model
-        variables = summed_variables(model) if step.has_joint_metrics else model.metrics_variables
+
+        def counted() -> list[Any]:
+            return summed_variables(model) if step.has_joint_metrics else model.metrics_variables
+
+        variables = counted()
         before = [tf.identity(v.value) for v in variables]
 
         def run() -> tuple[Any, Any]:
-            return measured_logs(lambda: self._own_step(name)(step.data), flat_metrics(model), step)
+            return measured_logs(lambda: self._own_step(name)(step.data), model, step)
 
         done = self._compiled_steps.run(name, step, run) if self._compiled_steps.is_requested else None
         if done is None:
             with step.opened(model):
                 done = run()
         logs, self._results[name] = done
+        # In a loop of the user's the first step makes the compiled metrics.
+        made = [v for v in counted() if all(v is not known for known in variables)]
+        variables, before = [*variables, *made], [*before, *(tf.zeros_like(v.value) for v in made)]
 
         def undo() -> None:
             for variable, value in zip(variables, before, strict=True):

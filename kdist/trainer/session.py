@@ -35,6 +35,7 @@ from kdist.step.learning_rate import EffectiveRate, EffectiveRates
 from kdist.step.local_sgd import LocalSGD
 from kdist.step.reduce import Reduce, ReduceWhenDue
 from kdist.step.scale_rate import scaled_rate
+from kdist.step.update import OptimizerUpdate
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
 from kdist.trainer.feeding.data_state import ShardedData
@@ -103,6 +104,7 @@ class ReplicatedSession(TrainingSession):
                 bucket_mb=options.bucket_mb,
             )
         self._reported: list[Settings] = []
+        self._updates: list[OptimizerUpdate] = []  # of the training step that was traced last
 
     @contextlib.contextmanager
     def running(self, verb: str) -> Iterator[None]:
@@ -112,6 +114,11 @@ class ReplicatedSession(TrainingSession):
             yield
         finally:
             self.verbs.pop()
+
+    def new_updates(self) -> list[OptimizerUpdate]:
+        """Returns an empty list for the updates of a training step that is traced, or runs eagerly."""
+        self._updates = []
+        return self._updates
 
     def warn_of_other_settings(self) -> None:
         """Warns once if the open scope has other settings than the model's scope."""
@@ -299,9 +306,9 @@ class ReplicatedSession(TrainingSession):
         self.metrics.end(all_are_summed="fit" in self.verbs and self.local_sgd is not None)
         if self.verbs[-1] == "fit":
             if self.counts_ended_step:
-                for optimizer in optimizers_of(self.model):
+                for optimizer, variables in self._updates:
                     with scaled_rate(innermost(optimizer), self.rate_of(innermost(optimizer))):
-                        count_ended_step(optimizer, seen_by_optimizer)
+                        count_ended_step(optimizer, seen_by_optimizer(variables))
             self.accumulation.end()
             self.agree()
             self.votes.withdraw("stop")  # from here on the flag says it, which a callback may set back

@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kdist.keras_hooks.metrics import flat_logs, recorded_results
+from kdist.keras_hooks.metrics import flat_logs, flat_metrics, recorded_results
 from kdist.reports.log import once
+from kdist.state.rank_dependence import computed_of
 from kdist.step.step import Step
 
 
-def measured_logs(
-    run: Callable[[], Any], metrics: Sequence[keras.metrics.Metric], step: Step
-) -> tuple[Any, dict[str, Callable[[], Any]]]:
-    """Runs a step that returns logs.
+def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tuple[Any, dict[str, Callable[[], Any]]]:
+    """Runs a step of a model that returns logs.
 
-    Values that are not results of metrics are averaged over the ranks; what is no float stays this rank's, with a
-    warning if it depends on the rank's rows. Results are this rank's, until the metrics are summed.
+    Values that are not results of metrics are averaged over the ranks, with a warning if they are computed from
+    results; what is no float stays this rank's, with a warning if it depends on the rank's rows. Results are this
+    rank's, until the metrics are summed.
 
     Returns:
         The logs, and a dict by name of callables that read the metrics' results again.
     """
-    with recorded_results(metrics) as recorded:
+    with recorded_results(flat_metrics(model)) as recorded:
         logs = flat_logs(run())
     if not isinstance(logs, dict):
         return logs, {}
     results = {name: read for name, value in logs.items() for result, read in recorded if result is value}
     others = {name: tf.convert_to_tensor(logs[name]) for name in sorted(logs) if name not in results}
+    warns = step.is_chief and step.engine.size > 1
+    of_results = _computed_from([result for result, _ in recorded], others) if warns else []
+    # Keras itself reads logs of these names again, when the metrics have been summed.
+    if of_results and set(logs) != set(model.get_metrics_result()):
+        once.warning(
+            f"the step returns logs that are computed from the results of metrics: {', '.join(of_results)}. Each is an "
+            "average over the ranks of a function of the rank's own result. Fix: compute it in `get_metrics_result`, "
+            "which is called when the metrics are summed, or write a metric"
+        )
     no_floats = [name for name, value in others.items() if not value.dtype.is_floating]
     own = [name for name in no_floats if step.may_differ(logs[name])]
-    if own and step.is_chief and step.engine.size > 1:
+    if own and warns:
         once.warning(
             f"the step returns logs that depend on a rank's rows, and are no floats: {', '.join(own)}. Each rank shows "
             'its own, as kdist does not know whether they count something. Fix: return `kdist.all_reduce(value, "sum")`'
@@ -41,3 +50,15 @@ def measured_logs(
     others = {name: value for name, value in others.items() if value.dtype.is_floating}
     means = step.mean_over_ranks(list(others.values())) if others else []
     return {**logs, **dict(zip(others, means, strict=True))}, results
+
+
+def _computed_from(sources: Sequence[Any], values: Mapping[str, tf.Tensor]) -> list[str]:
+    """Returns the names of those values of a graph that are computed from one of the sources."""
+    if tf.executing_eagerly():
+        return []
+    found = {source.name for source in sources if tf.is_symbolic_tensor(source)}
+    return [
+        name
+        for name, value in values.items()
+        if tf.is_symbolic_tensor(value) and any(each.name in found for each in computed_of([value]))
+    ]

@@ -111,6 +111,31 @@ def a_loop_with_an_optimizer_made_before_the_scope() -> None:
 
 
 @feature
+def a_loop_that_calls_the_models_own_steps() -> None:
+    """In `strategy.run` on a replica's rows, the last of which some ranks have not, and without it on all rows."""
+    x, y = rows("ragged")
+
+    def in_run(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+        strategy = tf.distribute.get_strategy()
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(size() * BATCH)
+        train = tf.function(lambda data: strategy.run(model.train_step, args=(data,)), reduce_retracing=True)
+        for data in strategy.experimental_distribute_dataset(dataset):
+            train(data)
+        return outcome(model, metrics=model.get_metrics_result())
+
+    def by_itself(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+        logs = [model.train_step((x[at : at + 5], y[at : at + 5])) for at in range(0, len(x), 5)]
+        return outcome(model, logs=[{name: float(value) for name, value in each.items()} for each in logs])
+
+    both(in_run)
+    both(by_itself)
+
+
+@feature
 def a_loop_on_a_distributed_dataset() -> None:
     """The two lines that the message names."""
     x, y = rows("ragged")

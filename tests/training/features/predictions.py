@@ -10,7 +10,18 @@ import tensorflow as tf
 
 import kdist
 from tests.training.features.registry import feature
-from tests.training.fidelity import BATCH, Batches, both, deterministic_weights, fed, fit_alone, mlp, outcome, rows
+from tests.training.fidelity import (
+    BATCH,
+    Batches,
+    both,
+    deterministic_weights,
+    fed,
+    fit_alone,
+    mlp,
+    outcome,
+    rows,
+    size,
+)
 
 
 @feature
@@ -26,6 +37,36 @@ def on_batch() -> None:
             return outcome(model, trained=trained, tested=tested, predicted=model.predict_on_batch(x))
 
         both(script)
+
+
+@feature
+def predictions_without_rows() -> None:
+    """A mean of the batch, how many rows it has, and a table of codes."""
+
+    class Codes(keras.Layer):
+        def build(self, input_shape: Any) -> None:
+            self.codes = self.add_weight(shape=(3, 2), initializer="ones")
+
+        def call(self, inputs: Any) -> Any:
+            far = tf.reduce_any(inputs > 1.5)
+            return {"codes": 2.0 * self.codes, "rows": tf.shape(inputs)[0], "mean": tf.reduce_mean(inputs), "far": far}
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Codes()
+
+        def call(self, inputs: Any) -> Any:
+            return self.layer(inputs)
+
+    x = rows("ragged")[0][: size() * BATCH - 1]
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Model()
+        model.compile(run_eagerly=False)
+        return {"predicted": model.predict(x, batch_size=batch, verbose=0), "on batch": model.predict_on_batch(x)}
+
+    both(script)
 
 
 @feature

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 import kdist
+from tests.helpers.logs import logged
 from tests.training.features.registry import feature, simple
-from tests.training.fidelity import BATCH, OwnStep, both, deterministic_weights, outcome, rows, size
+from tests.training.fidelity import BATCH, OwnStep, both, deterministic_weights, mlp, outcome, rows, size
 
 
 @feature
@@ -69,6 +71,70 @@ def custom_train_step_with_own_logs() -> None:
 
 
 @feature
+def a_step_that_returns_the_loss_that_it_scales() -> None:
+    class Own(OwnStep):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.optimizer.scale_loss(self.compute_loss(x, y, self(x, training=True)))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"scaled": loss}
+
+    x, y = rows("ragged")
+    scaling = functools.partial(keras.optimizers.LossScaleOptimizer, initial_scale=4.0, dynamic_growth_steps=3)
+    for wrap in (lambda optimizer: optimizer, scaling):
+
+        def script(batch: int) -> dict[str, Any]:
+            model = Own()
+            model.build((None, 5))
+            deterministic_weights(model)
+            model.compile(wrap(keras.optimizers.SGD(0.1)), "mse")  # noqa: B023
+            return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+        both(script)
+
+
+@feature
+def what_a_step_updates_is_what_the_end_of_its_data_counts() -> None:
+    """Plain Keras' graph that finds the end of the data decays the step's weights, and those of no other optimizer."""
+
+    class Sometimes(OwnStep):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            grads = tape.gradient(loss, self.trainable_weights)
+            tf.cond(loss > 0, lambda: self.optimizer.apply(grads, self.trainable_weights), lambda: None)
+            return {"loss": loss}
+
+    x, y = rows("even")
+
+    def data(batch: int) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).filter(lambda *_: True)
+
+    def with_a_teacher(batch: int) -> dict[str, Any]:
+        teacher = mlp()
+        teacher.compile(keras.optimizers.AdamW(0.1, weight_decay=0.5), "mse")
+        teacher.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+        teacher.trainable = False
+        model = keras.Sequential([keras.Input((5,)), teacher, keras.layers.Dense(2)])
+        deterministic_weights(model.layers[-1])
+        model.compile(keras.optimizers.AdamW(0.1, weight_decay=0.5), "mse")
+        history = model.fit(data(batch), epochs=2, verbose=0)
+        return outcome(model, history, of_the_teacher=int(teacher.optimizer.iterations))
+
+    def in_a_branch(batch: int) -> dict[str, Any]:
+        model = Sometimes()
+        model.build((None, 5))
+        deterministic_weights(model)
+        model.compile(keras.optimizers.AdamW(0.1, weight_decay=0.5), "mse")
+        return outcome(model, model.fit(data(batch), epochs=2, verbose=0))
+
+    both(with_a_teacher)
+    both(in_a_branch)
+
+
+@feature
 def custom_train_step_that_returns_some_metrics() -> None:
     """Running values of a metric among other logs: an epoch's are those of the rows of all ranks."""
 
@@ -99,8 +165,11 @@ def custom_train_step_that_returns_some_metrics() -> None:
         model.build((None, 5))
         deterministic_weights(model)
         model.compile(keras.optimizers.SGD(0.1), "mse")
-        history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, validation_data=(x, y), verbose=0)
+        with logged() as said:
+            history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, validation_data=(x, y), verbose=0)
         history.history.pop("square")  # no metric's result any more: the last step's, averaged over the ranks
+        is_told = any("computed from the results of metrics: square" in text for text in said)
+        assert is_told == (batch == BATCH and kdist.is_chief()), said
         return outcome(model, history, evaluated=model.evaluate(x, y, batch_size=batch, return_dict=True, verbose=0))
 
     both(script)
