@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
 from kdist.keras_hooks.patching import patched
+from kdist.keras_hooks.trainer import loss_tracker
 
 _KERAS_METRICS, _KERAS_LOSSES = "keras.src.metrics.", "keras.src.losses."
 # Functions of Keras whose value is not one per row; hinges ask whether all targets are 0 or 1.
@@ -138,7 +139,9 @@ def recorded_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[list[t
 
 
 @contextlib.contextmanager
-def weighted_scalars(model: keras.Model, weight: Callable[[], tf.Tensor], *, joint: bool) -> Iterator[None]:
+def weighted_scalars(
+    model: keras.Model, weight: Callable[[], tf.Tensor], *, joint: bool, loss_weight: Callable[[tf.Tensor], tf.Tensor]
+) -> Iterator[None]:
     """Weights scalars that are passed to a model's `Mean` metrics by the rank's share.
 
     A scalar is the mean of a batch. Weighted by the ranks' shares, N of them equal that of the global batch.
@@ -147,6 +150,8 @@ def weighted_scalars(model: keras.Model, weight: Callable[[], tf.Tensor], *, joi
         model: `keras.Model`.
         weight: callable that returns the share, a scalar tensor.
         joint: bool, whether `joint_metrics` and what is nested in them count the global batch, without a weight.
+        loss_weight: callable that returns the weight of a loss, from the one that Keras gives it: the length of the
+            first input.
     """
     original = keras.metrics.Mean.update_state
 
@@ -155,6 +160,8 @@ def weighted_scalars(model: keras.Model, weight: Callable[[], tf.Tensor], *, joi
             counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)
             if any(self is each for each in counted) and (not joint or _adds_up(self)):
                 sample_weight = tf.cast(weight(), self.dtype)
+        elif sample_weight is not None and self is loss_tracker(model):
+            sample_weight = loss_weight(tf.convert_to_tensor(sample_weight))
         return original(self, values, sample_weight=sample_weight)
 
     # The class, as `MeanMetricWrapper` calls its parent's method.

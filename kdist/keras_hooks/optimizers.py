@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -109,6 +110,15 @@ def current_learning_rate(optimizer: keras.optimizers.Optimizer) -> Any:
 def iterations(optimizer: keras.optimizers.Optimizer) -> Any:
     """Returns the variable that counts an optimizer's steps; `optimizer.iterations` counts updates."""
     return optimizer._iterations
+
+
+@contextlib.contextmanager
+def not_built(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[None]:
+    """Leaves optimizers unbuilt while the context is open."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(patched(optimizer, "build", lambda variables: None))
+        yield
 
 
 def count_ended_step(optimizer: keras.optimizers.Optimizer, variables: list[Any]) -> None:

@@ -286,7 +286,7 @@ class Assignments:
         additions = [self._addends(written, *each[:2]) for each in written.assignments]
         by_graph = not self.is_eager and self._is_traced_alike
         if dtype.is_integer and (self.is_eager or None not in additions):
-            if (self._num_rows or not by_graph) and not written.before.shape.rank:
+            if (self._num_rows or not by_graph) and written.before.shape.rank is not None:
                 written.counts_rows = differs or any(self._is_number_of_rows(each) for each in additions)
                 return "count"
             return "sum" if differs or not by_graph else None

@@ -70,9 +70,9 @@ class BufferSync:
             return tf.where(step.active, value, before) if step.is_chief else tf.zeros_like(value)
         added = tf.where(step.active, value - before, tf.zeros_like(value))
         if merge == "count":
-            counts_rows = (added != 1) if self._assignments.is_eager else written.counts_rows
+            counts_rows = tf.reduce_any(added != 1) if self._assignments.is_eager else written.counts_rows
             flags = [step.active & counts_rows, step.active]
-            return tf.stack([added, *(tf.cast(flag, added.dtype) for flag in flags)])
+            return tf.stack([added, *(tf.fill(tf.shape(added), tf.cast(flag, added.dtype)) for flag in flags)])
         return added
 
     def merge(self, totals: Sequence[tf.Tensor]) -> None:

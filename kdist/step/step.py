@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.data.batch import Shard
+from kdist.data.batch import Shard, first_has_rows
 from kdist.engines.engine import Engine
 from kdist.keras_hooks.losses import replaced_losses, scaled_activity_losses
 from kdist.keras_hooks.metrics import weighted_scalars, wrapped_updates
@@ -111,6 +111,15 @@ class Step:
         """Divides a sum over this rank's rows by the weight, so that the weighted sum is the sum over all rows."""
         return tf.math.divide_no_nan(value, tf.cast(self.weight, value.dtype))
 
+    def _weight_of_loss(self, length: tf.Tensor) -> tf.Tensor:
+        """Returns the weight of this rank's loss in its mean, from the length of the first input."""
+        length = tf.cast(length, self.share.dtype)
+        if not first_has_rows(self.data):
+            return length * self.share
+        # Of some data it is not known which parts have rows.
+        has_rows = length == tf.cast(tf.maximum(self.rows, 1), length.dtype)
+        return tf.where(has_rows, length, length * self.share)
+
     @contextlib.contextmanager
     def opened(self, model: keras.Model) -> Iterator[Any]:
         """Opens the step, and lets its operations wait for its data; yields the update pipeline of a training step.
@@ -138,7 +147,11 @@ class Step:
             stack.enter_context(self._extended.in_step(self))
             stack.enter_context(replaced_losses(model, global_loss))
             stack.enter_context(scaled_activity_losses(model, self.per_share))
-            stack.enter_context(weighted_scalars(model, lambda: self.share, joint=self.has_joint_metrics))
+            stack.enter_context(
+                weighted_scalars(
+                    model, lambda: self.share, joint=self.has_joint_metrics, loss_weight=self._weight_of_loss
+                )
+            )
             if self.has_joint_metrics:
                 stack.enter_context(wrapped_updates(model, batch.call))
             stack.enter_context(folded_seeds(seed_generators(model), self._rank, lambda: batch.is_in_call))

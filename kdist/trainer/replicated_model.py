@@ -18,7 +18,7 @@ from kdist.data.batch import Rows, Shard, int64
 from kdist.errors import StrategyError
 from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.metrics import summed_variables
-from kdist.keras_hooks.optimizers import innermost, optimizers_of, set_optimizer_strategy
+from kdist.keras_hooks.optimizers import innermost, not_built, optimizers_of, set_optimizer_strategy
 from kdist.keras_hooks.patching import VERBS
 from kdist.keras_hooks.signatures import comparable, named_arguments
 from kdist.keras_hooks.trainer import (
@@ -248,7 +248,9 @@ class ReplicatedModel:
         if batch is not None and not is_built(model)[0]:
             with self.session.strategy.scope(), contextlib.suppress(Exception):  # Keras' own build then explains it
                 build_layers(model, batch)
-        with tensor_names_kept():
+        # A step of the user's own may update other variables than the model's: the first update builds the optimizer.
+        builds = not has_own_steps(model)
+        with tensor_names_kept(), contextlib.nullcontext() if builds else not_built(optimizers_of(model)):
             self._original(SYMBOLIC_BUILD)(iterator=iterator, data_batch=batch)
 
     _on_batch_verbs = tuple(name for name in VERBS if name.endswith("_on_batch"))

@@ -61,6 +61,7 @@ class Counters(keras.layers.Layer):
         self.declared = zeros(aggregation="sum", name="declared")
         self.share = zeros("float64", aggregation="sum", name="share")
         self.steps, self.float_steps, self.after_warmup = zeros("int32"), zeros("float64"), zeros("int32")
+        self.steps_in_a_vector = zeros("int32", (1,))
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         if training or self.always:
@@ -75,6 +76,7 @@ class Counters(keras.layers.Layer):
             self.raw.assign_add(number)
             self.by_shape.assign_add(tf.shape(inputs, tf.int64)[0])
             self.steps.assign_add(1)
+            self.steps_in_a_vector.assign_add([1])
             self.float_steps.assign_add(1.0)
             self.raw_steps.assign_add(1)
             tf.cond(self.steps > 1, lambda: self.after_warmup.assign_add(1), lambda: tf.constant(0))

@@ -71,6 +71,33 @@ def custom_train_step_with_own_logs() -> None:
 
 
 @feature
+def a_step_that_updates_what_the_model_does_not_know() -> None:
+    """The first update builds the optimizer, for the variables that it is given."""
+
+    class Own(OwnStep):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True)) * tf.exp(-self.noise) + self.noise
+            variables = [*self.trainable_variables, self.noise]
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"my_loss": loss}
+
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Own()
+        model.noise = tf.Variable(0.0, dtype=keras.config.floatx())
+        model.build((None, 5))
+        deterministic_weights(model)
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+        return outcome(model, history, noise=model.noise.numpy())
+
+    both(script)
+
+
+@feature
 def a_step_that_returns_the_loss_that_it_scales() -> None:
     class Own(OwnStep):
         def train_step(self, data: Any) -> dict[str, Any]:
