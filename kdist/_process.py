@@ -65,27 +65,47 @@ def cluster_info() -> ClusterInfo:
 
 
 def rank() -> int:
-    """Returns this process's number, from 0 to `size() - 1`."""
+    """Returns this process's number, from 0 to `size() - 1`; 0 for an evaluator, which has no rank of the job.
+
+    Raises:
+        ClusterError: if the launcher's variables are malformed or contradict each other.
+    """
     return cluster_info().rank
 
 
 def size() -> int:
-    """Returns the number of processes of the job."""
+    """Returns the number of processes of the job; 1 for an evaluator, which is not counted.
+
+    Raises:
+        ClusterError: if the launcher's variables are malformed or contradict each other.
+    """
     return cluster_info().size
 
 
 def local_rank() -> int:
-    """Returns this process's number among those of its host."""
+    """Returns this process's number among those of its host, from 0.
+
+    Raises:
+        ClusterError: if the launcher's variables are malformed or contradict each other.
+    """
     return cluster_info().local_rank
 
 
 def local_size() -> int:
-    """Returns the number of processes on this host."""
+    """Returns the number of processes on this host.
+
+    Raises:
+        ClusterError: if the launcher's variables are malformed or contradict each other.
+    """
     return cluster_info().local_size
 
 
 def is_chief() -> bool:
-    """Returns whether this process is the chief: rank 0, which logs and writes files."""
+    """Returns whether this process is the chief, which logs and writes files: rank 0 of the job, and no evaluator.
+
+    Raises:
+        ClusterError: if the launcher's variables are malformed or contradict each other.
+    """
     return cluster_info().is_chief
 
 
@@ -93,6 +113,10 @@ def barrier() -> None:
     """Blocks until every rank has called it, without a timeout; a rank that waits long logs a warning.
 
     Collective: every rank must call this, in the same order.
+
+    Raises:
+        ClusterError: if the launcher's variables contradict each other or the engine.
+        ScopeError: if the job trains with parameter servers, whose tasks do not wait for each other.
     """
     # Outside of a scope ranks may take very different times, as in a sweep.
     engine = open_engine(cluster_info(), start_timeout=_NO_TIMEOUT)
@@ -115,6 +139,13 @@ def chief_first(per_host: bool = True) -> Iterator[None]:
     Args:
         per_host: bool, whether one rank of each other host runs next, before the rest: for hosts without a shared
             disk. If `False`, all others run at once.
+
+    Returns:
+        A context manager, which yields nothing.
+
+    Raises:
+        ClusterError: if the launcher's variables contradict each other or the engine.
+        ScopeError: if the job trains with parameter servers, whose tasks do not wait for each other.
 
     Example:
     ```python

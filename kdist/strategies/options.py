@@ -210,7 +210,7 @@ class ParameterServer:
     Args:
         staleness: str, how stale updates are treated: `"ignore"` applies them unchanged, `"scale"` divides their
             learning rate by the staleness, `"drop"` drops those with a staleness above `bound`.
-        bound: int, the largest staleness that `"drop"` applies.
+        bound: int or `None`, the largest staleness that `"drop"` applies: required with `"drop"`, else `None`.
         warmup_steps: int, the number of first steps of each `fit` that one worker makes alone, without staleness.
         num_ps: int, the number of ranks that are parameter servers under an MPI launcher. A `TF_CONFIG` has its own.
         timeout: float, seconds in which tasks must start, in which a step must finish, and for which training waits

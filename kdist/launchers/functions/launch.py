@@ -47,6 +47,9 @@ def launch(
     cloudpickle, with what it uses of the notebook: other functions, data, modules that were imported. The output of
     rank 0 appears as it is written. An interrupt ends the job.
 
+    It blocks until the job has ended. Only rank 0 returns a value; those of the other ranks are lost. All ranks must
+    call the collectives in the function in the same order; this process is none of them.
+
     Args:
         function: a function; each rank calls it once.
         np: int, the number of ranks.
