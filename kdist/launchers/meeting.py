@@ -152,7 +152,7 @@ def _lead(
         server = stack.enter_context(connections.listen(member.host, member.port, member.count))
     except OSError as error:
         raise LaunchError(
-            f"{words.one.capitalize()} 0 cannot listen where the others come to. Received: port {member.port}: "
+            f"{words.one.capitalize()} 0 cannot listen on its port. Received: port {member.port}: "
             f"{error}. Expected a port that is free on its host. Fix: {words.port_fix}."
         ) from error
     channels: dict[int, Channel] = {}
@@ -262,7 +262,7 @@ def _connected(member: Member, deadline: float, timeout: float) -> socket.socket
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"{one.capitalize()} 0 is not reached. Received: {error} from {member.host}:{member.port} for "
+                    f"Cannot connect to {one} 0. Received: {error} from {member.host}:{member.port} for "
                     f"{timeout:g} s, on {one} {member.rank}. Expected {one} 0 there. Fix: {member.words.first_fix}."
                 ) from error
             time.sleep(_RETRY)

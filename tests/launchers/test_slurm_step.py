@@ -119,7 +119,7 @@ def test_a_port_that_is_taken_is_told_of() -> None:
     env = step()
     with socket.create_server(("", port(env))), started([0], env) as (process,):
         said = ended(process)
-    assert f"Rank 0 cannot listen where the others come to. Received: port {port(env)}" in said
+    assert f"Rank 0 cannot listen on its port. Received: port {port(env)}" in said
     assert "Fix: start the job again: its number decides the port." in said
 
 

@@ -252,7 +252,7 @@ def elastic_of(options: argparse.Namespace, env: Mapping[str, str]) -> Elastic |
         env: mapping, the environment.
 
     Raises:
-        LaunchError: if the arguments do not fit.
+        LaunchError: if the arguments contradict each other, or one is out of range.
     """
     if options.min_np is None and options.max_np is None:
         for name in ("wait", "look"):
@@ -276,16 +276,16 @@ def elastic_of(options: argparse.Namespace, env: Mapping[str, str]) -> Elastic |
     min_np = np if options.min_np is None else options.min_np
     if not 1 <= min_np <= max_np <= slots:
         raise LaunchError(
-            f"The numbers of ranks do not fit. Received: {given}, so from {min_np} to {max_np} ranks on "
-            f"{','.join(map(str, hosts))}, which has {slots} slot(s). Expected 1 <= min <= max <= {slots}. Fix: change "
-            "one of them, or the hosts' slots (host:slots)."
+            f"--min-np, --max-np and the hosts' slots contradict each other. Received: {given}, so from {min_np} to "
+            f"{max_np} ranks on {','.join(map(str, hosts))}, which has {slots} slot(s). Expected 1 <= min <= max <= "
+            f"{slots}. Fix: change one of them, or the slots (host:slots)."
         )
     wait = _WAIT if options.wait is None else options.wait
     look = _LOOK if options.look is None else options.look
     if not (0 <= wait < math.inf and 0 < look < math.inf):
         raise LaunchError(
-            f"The times do not fit. Received: --wait {wait:g} --look {look:g}. Expected 0 seconds or more to wait, "
-            "and more than 0 between two looks. Fix: change one of them, or omit it."
+            f"--wait or --look is out of range. Received: --wait {wait:g} --look {look:g}. Expected 0 seconds or more "
+            "to wait, and more than 0 between two looks. Fix: change one of them, or omit it."
         )
     return Elastic(
         min_np,
