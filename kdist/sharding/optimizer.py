@@ -63,7 +63,7 @@ class ShardedOptimizer:
         self.num_loads = 0
         self._seen: dict[int, Any] = {}  # by the weights' keys: what the optimizer updates, in its order
         self._slots: dict[int, tuple[Any, Part]] = {}  # by id, with the variable, so that the id stays unique
-        self._table_slots: dict[int, tuple[Any, Table]] = {}  # the same of tables
+        self._table_slots: dict[int, tuple[Any, Table]] = {}  # by id: the slots of tables in parts
         self._shapes: dict[int, list[int]] | None = None
 
     def install(self) -> None:

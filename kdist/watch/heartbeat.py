@@ -56,8 +56,8 @@ class Heartbeat:
         self._peers: dict[socket.socket, _Peer] = {}
         self._listener: socket.socket | None = None
         self._token = ""
-        self._reporter: dict[str, int] = {}  # at rank 0: the first rank that asked
-        self._asks = False  # at another rank
+        self._reporter: dict[str, int] = {}  # on rank 0: the rank that asked first to report a failure
+        self._asks = False  # on the others: whether this rank asks to report one
         self._is_reporter = True
         self._answered = threading.Event()
 

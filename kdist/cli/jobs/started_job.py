@@ -100,7 +100,7 @@ def started(
         failure = JobFailure(what.script, "" if what.is_on_several_hosts else platform.node())
         shown, stdout = filters(failure, boxes=command.prints_boxes, labels=command.prints_labels)
         stderr = shown if watched is None else watched.filtered(shown)
-        if standby and stderr is not None:  # the job that runs owns the terminal
+        if standby and stderr is not None:  # the terminal shows the job that runs now
             stderr = muted = Muted(stderr)
             begin.callback(muted.unmute)
         job = stack.enter_context(process.started(command, stderr, stdout, reads_input=not standby))
