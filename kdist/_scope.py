@@ -119,7 +119,7 @@ def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
         asked = chosen["strategy"]
         if not isinstance(asked, (str, AllReduce, ParameterServer, TPU)):
             _refuse_multi_worker(asked)
-            own_scopes.is_alone()
+            own_scopes.mark_alone()
             _refuse_micro_batches(chosen, type(asked).__name__)
             if chosen["scale_lr"] in ("auto", None):  # the strategy's own conventions, unless the user sets a scale
                 chosen.update(scale_batch=False, scale_lr=None)
@@ -139,18 +139,18 @@ def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
                 return
             if not _is_plain(chosen):
                 _refuse_micro_batches(chosen, "'single', by which each rank trains for itself")
-            own_scopes.is_alone()
+            own_scopes.mark_alone()
             yield _default_strategy(info)
             return
         if selection.strategy in (PARAMETER_SERVER, *PASSED_THROUGH):
             _refuse_micro_batches(chosen, repr(selection.strategy))
         if selection.strategy == PARAMETER_SERVER:
-            own_scopes.is_alone()  # its tasks do not wait for each other
+            own_scopes.mark_alone()  # its tasks do not wait for each other
             with _parameter_server(info, asked, chosen) as asynchronous:
                 yield asynchronous
             return
         if selection.strategy in PASSED_THROUGH:
-            own_scopes.is_alone()
+            own_scopes.mark_alone()
             with _passed_through(_tensorflow_strategy(info, selection, asked), chosen) as theirs:
                 yield theirs
             return

@@ -163,7 +163,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         mine = {**self._activity.report(), "asks": self._asks}
-        own_reports.is_at(mine["place"])
+        own_reports.record_place(mine["place"])
         for peer in self._peers.values():
             # Rank 0 gets the whole report; the others need a heartbeat of rank 0, and whether they wait for it in vain.
             peer.send(mine if self._rank else {name: mine[name] for name in ("finished", "calls")})
