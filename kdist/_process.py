@@ -221,12 +221,12 @@ def select_together(word: str, info: ClusterInfo, *, is_synchronous: bool = Fals
 
 
 def _agreed(own: Selection, info: ClusterInfo) -> Selection:
-    from kdist.launchers.slurm_step import words_of_all
+    from kdist.launchers.slurm_step import payloads_of_all
     from kdist.reports.log import show_log
 
     show_log(info)
     try:
-        strategies = words_of_all(info, os.environ, _AGREE_TIMEOUT, own.strategy)
+        strategies = payloads_of_all(info, os.environ, _AGREE_TIMEOUT, own.strategy)
     except KDistError as error:
         if info.is_chief:
             _log.warning(
