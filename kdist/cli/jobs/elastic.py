@@ -109,11 +109,11 @@ class Elastic:
         Args:
             is_stopped: function that returns whether a signal has asked to end.
         """
-        question = reach.Question(self.agent, [host.name for host in self.read_hosts()])
-        while not question.is_over() and not is_stopped():
+        command = reach.RemoteCommand(self.agent, [host.name for host in self.read_hosts()])
+        while not command.is_over() and not is_stopped():
             time.sleep(0.05)
-        question.close()
-        return question.answering
+        command.close()
+        return command.succeeded
 
 
 class Growth:
@@ -134,8 +134,8 @@ class Growth:
         self._placement = placement
         self._attempts = attempts
         self._due = time.monotonic() + elastic.look_every
-        self._question: reach.Question | None = None
-        self._request: reach.Question | None = None
+        self._question: reach.RemoteCommand | None = None
+        self._request: reach.RemoteCommand | None = None
         self._has_warned = False
 
     def look(self, running: str, read_events: Callable[[], Events]) -> None:
@@ -146,15 +146,15 @@ class Growth:
             read_events: function that returns what the attempt's ranks have reported so far.
         """
         if self._request is not None:
-            if self._request.is_over() and not self._request.answering:  # it is made again
+            if self._request.is_over() and not self._request.succeeded:  # it is made again
                 self._request = self._question = None
         elif self._question is None:
             if self._placement.np < self._elastic.max_np and time.monotonic() >= self._due:
                 others = {host.name for host in self._elastic.read_hosts()} - {*self._placement.host_of_rank}
-                self._question = reach.Question(self._elastic.agent, others)
+                self._command = reach.RemoteCommand(self._elastic.agent, others)
         elif self._question.is_over():
             self._due = time.monotonic() + self._elastic.look_every
-            answering, self._question = self._question.answering | {*self._placement.host_of_rank}, None
+            answering, self._question = self._question.succeeded | {*self._placement.host_of_rank}, None
             elastic = self._elastic
             bad = left_out(self._attempts, time.time(), _LOOKS_OUT * elastic.look_every)
             found = place(elastic.read_hosts(), answering, bad, elastic.min_np, elastic.max_np)
@@ -179,7 +179,7 @@ class Growth:
             tell(f"all ranks are asked to save and leave, for {how}")
             self.wanted = larger
             chief = self._placement.hosts[0].name
-            self._request = reach.Question(
+            self._request = reach.RemoteCommand(
                 self._elastic.agent, [chief], ("touch", request.path_of(running, request.LARGER_JOB))
             )
         elif events.made_step and not self._has_warned:
@@ -191,8 +191,8 @@ class Growth:
             )
 
 
-class Sizes:
-    """The placements of a job's attempts, one after the other.
+class PlacementPlanner:
+    """Plans the placements of a job's attempts, one after the other.
 
     Args:
         elastic: `Elastic`, the sizes that the job may have.

@@ -248,18 +248,18 @@ class _Notice:
         self._agent, self._chief = agent, chief or platform.node()
         self._command = ("touch", request.path_of(running, request.NOTICE))
         self._is_known = bool(chief) or not is_elsewhere
-        self._asked: reach.Question | None = None
+        self._asked: reach.RemoteCommand | None = None
         self._is_passed_on = False
 
     def pass_on(self) -> None:
         """Asks the ranks, and says it if their host does not answer; does not wait."""
         if self._asked is None:
-            self._asked = reach.Question(self._agent, [self._chief], self._command)
+            self._asked = reach.RemoteCommand(self._agent, [self._chief], self._command)
             who = "all ranks are" if self._is_known else "rank 0, if it is on this host, and all ranks through it, are"
             tell(f"SIGUSR1: {who} asked to save and leave (kdist.callbacks.Preemption)")
         elif not self._is_passed_on and self._asked.is_over():
             self._is_passed_on = True
-            if not self._asked.answering:
+            if not self._asked.succeeded:
                 tell(f"{self._chief} does not answer, where rank 0 is: the ranks do not know that they are to leave")
 
     def close(self) -> None:
