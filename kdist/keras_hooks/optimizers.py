@@ -112,7 +112,7 @@ def iterations(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 def count_ended_step(
-    optimizer: keras.optimizers.Optimizer, seen: Callable[[list[keras.Variable]], list[keras.Variable]]
+    optimizer: keras.optimizers.Optimizer, updated: Callable[[list[keras.Variable]], list[keras.Variable]]
 ) -> None:
     """Makes what needs no data of an update: weight decay, and the count.
 
@@ -121,12 +121,12 @@ def count_ended_step(
 
     Args:
         optimizer: `keras.optimizers.Optimizer`.
-        seen: function of its variables that returns those that it updates in their place.
+        updated: function of its variables that returns those that it updates in their place.
     """
     waits = any(hasattr(optimizer, name) for name in ("inner_optimizer", "optimizers"))
     if waits or optimizer.gradient_accumulation_steps or not optimizer.built or not int(optimizer.iterations):
         return
-    optimizer._apply_weight_decay(seen(trained_variables(optimizer)))
+    optimizer._apply_weight_decay(updated(trained_variables(optimizer)))
     optimizer._iterations.assign_add(1)
 
 
