@@ -65,11 +65,10 @@ class BackupAndRestore(Backup):
         asynchronous: bool = False,
         memory_freq: int | Literal["auto"] | None = None,
     ) -> None:
-        is_number = [isinstance(each, int) and each > 0 for each in (save_freq, memory_freq)]
         if (
             not os.fspath(backup_dir)
-            or not (save_freq == "epoch" or is_number[0])
-            or not (memory_freq in ("auto", None) or is_number[1])
+            or not (save_freq == "epoch" or _is_count(save_freq))
+            or not (memory_freq in ("auto", None) or _is_count(memory_freq))
         ):
             raise CheckpointError(
                 f"An argument of BackupAndRestore is invalid. Received: backup_dir={backup_dir!r}, "
@@ -77,3 +76,7 @@ class BackupAndRestore(Backup):
                 "steps above 0; and 'auto', None or a number of steps above 0. Fix: change it."
             )
         super().__init__(os.fspath(backup_dir), save_freq, delete_checkpoint, asynchronous, memory_freq)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value > 0
