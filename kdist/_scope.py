@@ -115,47 +115,39 @@ def scope(
 def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
     chosen = _arguments.with_environment(given, os.environ)
     _arguments.check(chosen, os.environ)
-    with _single_open_scope(chosen):
-        asked = chosen["strategy"]
-        if not isinstance(asked, (str, AllReduce, ParameterServer, TPU)):
-            _refuse_multi_worker(asked)
-            own_scopes.mark_alone()
-            _refuse_micro_batches(chosen, type(asked).__name__)
-            if chosen["scale_lr"] in ("auto", None):  # the strategy's own conventions, unless the user sets a scale
-                chosen.update(scale_batch=False, scale_lr=None)
-            with _passed_through(asked, chosen):
-                yield asked
-            return
-        info = cluster_info()
-        for name, meant in _arguments.misspelled(os.environ).items() if info.is_chief else ():
-            show_log(info)
-            logger.warning("the variable %s is unknown, and has no effect. Fix: did you mean %s?", name, meant)
-        word = asked if isinstance(asked, str) else asked.word
-        selection = select_together(word, info, is_synchronous=isinstance(asked, AllReduce))
-        if selection.strategy == "single":
-            if info.size == 1 and not _is_plain(chosen):
-                with _all_reduce(info, selection, chosen) as replicated:
-                    yield replicated
-                return
-            if not _is_plain(chosen):
-                _refuse_micro_batches(chosen, "'single', by which each rank trains for itself")
-            own_scopes.mark_alone()
-            yield _default_strategy(info)
-            return
-        if selection.strategy in (PARAMETER_SERVER, *PASSED_THROUGH):
-            _refuse_micro_batches(chosen, repr(selection.strategy))
-        if selection.strategy == PARAMETER_SERVER:
-            own_scopes.mark_alone()  # its tasks do not wait for each other
-            with _parameter_server(info, asked, chosen) as asynchronous:
-                yield asynchronous
-            return
-        if selection.strategy in PASSED_THROUGH:
-            own_scopes.mark_alone()
-            with _passed_through(_tensorflow_strategy(info, selection, asked), chosen) as theirs:
-                yield theirs
-            return
-        with _all_reduce(info, selection, chosen) as replicated:
-            yield replicated
+    with _single_open_scope(chosen), _chosen_scope(chosen) as strategy:
+        yield strategy
+
+
+def _chosen_scope(chosen: dict[str, Any]) -> contextlib.AbstractContextManager[tf.distribute.Strategy]:
+    """Returns the scope of what the arguments and the launcher ask for."""
+    asked = chosen["strategy"]
+    if not isinstance(asked, (str, AllReduce, ParameterServer, TPU)):
+        _refuse_multi_worker(asked)
+        own_scopes.mark_alone()
+        _refuse_micro_batches(chosen, type(asked).__name__)
+        if chosen["scale_lr"] in ("auto", None):  # the strategy's own conventions, unless the user sets a scale
+            chosen.update(scale_batch=False, scale_lr=None)
+        return _passed_through(asked, chosen)
+    info = cluster_info()
+    for name, meant in _arguments.misspelled(os.environ).items() if info.is_chief else ():
+        show_log(info)
+        logger.warning("the variable %s is unknown, and has no effect. Fix: did you mean %s?", name, meant)
+    word = asked if isinstance(asked, str) else asked.word
+    selection = select_together(word, info, is_synchronous=isinstance(asked, AllReduce))
+    is_single = selection.strategy == "single"
+    is_alone = is_single or selection.strategy in (PARAMETER_SERVER, *PASSED_THROUGH)
+    if not is_alone or (is_single and info.size == 1 and not _is_plain(chosen)):
+        return _all_reduce(info, selection, chosen)
+    if not (is_single and _is_plain(chosen)):
+        who = "'single', by which each rank trains for itself" if is_single else repr(selection.strategy)
+        _refuse_micro_batches(chosen, who)
+    own_scopes.mark_alone()  # the tasks of parameter servers do not wait for each other either
+    if is_single:
+        return contextlib.nullcontext(_default_strategy(info))
+    if selection.strategy == PARAMETER_SERVER:
+        return _parameter_server(info, asked, chosen)
+    return _passed_through(_tensorflow_strategy(info, selection, asked), chosen)
 
 
 @dataclasses.dataclass
