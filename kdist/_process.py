@@ -23,6 +23,7 @@ from kdist.strategies.selection import (
     ENGINES,
     MPI_LAUNCHERS,
     PARAMETER_SERVER,
+    Resources,
     Selection,
     agreed,
     choose,
@@ -201,7 +202,8 @@ def select_strategy(word: str, info: ClusterInfo, *, is_synchronous: bool = Fals
     may_take_another = num_gpus > 0 and not shares
     has_mpi = info.launcher != "slurm" or (has_pmi(os.environ) and _has_mpi(may_take_another))
     has_nccl = num_gpus > 0 and _has_horovod_with_nccl()
-    return choose(word, info, num_gpus=num_gpus, horovod_on_gpus=has_nccl, shares_gpus=shares, has_mpi=has_mpi)
+    resources = Resources(num_gpus=num_gpus, horovod_on_gpus=has_nccl, shares_gpus=shares, has_mpi=has_mpi)
+    return choose(word, info, resources)
 
 
 def select_together(word: str, info: ClusterInfo, *, is_synchronous: bool = False) -> Selection:
