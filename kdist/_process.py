@@ -29,6 +29,7 @@ from kdist.strategies.selection import (
     choose,
     differing,
 )
+from kdist.watch.failure_detector import StallTimeout
 from kdist.watch.heartbeat import Heartbeat
 from kdist.watch.startup_timeout import startup_timeout
 
@@ -307,15 +308,14 @@ def open_engine(info: ClusterInfo, name: str = "auto", start_timeout: float = ST
     return engine
 
 
-def set_stall_timeout(seconds: float | None, *, is_strict: bool) -> None:
+def set_stall_timeout(timeout: StallTimeout) -> None:
     """Sets how long a rank may keep the others waiting.
 
     Args:
-        seconds: float, or `None` for no limit.
-        is_strict: bool, whether that holds for ranks that are busy or in the user's code, too.
+        timeout: `StallTimeout`.
     """
     if _opened.heartbeat is not None:
-        _opened.heartbeat.stall_timeout, _opened.heartbeat.is_strict = seconds, is_strict
+        _opened.heartbeat.stall_timeout = timeout
 
 
 def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:

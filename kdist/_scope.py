@@ -25,6 +25,7 @@ from kdist.reports.log import once, show_log, warnings_at_users_lines
 from kdist.reports.scope_marks import own_scopes
 from kdist.strategies.options import TPU, AllReduce, ParameterServer
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, Selection
+from kdist.watch.failure_detector import StallTimeout
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -271,8 +272,8 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     if engine.size == 1 and _is_plain(chosen):
         yield _default_strategy(info)
         return
-    is_strict = chosen["stall_timeout"] != "auto"
-    set_stall_timeout(chosen["stall_timeout"] if is_strict else AUTO_STALL_TIMEOUT, is_strict=is_strict)
+    seconds = chosen["stall_timeout"]
+    set_stall_timeout(StallTimeout(AUTO_STALL_TIMEOUT) if seconds == "auto" else StallTimeout(seconds, is_strict=True))
     settings = _settings(chosen, options)
     seed = _agree(engine, settings)
     _log_ranks(engine, info, selection)

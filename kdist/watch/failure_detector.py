@@ -70,25 +70,37 @@ class Failure:
     stacks: str = ""
 
 
-def detect_failure(reports: Sequence[RankReport], stall_timeout: float | None, *, is_strict: bool) -> Failure | None:
+@dataclasses.dataclass(frozen=True)
+class StallTimeout:
+    """How long a rank may make no progress.
+
+    Attributes:
+        seconds: float or `None`, after which it has failed; `None` for never.
+        is_strict: bool, whether that holds for ranks that are busy or in the user's code, too.
+    """
+
+    seconds: float | None = 600.0
+    is_strict: bool = False
+
+
+def detect_failure(reports: Sequence[RankReport], timeout: StallTimeout) -> Failure | None:
     """Detects a failure in the reports of all ranks.
 
     Args:
         reports: sequence of `RankReport`, one a rank.
-        stall_timeout: float or `None`, seconds without progress after which a rank has failed; `None` for never.
-        is_strict: bool, whether that holds for ranks that are busy or in the user's code, too.
+        timeout: `StallTimeout`.
 
     Returns:
         A `Failure`, or `None` if there is none.
     """
-    skew = _SKEW if stall_timeout is None else min(stall_timeout, _SKEW)
+    skew = _SKEW if timeout.seconds is None else min(timeout.seconds, _SKEW)
     return (
         _died(reports)
         or _finished_early(reports)
         or _mismatch(reports, skew)
         or _deadlock(reports, skew)
-        or _stalled(reports, stall_timeout, is_strict)
-        or _lost_at_exit(reports, stall_timeout)
+        or _stalled(reports, timeout)
+        or _lost_at_exit(reports, timeout.seconds)
     )
 
 
@@ -179,7 +191,8 @@ def _is_in_a_graph(report: RankReport) -> bool:
     return report.waiting is not None and report.waiting.startswith(IN_A_GRAPH)
 
 
-def _stalled(reports: Sequence[RankReport], stall_timeout: float | None, is_strict: bool) -> Failure | None:
+def _stalled(reports: Sequence[RankReport], timeout: StallTimeout) -> Failure | None:
+    stall_timeout, is_strict = timeout.seconds, timeout.is_strict
     if stall_timeout is None:
         return None
     half = stall_timeout / 2

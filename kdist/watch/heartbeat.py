@@ -17,7 +17,7 @@ from typing import Any
 from kdist.cluster.connections import connect, listen, own_hosts
 from kdist.restarts.report import own_reports
 from kdist.watch.activity import Activity
-from kdist.watch.failure_detector import Failure, RankReport, detect_failure
+from kdist.watch.failure_detector import Failure, RankReport, StallTimeout, detect_failure
 
 MAX_MESSAGE_BYTES = 1 << 16
 _PERIOD = 1.0  # seconds between two heartbeats
@@ -35,15 +35,13 @@ class Heartbeat:
         warn: function of a message that logs it.
 
     Attributes:
-        stall_timeout: float or `None`, seconds without progress after which a rank has failed.
-        is_strict: bool, whether that holds for ranks that are busy or in the user's code, too.
+        stall_timeout: `StallTimeout`.
     """
 
     def __init__(
         self, activity: Activity, rank: int, size: int, fail: Callable[[str], Any], warn: Callable[[str], Any]
     ) -> None:
-        self.stall_timeout: float | None = 600.0
-        self.is_strict = False
+        self.stall_timeout = StallTimeout()
         self._activity = activity
         self._rank = rank
         self._size = size
@@ -170,7 +168,7 @@ class Heartbeat:
         reports = [_rank_report(self._rank, mine)]
         reports += [peer.report() for peer in self._peers.values() if peer.rank is not None]
         reports.sort(key=lambda each: each.rank)
-        failure = detect_failure(reports, self.stall_timeout, is_strict=self.is_strict)
+        failure = detect_failure(reports, self.stall_timeout)
         if failure is not None:
             self._handle(failure)
 
