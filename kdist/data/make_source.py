@@ -132,8 +132,8 @@ def refuse_other_rows(verb: str, name: str, rank: int) -> None:
         raise MismatchError(
             "Each rank has other data. The likely cause is a `train_test_split` without `random_state`, or a shuffle "
             f"or random numbers without a seed, before the scope. Received: other rows in `{verb}` on rank {rank} than "
-            "on rank 0 (KDIST_LOG=debug logs their checksums). Expected the same data on all ranks, which kdist shards. "
-            "Fix: pass a seed (`random_state=0`, `default_rng(0)`), or make the data inside kdist.scope(); where each "
+            "on rank 0 (KDIST_LOG=debug logs their checksums). Expected the same data on all ranks, which kdist shards."
+            " Fix: pass a seed (`random_state=0`, `default_rng(0)`), or make the data inside kdist.scope(); where each "
             "rank has data of its own, kdist.scope(auto_shard=False)."
         )
 
