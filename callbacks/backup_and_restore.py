@@ -24,6 +24,8 @@ class BackupAndRestore(Backup):
     Keras iterates the data, the batches of earlier steps are drawn again and skipped. A generator is read from its
     beginning. The log describes what is done.
 
+    It runs on all ranks, and may be given on one of them only.
+
     Keras' own `BackupAndRestore`, given to `fit` in a scope of several ranks, does the same.
 
     With `asynchronous=True` a step waits until the state has been copied, not until it is written; state of which each
@@ -34,7 +36,7 @@ class BackupAndRestore(Backup):
     Args:
         backup_dir: str or path, a directory for this training only. While another process uses it, this one waits up
             to 30 seconds.
-        save_freq: `"epoch"`, or an int: the steps between two saves.
+        save_freq: `"epoch"`, or an int: the steps of the job between two saves, which do not grow with its ranks.
         double_checkpoint: bool, as in Keras; the previous checkpoint is always kept.
         delete_checkpoint: bool, whether the checkpoints are deleted at the end of `fit`.
         asynchronous: bool, whether training goes on while the chief writes. It takes memory for a copy that is being
@@ -63,11 +65,10 @@ class BackupAndRestore(Backup):
         asynchronous: bool = False,
         memory_freq: int | Literal["auto"] | None = None,
     ) -> None:
-        is_number = [isinstance(each, int) and each > 0 for each in (save_freq, memory_freq)]
         if (
             not os.fspath(backup_dir)
-            or not (save_freq == "epoch" or is_number[0])
-            or not (memory_freq in ("auto", None) or is_number[1])
+            or not (save_freq == "epoch" or _is_count(save_freq))
+            or not (memory_freq in ("auto", None) or _is_count(memory_freq))
         ):
             raise CheckpointError(
                 f"An argument of BackupAndRestore is invalid. Received: backup_dir={backup_dir!r}, "
@@ -75,3 +76,7 @@ class BackupAndRestore(Backup):
                 "steps above 0; and 'auto', None or a number of steps above 0. Fix: change it."
             )
         super().__init__(os.fspath(backup_dir), save_freq, delete_checkpoint, asynchronous, memory_freq)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value > 0

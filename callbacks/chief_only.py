@@ -44,6 +44,7 @@ class ChiefOnly(keras.callbacks.Callback):
 
     Raises:
         EngineError: from the callback, on the chief, if it starts a collective.
+        ScopeError: when the model is set, if there are several ranks and no engine.
 
     Example:
     ```python

@@ -30,15 +30,21 @@ class LearningRateWarmup(LearningRateSchedule):
         steps_per_epoch: int or `None`, the steps of an epoch in the progress bar, for data of unknown length.
         engine: `Engine` or `None`, whose size is the number of ranks: by default the engine of the model's scope.
 
+    Attributes:
+        is_collective: bool, whether `fit` checks that all ranks were given this callback.
+
     Raises:
         DataError: when training begins, if the number of steps is not known.
-        ScopeError: when the model is set, if there are several ranks, no `start` and no engine.
+        ScopeError: when the model is set, if there are several ranks, no `start` and no engine; when training begins,
+            if the optimizer is a `MultiOptimizer`, or this process has several replicas.
         StrategyError: if `warmup_epochs` or `start` is out of range.
 
     Example:
     ```python
-    model.compile(keras.optimizers.SGD(0.1 * engine.size, momentum=0.9), ...)
-    model.fit(x, y, callbacks=[kdist.callbacks.LearningRateWarmup(5, engine=engine)])
+    with kdist.scope():
+        model = keras.Sequential([keras.layers.Dense(10)])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.fit(x, y, epochs=90, callbacks=[kdist.callbacks.LearningRateWarmup(10)])
     ```
 
     References:

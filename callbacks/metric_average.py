@@ -32,6 +32,7 @@ class MetricAverage(EngineCallback):
 
     Raises:
         MismatchError: on all ranks, at the end of an epoch, if a key has different values and no samples.
+        ScopeError: when the model is set, if there are several ranks and no engine.
 
     Example:
     ```python

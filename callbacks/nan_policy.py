@@ -45,6 +45,8 @@ class NaNPolicy(EngineCallback):
 
     Raises:
         NotFiniteError: on all ranks, after the step, if `action="raise"`; the weights are not usable then.
+        ScopeError: when the model is set, if there are several ranks and no engine; when training begins, if the model
+            trains on several devices of this process, with parameter servers, or without whole gradients in each step.
         StrategyError: if `action` is unknown.
 
     Example:

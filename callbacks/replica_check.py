@@ -35,6 +35,8 @@ class ReplicaCheck(EngineCallback):
 
     Raises:
         NotSynchronizedError: on all ranks, if ranks differ and `action="raise"`.
+        ScopeError: when the model is set, if there are several ranks and no engine; when training begins, if the model
+            trains on several devices of this process, with parameter servers, or without whole gradients in each step.
         StrategyError: if `every` or `action` is invalid.
 
     Example:

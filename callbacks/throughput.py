@@ -75,6 +75,10 @@ class Throughput(EngineCallback):
         slowest: `(rank, reason)` after training; `None` if no rank is slow.
         keys_not_in_bar: frozenset of str, what it adds to the logs and not to the progress bar.
 
+    Raises:
+        ScopeError: when the model is set, if there are several ranks and no engine; when training begins, if the model
+            trains on several devices of this process, or with parameter servers.
+
     Example:
     ```python
     model.fit(x, y, callbacks=[kdist.callbacks.Throughput(), keras.callbacks.CSVLogger("log.csv")])

@@ -111,7 +111,7 @@ def _is_reported(info: ClusterInfo, callbacks: Any) -> bool:
         return False
     given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
     if any(getattr(each, "_given_engine", None) is not None for each in given):
-        own_scopes.is_alone()  # trains without a scope on purpose
+        own_scopes.mark_alone()  # trains without a scope on purpose
     elif info.is_chief and not own_scopes.trains_alone:
         show_log(info)
         _LOG.warning(

@@ -23,11 +23,13 @@ from kdist.strategies.selection import (
     ENGINES,
     MPI_LAUNCHERS,
     PARAMETER_SERVER,
+    Resources,
     Selection,
     agreed,
     choose,
     differing,
 )
+from kdist.watch.failure_detector import StallTimeout
 from kdist.watch.heartbeat import Heartbeat
 from kdist.watch.startup_timeout import startup_timeout
 
@@ -65,27 +67,47 @@ def cluster_info() -> ClusterInfo:
 
 
 def rank() -> int:
-    """Returns this process's number, from 0 to `size() - 1`."""
+    """Returns this process's number, from 0 to `size() - 1`; 0 for an evaluator, which has no rank of the job.
+
+    Raises:
+        ClusterError: if the launcher's variables are malformed or contradict each other.
+    """
     return cluster_info().rank
 
 
 def size() -> int:
-    """Returns the number of processes of the job."""
+    """Returns the number of processes of the job; 1 for an evaluator, which is not counted.
+
+    Raises:
+        ClusterError: if the launcher's variables are malformed or contradict each other.
+    """
     return cluster_info().size
 
 
 def local_rank() -> int:
-    """Returns this process's number among those of its host."""
+    """Returns this process's number among those of its host, from 0.
+
+    Raises:
+        ClusterError: if the launcher's variables are malformed or contradict each other.
+    """
     return cluster_info().local_rank
 
 
 def local_size() -> int:
-    """Returns the number of processes on this host."""
+    """Returns the number of processes on this host.
+
+    Raises:
+        ClusterError: if the launcher's variables are malformed or contradict each other.
+    """
     return cluster_info().local_size
 
 
 def is_chief() -> bool:
-    """Returns whether this process is the chief: rank 0, which logs and writes files."""
+    """Returns whether this process is the chief, which logs and writes files: rank 0 of the job, and no evaluator.
+
+    Raises:
+        ClusterError: if the launcher's variables are malformed or contradict each other.
+    """
     return cluster_info().is_chief
 
 
@@ -93,6 +115,10 @@ def barrier() -> None:
     """Blocks until every rank has called it, without a timeout; a rank that waits long logs a warning.
 
     Collective: every rank must call this, in the same order.
+
+    Raises:
+        ClusterError: if the launcher's variables contradict each other or the engine.
+        ScopeError: if the job trains with parameter servers, whose tasks do not wait for each other.
     """
     # Outside of a scope ranks may take very different times, as in a sweep.
     engine = open_engine(cluster_info(), start_timeout=_NO_TIMEOUT)
@@ -115,6 +141,13 @@ def chief_first(per_host: bool = True) -> Iterator[None]:
     Args:
         per_host: bool, whether one rank of each other host runs next, before the rest: for hosts without a shared
             disk. If `False`, all others run at once.
+
+    Returns:
+        A context manager, which yields nothing.
+
+    Raises:
+        ClusterError: if the launcher's variables contradict each other or the engine.
+        ScopeError: if the job trains with parameter servers, whose tasks do not wait for each other.
 
     Example:
     ```python
@@ -170,7 +203,8 @@ def select_strategy(word: str, info: ClusterInfo, *, is_synchronous: bool = Fals
     may_take_another = num_gpus > 0 and not shares
     has_mpi = info.launcher != "slurm" or (has_pmi(os.environ) and _has_mpi(may_take_another))
     has_nccl = num_gpus > 0 and _has_horovod_with_nccl()
-    return choose(word, info, num_gpus=num_gpus, horovod_on_gpus=has_nccl, shares_gpus=shares, has_mpi=has_mpi)
+    resources = Resources(num_gpus=num_gpus, horovod_on_gpus=has_nccl, shares_gpus=shares, has_mpi=has_mpi)
+    return choose(word, info, resources)
 
 
 def select_together(word: str, info: ClusterInfo, *, is_synchronous: bool = False) -> Selection:
@@ -190,12 +224,12 @@ def select_together(word: str, info: ClusterInfo, *, is_synchronous: bool = Fals
 
 
 def _agreed(own: Selection, info: ClusterInfo) -> Selection:
-    from kdist.launchers.slurm_step import words_of_all
+    from kdist.launchers.slurm_step import payloads_of_all
     from kdist.reports.log import show_log
 
     show_log(info)
     try:
-        strategies = words_of_all(info, os.environ, _AGREE_TIMEOUT, own.strategy)
+        strategies = payloads_of_all(info, os.environ, _AGREE_TIMEOUT, own.strategy)
     except KDistError as error:
         if info.is_chief:
             _log.warning(
@@ -274,15 +308,14 @@ def open_engine(info: ClusterInfo, name: str = "auto", start_timeout: float = ST
     return engine
 
 
-def set_stall_timeout(seconds: float | None, *, is_strict: bool) -> None:
+def set_stall_timeout(timeout: StallTimeout) -> None:
     """Sets how long a rank may keep the others waiting.
 
     Args:
-        seconds: float, or `None` for no limit.
-        is_strict: bool, whether that holds for ranks that are busy or in the user's code, too.
+        timeout: `StallTimeout`.
     """
     if _opened.heartbeat is not None:
-        _opened.heartbeat.stall_timeout, _opened.heartbeat.is_strict = seconds, is_strict
+        _opened.heartbeat.stall_timeout = timeout
 
 
 def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:

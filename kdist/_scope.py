@@ -25,13 +25,16 @@ from kdist.reports.log import once, show_log, warnings_at_users_lines
 from kdist.reports.scope_marks import own_scopes
 from kdist.strategies.options import TPU, AllReduce, ParameterServer
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, Selection
+from kdist.watch.failure_detector import StallTimeout
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
+    from kdist.engines.engine import Engine
     from kdist.parameter_server.chief import Chief
     from kdist.parameter_server.evaluator import Evaluator
     from kdist.strategies.all_reduce import AllReduceStrategy
+    from kdist.strategies.settings import Settings
 
 logger = logging.getLogger("kdist")
 
@@ -115,47 +118,39 @@ def scope(
 def _entered(given: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
     chosen = _arguments.with_environment(given, os.environ)
     _arguments.check(chosen, os.environ)
-    with _single_open_scope(chosen):
-        asked = chosen["strategy"]
-        if not isinstance(asked, (str, AllReduce, ParameterServer, TPU)):
-            _refuse_multi_worker(asked)
-            own_scopes.is_alone()
-            _refuse_micro_batches(chosen, type(asked).__name__)
-            if chosen["scale_lr"] in ("auto", None):  # the strategy's own conventions, unless the user sets a scale
-                chosen.update(scale_batch=False, scale_lr=None)
-            with _passed_through(asked, chosen):
-                yield asked
-            return
-        info = cluster_info()
-        for name, meant in _arguments.misspelled(os.environ).items() if info.is_chief else ():
-            show_log(info)
-            logger.warning("the variable %s is unknown, and has no effect. Fix: did you mean %s?", name, meant)
-        word = asked if isinstance(asked, str) else asked.word
-        selection = select_together(word, info, is_synchronous=isinstance(asked, AllReduce))
-        if selection.strategy == "single":
-            if info.size == 1 and not _is_plain(chosen):
-                with _all_reduce(info, selection, chosen) as replicated:
-                    yield replicated
-                return
-            if not _is_plain(chosen):
-                _refuse_micro_batches(chosen, "'single', by which each rank trains for itself")
-            own_scopes.is_alone()
-            yield _default_strategy(info)
-            return
-        if selection.strategy in (PARAMETER_SERVER, *PASSED_THROUGH):
-            _refuse_micro_batches(chosen, repr(selection.strategy))
-        if selection.strategy == PARAMETER_SERVER:
-            own_scopes.is_alone()  # its tasks do not wait for each other
-            with _parameter_server(info, asked, chosen) as asynchronous:
-                yield asynchronous
-            return
-        if selection.strategy in PASSED_THROUGH:
-            own_scopes.is_alone()
-            with _passed_through(_tensorflow_strategy(info, selection, asked), chosen) as theirs:
-                yield theirs
-            return
-        with _all_reduce(info, selection, chosen) as replicated:
-            yield replicated
+    with _single_open_scope(chosen), _chosen_scope(chosen) as strategy:
+        yield strategy
+
+
+def _chosen_scope(chosen: dict[str, Any]) -> contextlib.AbstractContextManager[tf.distribute.Strategy]:
+    """Returns the scope of what the arguments and the launcher ask for."""
+    asked = chosen["strategy"]
+    if not isinstance(asked, (str, AllReduce, ParameterServer, TPU)):
+        _refuse_multi_worker(asked)
+        own_scopes.mark_alone()
+        _refuse_micro_batches(chosen, type(asked).__name__)
+        if chosen["scale_lr"] in ("auto", None):  # the strategy's own conventions, unless the user sets a scale
+            chosen.update(scale_batch=False, scale_lr=None)
+        return _passed_through(asked, chosen)
+    info = cluster_info()
+    for name, meant in _arguments.misspelled(os.environ).items() if info.is_chief else ():
+        show_log(info)
+        logger.warning("the variable %s is unknown, and has no effect. Fix: did you mean %s?", name, meant)
+    word = asked if isinstance(asked, str) else asked.word
+    selection = select_together(word, info, is_synchronous=isinstance(asked, AllReduce))
+    is_single = selection.strategy == "single"
+    is_alone = is_single or selection.strategy in (PARAMETER_SERVER, *PASSED_THROUGH)
+    if not is_alone or (is_single and info.size == 1 and not _is_plain(chosen)):
+        return _all_reduce(info, selection, chosen)
+    if not (is_single and _is_plain(chosen)):
+        who = "'single', by which each rank trains for itself" if is_single else repr(selection.strategy)
+        _refuse_micro_batches(chosen, who)
+    own_scopes.mark_alone()  # the tasks of parameter servers do not wait for each other either
+    if is_single:
+        return contextlib.nullcontext(_default_strategy(info))
+    if selection.strategy == PARAMETER_SERVER:
+        return _parameter_server(info, asked, chosen)
+    return _passed_through(_tensorflow_strategy(info, selection, asked), chosen)
 
 
 @dataclasses.dataclass
@@ -265,26 +260,9 @@ def _default_strategy(info: ClusterInfo) -> tf.distribute.Strategy:
 
 
 @contextlib.contextmanager
-def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, Any]) -> Iterator[AllReduceStrategy]:
+def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
     """Opens the scope of several ranks."""
-    import keras
-
-    from kdist.data.graphs.eager_order import one_order
-    from kdist.data.make_source import split_dataset
-    from kdist.keras_hooks.clear_session import scopes_outlive_clear_session
-    from kdist.keras_hooks.trainer import is_overridden, watch_models
-    from kdist.keras_hooks.tuner import JointSearches
     from kdist.reports import failure
-    from kdist.sharding.embedding import tables_in_parts
-    from kdist.state.comparison import check_agreement
-    from kdist.state.random_state import AgreedDraws, agree_global_seeds, agree_random_state, input_seed
-    from kdist.strategies.all_reduce import AllReduceStrategy
-    from kdist.strategies.cores import own_cores, remark_on_cores
-    from kdist.strategies.settings import Settings
-    from kdist.trainer.downloads import once_a_host
-    from kdist.trainer.own_loops import OwnLoops
-    from kdist.trainer.replicated_model import replicate
-    from kdist.trainer.saving import whole_files
 
     show_log(info)
     asked = chosen["strategy"]
@@ -294,13 +272,34 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     if engine.size == 1 and _is_plain(chosen):
         yield _default_strategy(info)
         return
-    is_strict = chosen["stall_timeout"] != "auto"
-    set_stall_timeout(chosen["stall_timeout"] if is_strict else AUTO_STALL_TIMEOUT, is_strict=is_strict)
+    seconds = chosen["stall_timeout"]
+    set_stall_timeout(StallTimeout(AUTO_STALL_TIMEOUT) if seconds == "auto" else StallTimeout(seconds, is_strict=True))
+    settings = _settings(chosen, options)
+    seed = _agree(engine, settings)
+    _log_ranks(engine, info, selection)
+    strategy = _strategy_of(engine, seed)
+    with _trained_by(strategy, settings, seed):
+        strategy.settings = settings
+        try:
+            yield strategy
+        except SystemExit as error:
+            if failure.exit_code(error):
+                # Python calls no hook for it, and the handlers at exit would wait for the other ranks.
+                failure.install(engine.abort, engine.rank, engine.size)(type(error), error, error.__traceback__)
+            raise
+        finally:
+            strategy.settings = None
+
+
+def _settings(chosen: Mapping[str, Any], options: AllReduce) -> Settings:
+    """Returns what the scope was asked to do."""
+    from kdist.strategies.settings import Settings
+
     scale_lr = chosen["scale_lr"]
     if options.sync_every > 1 and scale_lr == "auto":
         scale_lr = 1.0  # a local step is on the rank's own batch; schedules are still fitted to the epochs
     number = chosen["micro_batches"]
-    settings = Settings(
+    return Settings(
         chosen["scale_batch"],
         scale_lr,
         chosen["warmup_epochs"],
@@ -308,26 +307,75 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
         options,
         micro_batches=None if number is None else int(number),  # it may be NumPy's, and goes into checkpoints
     )
+
+
+def _agree(engine: Engine, settings: Settings) -> int:
+    """Compares the settings of the ranks, makes their random states equal, and returns a seed of these.
+
+    Collective: every rank must call this, in the same order.
+    """
+    from kdist.state.comparison import check_agreement
+    from kdist.state.random_state import agree_global_seeds, agree_random_state, input_seed
+
     check_agreement(engine, "kdist.scope", {name: repr(value) for name, value in settings.values().items()})
     agree_random_state(engine)
     agree_global_seeds(engine)
-    seed = input_seed(repr(random.getstate()), 0)
-    if engine.rank == 0 and engine.size > 1:
+    return input_seed(repr(random.getstate()), 0)
+
+
+def _log_ranks(engine: Engine, info: ClusterInfo, selection: Selection) -> None:
+    """Logs who trains together, and in the first scope what the ranks' cores are lacking.
+
+    Collective: every rank must call this, in the same order.
+    """
+    from kdist.strategies.cores import own_cores, remark_on_cores
+
+    if engine.size == 1:
+        return
+    if engine.rank == 0:
         once.info(f"{engine.size} ranks train together over {engine.name}, {selection.why}")
         logger.debug("the launcher's variables: %s", info.reason)
-    if _state.strategy is None and engine.size > 1:
+    if _state.strategy is None:
         remark = remark_on_cores(engine.gather_objects(own_cores()), engine.local_size)
         if engine.rank == 0 and remark:
             once.info(remark)
+
+
+def _strategy_of(engine: Engine, seed: int) -> AllReduceStrategy:
+    """Returns the strategy of all scopes over an engine: TensorFlow refuses models of one strategy under another.
+
+    Collective: every rank must call this, in the same order.
+    """
+    from kdist.data.make_source import split_dataset
+    from kdist.state.random_state import AgreedDraws
+    from kdist.strategies.all_reduce import AllReduceStrategy
+
     if _state.strategy is None or _state.strategy.engine is not engine:
-        # One for all scopes: TensorFlow refuses models of one strategy under another.
         _state.strategy = AllReduceStrategy(engine, split_dataset(engine))
         _state.strategy.draws = AgreedDraws(seed)
-    strategy = _state.strategy
-    strategy.draws.agree(engine, "kdist.scope()", with_states=False)
+    _state.strategy.draws.agree(engine, "kdist.scope()", with_states=False)
+    return _state.strategy
+
+
+@contextlib.contextmanager
+def _trained_by(strategy: AllReduceStrategy, settings: Settings, seed: int) -> Iterator[None]:
+    """A context in which models are made and trained under a strategy."""
+    import keras
+
+    from kdist.data.graphs.eager_order import one_order
+    from kdist.keras_hooks.clear_session import scopes_outlive_clear_session
+    from kdist.keras_hooks.trainer import is_overridden, watch_models
+    from kdist.keras_hooks.tuner import JointSearches
+    from kdist.sharding.embedding import tables_in_parts
+    from kdist.trainer.downloads import once_a_host
+    from kdist.trainer.own_loops import OwnLoops
+    from kdist.trainer.replicated_model import replicate
+    from kdist.trainer.saving import whole_files
+
+    searches = JointSearches(strategy.engine)
 
     def silence_other_ranks() -> None:
-        if engine.rank:
+        if strategy.engine.rank:
             keras.config.disable_interactive_logging()  # only the chief shows a progress bar
 
     def adopt(model: keras.Model, verb: str) -> None:
@@ -339,8 +387,6 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
             )
         replicate(model, strategy, settings)
 
-    searches = JointSearches(engine)
-
     def made(model: keras.Model) -> None:
         searches.prepare()  # a tuner that is imported in the scope makes a model before it writes
         replicate(model, strategy, settings)
@@ -351,7 +397,7 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
         strategy.scope(),
         watch_models(made, adopt),
         OwnLoops(strategy).opened(),
-        tables_in_parts(strategy, options.shard_embeddings),
+        tables_in_parts(strategy, settings.options.shard_embeddings),
         strategy.draws.running(),
         one_order(seed) if settings.auto_shard else contextlib.nullcontext(),
         whole_files(strategy),
@@ -359,16 +405,7 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
         searches,
     ):
         searches.prepare()
-        strategy.settings = settings
-        try:
-            yield strategy
-        except SystemExit as error:
-            if failure.exit_code(error):
-                # Python calls no hook for it, and the handlers at exit would wait for the other ranks.
-                failure.install(engine.abort, engine.rank, engine.size)(type(error), error, error.__traceback__)
-            raise
-        finally:
-            strategy.settings = None
+        yield
 
 
 @contextlib.contextmanager

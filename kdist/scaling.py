@@ -90,7 +90,8 @@ def learning_rate_rule(scale_lr: str | float | None, optimizer: str, batches_per
         return LearningRateRule(1.0, "none", "scale_lr=None leaves it unchanged")
     if not is_learning_rate_scale(scale_lr):
         raise ValueError(
-            f'`scale_lr` must be "auto", "linear", "sqrt", a positive number or None. Received: scale_lr={scale_lr!r}.'
+            f'`scale_lr` is unknown. Received: scale_lr={scale_lr!r}. Expected "auto", "linear", "sqrt", a positive '
+            "number or None. Fix: choose one of these."
         )
     if not isinstance(scale_lr, str):
         return LearningRateRule(float(scale_lr), "given", "scale_lr is a number")
@@ -129,8 +130,8 @@ def num_warmup_steps(warmup_epochs: str | float, num_epochs: int, steps_per_epoc
     """
     if not is_warmup(warmup_epochs):
         raise ValueError(
-            '`warmup_epochs` must be "auto" or a number that is not negative. '
-            f"Received: warmup_epochs={warmup_epochs!r}."
+            f'`warmup_epochs` is out of range. Received: warmup_epochs={warmup_epochs!r}. Expected "auto" or a number '
+            "that is not negative. Fix: change it."
         )
     if isinstance(warmup_epochs, str):
         return min(5.0, num_epochs / 10) * steps_per_epoch

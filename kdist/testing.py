@@ -34,8 +34,8 @@ class Fault(keras.callbacks.Callback):
     - `"slow"`: this step and all later ones take `seconds` longer.
     - `"corrupt"`: the rank's part of the gradient is multiplied by `factor` in this step, through `compute_loss`.
 
-    Works in `kdist.scope()` over all-reduce, and in one process, which is rank 0. Parameter-server training refuses it:
-    other processes run the steps, and these run no callbacks.
+    Works in `kdist.scope()` over all-reduce, and in one process, which is rank 0. With parameter servers only the chief
+    can fail, as rank 0: the workers run no callbacks.
 
     Args:
         kind: str, one of the above.
@@ -47,6 +47,7 @@ class Fault(keras.callbacks.Callback):
 
     Raises:
         FaultError: on the rank that fails, if `kind="raise"`.
+        ScopeError: when training begins, if there are several ranks and the model is in no scope.
         StrategyError: if the kind, rank or step is invalid, or for `kind="corrupt"` if the model's `train_step` does
             not call `compute_loss`.
 

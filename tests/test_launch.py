@@ -153,5 +153,5 @@ def test_what_cannot_be_sent_is_refused():
 
 @pytest.mark.parametrize("wrong", [0, "2"])
 def test_a_number_of_ranks_that_is_none_is_refused(wrong):
-    with pytest.raises(LaunchError, match="no positive integer"):
+    with pytest.raises(LaunchError, match="no number of ranks"):
         kdist.launch(print, np=wrong)

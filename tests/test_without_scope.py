@@ -160,7 +160,7 @@ def test_what_follows_from_the_marks_of_ranks(ranks, problem, remark, tmp_path):
             with own.entered({}):
                 own.waits_for_others()
         elif what == "alone":
-            own.is_alone()
+            own.mark_alone()
         own.script_ended(used_keras="without" not in what)
     marks = read(str(tmp_path))
     assert bool(marks.problem()) == problem

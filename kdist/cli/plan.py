@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kdist.cli import script
 from kdist.cli.jobs.message import tell
 from kdist.cli.jobs.parser import count
-from kdist.errors import KDistError, LaunchError
+from kdist.errors import KDistError
 from kdist.launchers.process import received_signals
 from kdist.planning.memory import Sizes
 from kdist.planning.plan import make_plan
@@ -56,8 +56,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         help="how long the script may run",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="plan a module, as python -m does")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+    script.add_arguments(parser, "plan")
     parser.set_defaults(verb=run)
 
 
@@ -74,13 +73,7 @@ def run(options: argparse.Namespace) -> int:
         KDistError: if the arguments are wrong, or the script fails or fits no model of a scope.
     """
     make_plan(Sizes(0, 0, 0, 0, 1), options.np, options.memory)  # refuses before the script runs
-    words, is_module = script.parse(options.script, options.module)
-    if not words:
-        raise LaunchError(
-            "There is nothing to plan. Received: neither a script nor -m. Expected one. Fix: kdist plan -np 2 train.py."
-        )
-    if not is_module:
-        script.check_exists(words[0])
+    words, is_module = script.required(options, "plan")
     plan = make_plan(_find_sizes(words, is_module, options.timeout), options.np, options.memory)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
     return 0 if plan.fits else DOES_NOT_FIT

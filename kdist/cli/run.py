@@ -56,8 +56,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
     elastic.add_arguments(parser)
     nodes.add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as `python -m` does")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+    script.add_arguments(parser, "run")
     parser.set_defaults(verb=run)
 
 
@@ -73,13 +72,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         LaunchError: if the job cannot be started as asked.
     """
-    words, is_module = script.parse(options.script, options.module)
-    if not words:
-        raise LaunchError(
-            "No script given. Received: neither a script nor -m MODULE. Expected one. Fix: kdist run -np 2 train.py"
-        )
-    if not is_module:
-        script.check_exists(words[0], "; `kdist run -m` takes a module")
+    words, is_module = script.required(options, "run")
     if (options.np, options.hosts, options.hostfile) == (None, None, None) and "-np" in words[1:]:
         raise LaunchError(
             f"No number of ranks given. Received: -np after {words[0]}, so that the script gets it. Expected -np N "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -12,6 +13,37 @@ from kdist.errors import LaunchError
 
 _PYTHON = re.compile(r"python(3(\.[0-9]+)?)?")
 _UNBUFFERED = "-u"  # ranks are line-buffered
+
+
+def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Adds `-m` and the script to a verb's parser.
+
+    Args:
+        parser: `ArgumentParser`.
+        verb: str, the verb, which is what it does with the script.
+    """
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=f"{verb} a module, as `python -m` does")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
+
+
+def required(options: argparse.Namespace, verb: str) -> tuple[list[str], bool]:
+    """Returns the script, or module, with its arguments, and whether it is a module, where one must be given.
+
+    Args:
+        options: the parsed arguments.
+        verb: str, as for `add_arguments`.
+
+    Raises:
+        LaunchError: if there is none, or for a reason of `parse`.
+    """
+    words, is_module = parse(options.script, options.module)
+    if not words:
+        raise LaunchError(
+            f"No script given. Received: neither a script nor -m MODULE. Expected one. Fix: kdist {verb} -np 2 train.py"
+        )
+    if not is_module:
+        check_exists(words[0], f"; `kdist {verb} -m` takes a module")
+    return words, is_module
 
 
 def parse(words: Sequence[str], module: Sequence[str] | None = None) -> tuple[list[str], bool]:

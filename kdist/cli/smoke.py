@@ -41,7 +41,7 @@ def main() -> int:
         _report_ranks(engine)
         _report_allreduce(engine)
         distributed = _trained_weights(_BATCH)
-    own_scopes.is_alone()  # each rank trains as one process would
+    own_scopes.mark_alone()  # each rank trains as one process would
     single = _trained_weights(_BATCH * kdist.size())
     difference = max(_difference(a, b) for a, b in zip(distributed, single, strict=True))
     worst = max(engine.gather_objects(difference))

@@ -16,10 +16,18 @@ from kdist.errors import ClusterError
 __all__ = ["ClusterInfo", "detect"]
 
 
+Reader = Callable[[Mapping[str, str]], ClusterInfo | str]
+"""Reads the variables of one launcher, of a mapping of variable name to value.
+
+It returns the `ClusterInfo`, or a str: why this launcher did not start the process. It raises `ClusterError` if the
+variables are malformed.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Row:
     launcher: str
-    read: Callable[[Mapping[str, str]], ClusterInfo | str]
+    read: Reader
     why_here: str
 
 

@@ -13,16 +13,10 @@ def horovod(env: Mapping[str, str]) -> ClusterInfo | str:
     """Reads the variables of horovodrun's Gloo launcher, and of the mpirun that it starts for its MPI controller.
 
     The latter is recognised by settings that only horovodrun passes to Open MPI. With other MPIs nothing identifies
-    it, and their own rows match.
-
-    Args:
-        env: mapping of variable name to value.
-
-    Returns:
-        The `ClusterInfo`, or a str: why this launcher did not start the process.
+    it, and their own rows match. See `Reader`.
 
     Raises:
-        ClusterError: if the variables are malformed, or the job is elastic.
+        ClusterError: also if the job is elastic.
     """
     if env.get("HOROVOD_ELASTIC", "0") not in ("", "0"):
         raise ClusterError(

@@ -11,16 +11,10 @@ from kdist.errors import ClusterError
 
 
 def openmpi(env: Mapping[str, str]) -> ClusterInfo | str:
-    """Reads the variables of Open MPI's `mpirun`, the same ones in version 4 (orted) and 5 (PRRTE).
-
-    Args:
-        env: mapping of variable name to value.
-
-    Returns:
-        The `ClusterInfo`, or a str: why this launcher did not start the process.
+    """Reads the variables of Open MPI's `mpirun`, the same ones in version 4 (orted) and 5 (PRRTE); see `Reader`.
 
     Raises:
-        ClusterError: if the variables are malformed, or if `prterun` started the process without them.
+        ClusterError: also if `prterun` started the process without them.
     """
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
         return read_info(
@@ -41,17 +35,7 @@ def openmpi(env: Mapping[str, str]) -> ClusterInfo | str:
 
 
 def mvapich(env: Mapping[str, str]) -> ClusterInfo | str:
-    """Reads the variables of MVAPICH's launchers (`mpirun_rsh` and its Hydra).
-
-    Args:
-        env: mapping of variable name to value.
-
-    Returns:
-        The `ClusterInfo`, or a str: why this launcher did not start the process.
-
-    Raises:
-        ClusterError: if the variables are malformed.
-    """
+    """Reads the variables of MVAPICH's launchers (`mpirun_rsh` and its Hydra); see `Reader`."""
     family = "MV2" if "MV2_COMM_WORLD_RANK" in env or "MV2_COMM_WORLD_SIZE" in env else "MVP"
     names = {
         "rank": f"{family}_COMM_WORLD_RANK",
@@ -65,34 +49,14 @@ def mvapich(env: Mapping[str, str]) -> ClusterInfo | str:
 
 
 def intel_mpi(env: Mapping[str, str]) -> ClusterInfo | str:
-    """Reads the variables of Intel MPI's Hydra: MPICH's, and some `I_MPI_...`.
-
-    Args:
-        env: mapping of variable name to value.
-
-    Returns:
-        The `ClusterInfo`, or a str: why this launcher did not start the process.
-
-    Raises:
-        ClusterError: if the variables are malformed.
-    """
+    """Reads the variables of Intel MPI's Hydra: MPICH's, and some `I_MPI_...`; see `Reader`."""
     if not any(name.startswith("I_MPI_") for name in env):
         return "no I_MPI_... variable is set"
     return _hydra(env, "intel_mpi")
 
 
 def mpich(env: Mapping[str, str]) -> ClusterInfo | str:
-    """Reads the variables of MPICH's Hydra and of other launchers with PMI.
-
-    Args:
-        env: mapping of variable name to value.
-
-    Returns:
-        The `ClusterInfo`, or a str: why this launcher did not start the process.
-
-    Raises:
-        ClusterError: if the variables are malformed.
-    """
+    """Reads the variables of MPICH's Hydra and of other launchers with PMI; see `Reader`."""
     return _hydra(env, "mpich")
 
 

@@ -30,18 +30,9 @@ def has_pmi(env: Mapping[str, str]) -> bool:
 
 
 def slurm(env: Mapping[str, str]) -> ClusterInfo | str:
-    """Reads the variables of a Slurm step.
+    """Reads the variables of a Slurm step; see `Reader`.
 
     `SLURM_NTASKS` and `SLURM_PROCID` are set in a batch script, too; only the variables of a step mean a launch.
-
-    Args:
-        env: mapping of variable name to value.
-
-    Returns:
-        The `ClusterInfo`, or a str: why this launcher did not start the process.
-
-    Raises:
-        ClusterError: if the variables are malformed.
     """
     if not in_step(env):
         if "SLURM_JOB_ID" in env:

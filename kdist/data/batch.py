@@ -151,12 +151,6 @@ class Rows:
         return tf.stack([_length(leaves[number]) for number in self._sliced or ()])
 
 
-def first_has_rows(batch: Any) -> bool:
-    """Returns whether the first leaf of a batch that is not `None` has rows, as far as is known."""
-    number = next((number for number, leaf in enumerate(tf.nest.flatten(batch)) if leaf is not None), 0)
-    return Rows(batch).has_rows(number)
-
-
 _OTHER_ROWS = (
     "A batch cannot be split over the ranks: its parts have different first dimensions. Received: {}. Expected: one "
     "number of rows, the samples, in all of them, as in a batch of padded or ragged graphs. Fix: give each part a "

@@ -19,7 +19,7 @@ from kdist._tf_internals import abort_collectives
 from kdist.engines import rendezvous
 from kdist.engines.arrays import fusion
 from kdist.engines.arrays.shared_memory import FAILURE, SharedMemory
-from kdist.engines.engine import Engine
+from kdist.engines.engine import REFUSED, Engine
 from kdist.engines.lanes import LANES, GroupKeys, Lane
 from kdist.engines.messages import Messages
 from kdist.engines.tensors import arguments, flat, slices
@@ -32,7 +32,6 @@ _LOG = logging.getLogger("kdist")
 
 _PORT_CLOSES = 1.0  # seconds in which the port of a process that has ended is closed
 _LINGER = 0.1  # seconds that a rank stays after the last collective, whose answers may not have been sent yet
-_REFUSED = "kdist refuses this collective"
 
 
 class CollectiveEngine(Engine):
@@ -277,11 +276,8 @@ class CollectiveEngine(Engine):
     def explain(self, error: BaseException) -> EngineError | None:
         """Returns what an error of TensorFlow's collectives means; see `Engine.explain`."""
         text = str(error)
-        if _REFUSED in text:
-            try:
-                self.check_allowed()
-            except EngineError as refusal:
-                return refusal
+        if refusal := self._refusal_in(text):
+            return refusal
         if not isinstance(error, (tf.errors.OpError, EngineError)) or "ollective" not in text:
             return None
         fix = "look for a branch, a shape, a dtype or a number of steps that depends on the rank"
@@ -319,7 +315,7 @@ class CollectiveEngine(Engine):
         sent = [*fixed, *free]
         if not tf.executing_eagerly():
             progress = self._progress if peer is None else self._message_progress(kind, peer)
-            allowed = tf.debugging.Assert(tf.logical_not(self._is_refusing), [_REFUSED])
+            allowed = tf.debugging.Assert(tf.logical_not(self._is_refusing), [REFUSED])
             with tf.control_dependencies([allowed]):
                 begun = progress.begin(kind, sent, len(fixed))
             with tf.control_dependencies([begun]):

@@ -20,6 +20,9 @@ from kdist.watch.activity import Activity
 if TYPE_CHECKING:
     import tensorflow as tf
 
+REFUSED = "kdist refuses this collective"
+"""The message by which a graph, where no Python runs, refuses a collective."""
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -336,6 +339,15 @@ class Engine(abc.ABC):
         Returns:
             An `EngineError`, or `None` if the error does not come from this engine or is clear already.
         """
+        return None
+
+    def _refusal_in(self, text: str) -> EngineError | None:
+        """Returns what `check_allowed` raises if a graph's message says that it has refused a collective."""
+        if REFUSED in text:
+            try:
+                self.check_allowed()
+            except EngineError as refusal:
+                return refusal
         return None
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from kdist.engines.arrays.shared_memory import FAILURE, SharedMemory
-from kdist.engines.engine import Engine, not_converted
+from kdist.engines.engine import REFUSED, Engine, not_converted
 from kdist.engines.tensors import arguments, flat, slices
 from kdist.engines.tensors.ordered_calls import OrderedCalls
 from kdist.engines.tensors.progress import Progress
@@ -28,8 +28,6 @@ _REBUILD = "`kdist install-horovod --force`, which builds it for the installed T
 # default, Open MPI spins on the core that computes. The user's own settings are kept.
 _YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 _CYCLE = {"HOROVOD_CYCLE_TIME": "0.5"}  # milliseconds
-
-_REFUSED = "kdist: a collective of one rank only"  # the message of an error in a graph, where no Python runs
 
 _OF_ANY_LENGTH = ("gather", "alltoallv")  # whose tensors' first dimensions differ between the ranks
 
@@ -226,11 +224,8 @@ class HorovodEngine(Engine):
         if not isinstance(error, (tf.errors.OpError, EngineError)):
             return None
         text = str(error)
-        if _REFUSED in text:
-            try:
-                self.check_allowed()
-            except EngineError as refusal:
-                return refusal
+        if refusal := self._refusal_in(text):
+            return refusal
         if FAILURE in text:
             received = f": {text.partition(FAILURE)[2].splitlines()[0]}"
         elif isinstance(error, tf.errors.OpError) and "orovod" in error.message:
@@ -301,7 +296,7 @@ class HorovodEngine(Engine):
             return
         sizes: list[tf.Tensor] = []
         zero = self._order.read_value()
-        allowed = tf.debugging.Assert(zero == 0, [_REFUSED])
+        allowed = tf.debugging.Assert(zero == 0, [REFUSED])
 
         def send(kind: str, operation: _Operation, tensors: list[tf.Tensor], shapes: list[Any]) -> list[tf.Tensor]:
             first, *others = [tf.stop_gradient(tensor) for tensor in tensors]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from kdist.engines.tensors import flat
+from kdist.engines.tensors.unlifted import unlifted_variable
 
 LANES = 8
 """How many collectives of an engine may run at once."""
@@ -43,8 +44,7 @@ class Lane(NamedTuple):
     def on(cls, device: str, hint: str, group_key: int, size: int, timeout: float) -> Lane:
         """Returns a lane with a token of its own."""
         with tf.init_scope(), tf.device(device):
-            # Lifted, it would belong to the function that is traced now, which would then be traced again.
-            token = tf.Variable(0.0, trainable=False, name="kdist_lane", experimental_enable_variable_lifting=False)
+            token = unlifted_variable(0.0, "kdist_lane")
         return cls(group_key, size, device, hint, timeout, token)
 
     def reduce(self, tensor: tf.Tensor, *, is_last: bool = False) -> tf.Tensor:

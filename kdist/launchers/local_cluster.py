@@ -24,7 +24,7 @@ from kdist.errors import LaunchError
 from kdist.launchers.command import Command
 from kdist.launchers.hosts.host import check_slots
 from kdist.launchers.hosts.ports import free_ports
-from kdist.launchers.nodes import START_TIMEOUT, Node, met
+from kdist.launchers.nodes import START_TIMEOUT, Node, joined
 from kdist.launchers.process import stop_signals
 from kdist.restarts.launcher_words import killed_by
 from kdist.restarts.report import Failure, Kind, append_failure
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(options, configurations(options.np, options.ps), 0)
     codes: list[int] = []
     try:
-        with met(Node(**options.node), options.start_timeout) as meeting:
+        with joined(Node(**options.node), options.start_timeout) as nodes:
             signal.signal(_PEER_FAILED, _stop)
 
             def end(code: int, text: str) -> None:
@@ -115,15 +115,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 codes.append(code)
                 os.kill(os.getpid(), _PEER_FAILED)
 
-            meeting.watch(end)
-            code = _run(options, worker_configurations(meeting.addresses), meeting.first)
+            nodes.watch(end)
+            code = _run(options, worker_configurations(nodes.addresses), nodes.first)
             code = codes[0] if codes else code
             for number in (*ending, _PEER_FAILED):  # node 0 may wait for the others
                 signal.signal(number, _stop)
             try:
-                meeting.end(code)
+                nodes.end(code)
             except _Stopped as stopped:
-                meeting.end(128 + stopped.number)
+                nodes.end(128 + stopped.number)
                 return codes[0] if codes else 128 + stopped.number
             return code
     except LaunchError as error:

@@ -7,13 +7,12 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
-from kdist.launchers import meeting
-from kdist.launchers.meeting import Channel, Member, Words
+from kdist.launchers.rendezvous import Channel, Participant, RendezvousTexts, rendezvous
 
 START_TIMEOUT = 600.0
 """The default of `--start-timeout`, in seconds."""
 
-_WORDS = Words(
+_TEXTS = RendezvousTexts(
     one="node",
     number="--node-rank",
     count="--nnodes",
@@ -44,7 +43,7 @@ class Node:
     job: str
 
 
-class Meeting:
+class NodeGroup:
     """The nodes of a job, after all have come; a failed node ends the others.
 
     Attributes:
@@ -96,16 +95,16 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def met(node: Node, timeout: float) -> Iterator[Meeting]:
-    """Waits until all nodes of a job have come, and yields their `Meeting`.
+def joined(node: Node, timeout: float) -> Iterator[NodeGroup]:
+    """Waits until all nodes of a job have come, and yields their `NodeGroup`.
 
     Args:
         node: `Node`, this one.
         timeout: float, seconds.
 
     Raises:
-        LaunchError: if one does not come in time, or they are not of one job.
+        LaunchError: if a node does not come in time, or they are not of one job.
     """
-    member = Member(node.rank, node.count, node.host, node.port, node.np, node.job, _WORDS)
-    with meeting.met(member, timeout) as (told, channels):
-        yield Meeting(node, [each.addresses for each in told], channels)
+    participant = Participant(node.rank, node.count, node.host, node.port, node.np, node.job, _TEXTS)
+    with rendezvous(participant, timeout) as (infos, channels):
+        yield NodeGroup(node, [each.addresses for each in infos], channels)

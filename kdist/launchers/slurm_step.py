@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from kdist.cluster.info import ClusterInfo
 from kdist.launchers.hosts.ports import PORTS
 from kdist.launchers.hosts.slurm_nodes import first_node, host_of
-from kdist.launchers.meeting import Member, Words, met
+from kdist.launchers.rendezvous import Participant, ParticipantInfo, RendezvousTexts, rendezvous
 
-_WORDS = Words(
+_TEXTS = RendezvousTexts(
     one="rank",
     number="SLURM_PROCID",
     count="SLURM_STEP_NUM_TASKS",
@@ -22,11 +22,11 @@ _WORDS = Words(
     first_fix="look at what rank 0 says, and open the ports between the hosts",
 )
 
-# What makes a step and its start: another one meets at another port.
+# What makes a step and its start: another one has its rendezvous at another port.
 _OF_THE_START = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
 
-def exchange(info: ClusterInfo, env: Mapping[str, str], timeout: float, word: str) -> tuple[list[str], list[str]]:
+def exchange(info: ClusterInfo, env: Mapping[str, str], timeout: float, payload: str) -> tuple[list[str], list[str]]:
     """Waits until all tasks of this process's step have come to rank 0.
 
     Collective: every rank must call this, in the same order.
@@ -35,64 +35,55 @@ def exchange(info: ClusterInfo, env: Mapping[str, str], timeout: float, word: st
         info: `ClusterInfo` of a task that `srun` started.
         env: mapping of variable name to value.
         timeout: float, seconds.
-        word: str, for the others.
+        payload: str, which every other task receives.
 
     Returns:
-        Two lists of str: `"host:port"` of each rank, with a port that was free on its host, and the word of each.
+        Two lists of str: `"host:port"` of each rank, with a port that was free on its host, and the payload of each.
 
     Raises:
         ClusterError: if the name of a node has no address.
         LaunchError: if a rank does not come in time.
     """
     # Two ranks of a node could find the same port.
-    member = _member(info, env, _name(env), 0 if info.local_rank else info.local_size, word)
-    with met(member, timeout) as (told, _):
-        pass
-    of_node = {each.note[0]: each.addresses for each in told if each.addresses}
-    notes = [each.note for each in told]
-    return [of_node[node][local_rank] for node, local_rank, _ in notes], [word for _, _, word in notes]
+    infos = _gather(info, env, timeout, payload, name=_name(env), num_ports=0 if info.local_rank else info.local_size)
+    of_node = {each.payload[0]: each.addresses for each in infos if each.addresses}
+    sent = [each.payload for each in infos]
+    return [of_node[node][local_rank] for node, local_rank, _ in sent], [payload for _, _, payload in sent]
 
 
-def words_of_all(info: ClusterInfo, env: Mapping[str, str], timeout: float, word: str) -> list[tuple[str, str]]:
-    """Returns the node and a word of each task of this process's step, in rank order.
+def payloads_of_all(info: ClusterInfo, env: Mapping[str, str], timeout: float, payload: str) -> list[tuple[str, str]]:
+    """Returns the node and the payload of each task, in rank order; takes and raises the same as `exchange`.
 
     Collective: every rank must call this, in the same order.
-
-    Args:
-        info: `ClusterInfo` of a task that `srun` started.
-        env: mapping of variable name to value.
-        timeout: float, seconds.
-        word: str, for the others.
-
-    Raises:
-        ClusterError: if the name of a node has no address.
-        LaunchError: if a rank does not come in time.
     """
-    with met(_member(info, env, f"{_name(env)} words", 0, word), timeout) as (told, _):
-        pass
-    return [(node, word) for node, _, word in (each.note for each in told)]
+    infos = _gather(info, env, timeout, payload, name=f"{_name(env)} payloads", num_ports=0)
+    return [(node, payload) for node, _, payload in (each.payload for each in infos)]
 
 
 def _name(env: Mapping[str, str]) -> str:
     return " ".join(env.get(variable, "0") for variable in _OF_THE_START)
 
 
-def _member(info: ClusterInfo, env: Mapping[str, str], meeting: str, num_ports: int, word: str) -> Member:
+def _gather(
+    info: ClusterInfo, env: Mapping[str, str], timeout: float, payload: str, *, name: str, num_ports: int
+) -> list[ParticipantInfo]:
     first = first_node(env.get("SLURM_STEP_NODELIST", ""))
     node = env.get("SLURMD_NODENAME", first)
-    return Member(
+    participant = Participant(
         rank=info.rank,
         count=info.size,
         host=host_of(first, env),
-        port=port_of(meeting),
+        port=port_of(name),
         num_ports=num_ports,
         job="",
-        words=_WORDS,
-        meeting=meeting,
+        texts=_TEXTS,
+        name=name,
         # Not the way to rank 0, which may be the loopback interface.
         own_host=host_of(node, env),
-        note=(node, info.local_rank, word),
+        payload=(node, info.local_rank, payload),
     )
+    with rendezvous(participant, timeout) as (infos, _):
+        return infos
 
 
 def port_of(name: str) -> int:

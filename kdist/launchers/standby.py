@@ -101,7 +101,7 @@ class Standby:
 def wait(address: str) -> None:
     """Imports what a script will need, and returns when the job begins; ends this process if it never does.
 
-    What it prints until then is dropped: the job that runs now owns the terminal.
+    What it prints until then is dropped: the terminal shows the output of the job that runs now.
 
     Args:
         address: str, that of `Standby`.

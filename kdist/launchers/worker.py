@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from kdist.cluster import detect
+from kdist.cluster.info import ClusterInfo
 from kdist.launchers.standby import wait
 from kdist.reports import breakpoint_hook, failure, first_failure
 from kdist.reports.output import redirect
@@ -89,17 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         atexit.register(registration.report_success)  # registered first, called last
     redirect(info.rank, options.output, tee=options.tee)
     breakpoint_hook.install(info, os.environ)
-    running_file = None if options.running is None else Path(options.running, str(info.rank))
-    if running_file is not None:
-        own_reports.running, own_reports.rank = running_file.parent, info.rank
-    if running_file is not None and options.supervised:
-        own_reports.directory, own_reports.job = running_file.parent, options.supervised
-        own_reports.is_resized = options.resizes
-    if running_file is not None:
-        with contextlib.suppress(OSError):
-            running_file.touch()
-        if info.size > 1:
-            own_scopes.begins(running_file.parent, info.rank)
+    running_file = _register(options, info)
     hook = failure.install(end_job, info.rank, info.size, before_abort=report_failure) if info.size > 1 else None
     try:
         _run(command, is_module)
@@ -141,6 +132,23 @@ def end_job(code: int) -> NoReturn:
                 if launcher.family == socket.AF_UNIX:
                     launcher.sendall(first_failure.abort_command(code))
     os._exit(code)
+
+
+def _register(options: argparse.Namespace, info: ClusterInfo) -> Path | None:
+    """Registers this rank in the directory of the job, and returns its file there; `None` without a directory."""
+    if options.running is None:
+        return None
+    directory = Path(options.running)
+    own_reports.running, own_reports.rank = directory, info.rank
+    if options.supervised:
+        own_reports.directory, own_reports.job = directory, options.supervised
+        own_reports.is_resized = options.resizes
+    file = directory / str(info.rank)
+    with contextlib.suppress(OSError):
+        file.touch()
+    if info.size > 1:
+        own_scopes.begins(directory, info.rank)
+    return file
 
 
 def _ended_well(file: Path | None) -> None:

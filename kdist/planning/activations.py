@@ -35,7 +35,7 @@ def estimated_row(model: keras.Model, inputs: Any) -> int:
 def _size(tensor: Any) -> int:
     shape = tensor.shape
     if not shape.is_fully_defined() or not shape.rank or shape[0] % _ROWS:
-        return 0  # not of the rows
+        return 0  # its size does not depend on the number of rows
     return int(shape.num_elements()) * (tensor.dtype.size or 0)
 
 

@@ -148,7 +148,7 @@ def parse_bytes(text: str) -> int:
         text: str.
 
     Raises:
-        KDistError: if it is none.
+        KDistError: if it cannot be parsed.
     """
     number = text.strip().rstrip("BbKkMmGgTtIi").strip()
     unit = text.strip()[len(number) :].strip().upper()
@@ -159,8 +159,8 @@ def parse_bytes(text: str) -> int:
     except (ValueError, KeyError):
         pass
     raise KDistError(
-        f"The memory is no size. Received: {text!r}. Expected a number above 0 with a unit: MB, GB, TB, MiB, GiB or "
-        "TiB. Fix: for example 24GB."
+        f"`memory` cannot be parsed as a size. Received: {text!r}. Expected a number above 0 with a unit: MB, "
+        "GB, TB, MiB, GiB or TiB. Fix: for example 24GB."
     )
 
 

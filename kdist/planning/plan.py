@@ -108,7 +108,7 @@ def make_plan(sizes: Sizes, ranks: int, memory: str | int | None) -> Plan:
         memory: str as `"24GB"`, int in bytes, or `None`, what a rank may take.
 
     Raises:
-        KDistError: if the memory is no size, or there is no rank or row.
+        KDistError: if the memory cannot be parsed as a size, or there is no rank or row.
     """
     for name, value in (("ranks", ranks), ("batch_size", sizes.batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

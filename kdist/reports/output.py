@@ -15,6 +15,9 @@ from typing import NoReturn
 REPORT_PREFIX = "[kdist] rank "
 """The beginning of a failing rank's report."""
 
+SAID = "kdist: "
+"""The beginning of a line of `kdist run` itself."""
+
 BEGINS_LINE = "\n"
 """What comes before a text at the end of a job: rank 0 may have left a line without an end, such as a progress bar."""
 

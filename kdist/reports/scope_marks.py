@@ -69,7 +69,7 @@ class OwnScopes:
         """Records that this rank is about to wait in a scope until all others have entered it."""
         self._mark(_WAITING)
 
-    def is_alone(self) -> None:
+    def mark_alone(self) -> None:
         """Records that this process trains without the other ranks on purpose."""
         self.trains_alone = True
         self._mark(_ALONE)

@@ -80,7 +80,7 @@ class OwnReports:
     is_resized: bool = False
     _place: str = ""
 
-    def is_at(self, place: str) -> None:
+    def record_place(self, place: str) -> None:
         """Records where this rank is, for a `kdist run` of its host, which may find it killed.
 
         Args:

@@ -61,9 +61,9 @@ class ShardedOptimizer:
         self.engine = engine
         self.parts: dict[int, Part] = {}
         self.num_loads = 0
-        self._seen: dict[int, Any] = {}  # by the weights' keys: what the optimizer updates, in its order
+        self._part_variables: dict[int, Any] = {}  # by the weights' keys: what the optimizer updates, in its order
         self._slots: dict[int, tuple[Any, Part]] = {}  # by id, with the variable, so that the id stays unique
-        self._table_slots: dict[int, tuple[Any, Table]] = {}  # the same of tables
+        self._table_slots: dict[int, tuple[Any, Table]] = {}  # by id: the slots of tables in parts
         self._shapes: dict[int, list[int]] | None = None
 
     def install(self) -> None:
@@ -76,12 +76,12 @@ class ShardedOptimizer:
             patch(self.optimizer, name, method)
         vars(self.optimizer)[SLOTS_IN_PARTS] = self
 
-    def seen(self, weights: Sequence[Any] | None = None) -> list[Any]:
+    def part_variables(self, weights: Sequence[Any] | None = None) -> list[Any]:
         """Returns the variables that the optimizer updates in place of weights, by default of all its weights."""
         if weights is None:
-            return list(self._seen.values())
+            return list(self._part_variables.values())
         self._check_known(weights)
-        return [self._seen[key_of(weight)] for weight in weights]
+        return [self._part_variables[key_of(weight)] for weight in weights]
 
     def parts_of(self, weights: Sequence[Any]) -> list[Part]:
         """Returns the parts of weights that are whole on each rank."""
@@ -89,7 +89,7 @@ class ShardedOptimizer:
         return [self.parts[key_of(weight)] for weight in weights]
 
     def _check_known(self, weights: Sequence[Any]) -> None:
-        unknown = [path_of(weight) for weight in weights if key_of(weight) not in self._seen]
+        unknown = [path_of(weight) for weight in weights if key_of(weight) not in self._part_variables]
         if unknown:
             raise StrategyError(
                 f"The optimizer was built with other weights. Received: {unknown[0]!r} in "
@@ -220,15 +220,15 @@ class ShardedOptimizer:
             whole = [weight for weight in weights if table_of(weight) is None]
             parts = make_parts(whole, self.engine.size, self.engine.rank, is_elementwise=is_elementwise(optimizer))
             self.parts = {key_of(part.weight): part for part in parts}
-            self._seen = {
+            self._part_variables = {
                 key_of(weight): self.parts[key_of(weight)].variable if table is None else table.rows
                 for weight, table in zip(weights, map(table_of, weights), strict=True)
             }
-            exclude_alike(optimizer, list(zip(weights, self.seen(), strict=True)))
+            exclude_alike(optimizer, list(zip(weights, self.part_variables(), strict=True)))
             for part in parts:
                 part.load()  # some optimizers copy the weights
             by_variable = {id(part.variable): part for part in parts}
-            for slot, variable in recorded_slots(optimizer, self.seen()):
+            for slot, variable in recorded_slots(optimizer, self.part_variables()):
                 slot.__class__ = SlotPart
                 if id(variable) in tables:
                     self._table_slots[id(slot)] = slot, tables[id(variable)]

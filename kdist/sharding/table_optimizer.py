@@ -58,18 +58,18 @@ class TableOptimizer:
         self._slots[id(variable)][1].assign(variable, array)
 
     def build(self, variables: Any) -> None:
-        """Builds the optimizer; of a table it sees this rank's rows."""
+        """Builds the optimizer; of a table it updates this rank's rows."""
         optimizer, weights = self._optimizer, list(variables)
         tables = [table_of(weight) for weight in weights]
         if optimizer.built or not any(tables):
             original(optimizer, "build")(weights)
             return
         check_table_optimizer(optimizer)
-        seen = seen_by_optimizer(weights)
+        updated = part_variables_of(weights)
         with tf.init_scope():
-            exclude_alike(optimizer, list(zip(weights, seen, strict=True)))
-            of = {id(rows): table for rows, table in zip(seen, tables, strict=True) if table is not None}
-            for slot, variable in recorded_slots(optimizer, seen):
+            exclude_alike(optimizer, list(zip(weights, updated, strict=True)))
+            of = {id(rows): table for rows, table in zip(updated, tables, strict=True) if table is not None}
+            for slot, variable in recorded_slots(optimizer, updated):
                 if id(variable) in of:
                     slot.__class__ = SlotPart
                     self._slots[id(slot)] = slot, of[id(variable)]
@@ -86,7 +86,7 @@ class TableOptimizer:
                     raw_variable(weight).assign(raw_variable(average))
 
 
-def seen_by_optimizer(weights: list[Any]) -> list[Any]:
+def part_variables_of(weights: list[Any]) -> list[Any]:
     """Returns weights, and of a table the variable of this rank's rows."""
     return [weight if table_of(weight) is None else table_of(weight).rows for weight in weights]
 

@@ -13,7 +13,7 @@ from kdist.keras_hooks.optimizers import TRAINED, innermost, trained_variables
 from kdist.keras_hooks.patching import patched
 from kdist.sharding.norms import whole_norms
 from kdist.sharding.part import parts_are_updated
-from kdist.sharding.table_optimizer import seen_by_optimizer
+from kdist.sharding.table_optimizer import part_variables_of
 from kdist.step.reduce import Reduce
 from kdist.step.update import Update
 
@@ -41,11 +41,11 @@ class TableReduce(Reduce):
             for weight, gradient in zip(weights, update.gradients, strict=True)
             if gradient is not None
         ]
-        update.variables = seen_by_optimizer(weights)
+        update.variables = part_variables_of(weights)
         with (
             parts_are_updated(),
             whole_norms(update.optimizer, are_parts, self._step.engine),
-            patched(inner, TRAINED, seen_by_optimizer(trained_variables(inner))),
+            patched(inner, TRAINED, part_variables_of(trained_variables(inner))),
         ):
             result = proceed()
         update.variables = weights

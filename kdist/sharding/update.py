@@ -43,8 +43,8 @@ class ShardedReduce(Reduce):
         self._parts = parts
 
     def _reduce_and(self, update: Update, proceed: Callable[[], Any]) -> Any:
-        found = sharded(update.optimizer)
-        if found is None:
+        sharded_optimizer = sharded(update.optimizer)
+        if sharded_optimizer is None:
             raise StrategyError(
                 f'shard="optimizer" does not support an optimizer that was made outside of the scope. Received: '
                 f"{type(update.optimizer).__name__}, which is built. Expected one that is made in kdist.scope(). Fix: "
@@ -53,36 +53,36 @@ class ShardedReduce(Reduce):
         if not update.optimizer.built:
             with tf.init_scope():
                 update.optimizer.build(update.variables)
-        return super()._reduce_and(update, lambda: self._update(found, update, proceed))
+        return super()._reduce_and(update, lambda: self._update(sharded_optimizer, update, proceed))
 
     def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
-        found = sharded(update.optimizer)
-        assert found is not None  # noqa: S101  # checked in `_reduce_and`
+        sharded_optimizer = sharded(update.optimizer)
+        assert sharded_optimizer is not None  # noqa: S101  # checked in `_reduce_and`
 
         def send(places: Sequence[int]) -> tuple[list[Any], list[Any]]:
-            parts = found.parts_of([update.variables[place] for place in places])
+            parts = sharded_optimizer.parts_of([update.variables[place] for place in places])
             return self._parts.sum([update.gradients[place] for place in places], parts, update.addends, exact)
 
         return sums_with_tables(update, places, self._step.engine, send)
 
-    def _update(self, found: ShardedOptimizer, update: Update, proceed: Callable[[], Any]) -> Any:
-        weights, optimizer = update.variables, found.optimizer
-        for part in found.parts.values():
+    def _update(self, sharded_optimizer: ShardedOptimizer, update: Update, proceed: Callable[[], Any]) -> Any:
+        weights, optimizer = update.variables, sharded_optimizer.optimizer
+        for part in sharded_optimizer.parts.values():
             part.load()
-        update.variables = found.seen(weights)
+        update.variables = sharded_optimizer.part_variables(weights)
         sets_weights = _sets_weights(update.optimizer)
         count = tf.identity(iterations(optimizer).value)
         are_parts = [True] * sum(each is not None for each in update.gradients)
         with (
             parts_are_updated(),
             whole_norms(update.optimizer, are_parts, self._step.engine),
-            _updating_parts(update.optimizer, found),
+            _updating_parts(update.optimizer, sharded_optimizer),
         ):
             result = proceed()
         if sets_weights is None:
-            found.gather()
+            sharded_optimizer.gather()
         else:
-            tf.cond(sets_weights, found.gather, found.free)
+            tf.cond(sets_weights, sharded_optimizer.gather, sharded_optimizer.free)
         gradients, update.variables = update.gradients, weights
         constrained = [
             weight
@@ -107,11 +107,11 @@ def _sets_weights(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 @contextlib.contextmanager
-def _updating_parts(outer: keras.optimizers.Optimizer, found: ShardedOptimizer) -> Iterator[None]:
+def _updating_parts(outer: keras.optimizers.Optimizer, sharded_optimizer: ShardedOptimizer) -> Iterator[None]:
     """Makes an optimizer update the parts of its weights."""
     optimizer = innermost(outer)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(optimizer, TRAINED, found.seen()))
+        stack.enter_context(patched(optimizer, TRAINED, sharded_optimizer.part_variables()))
         if not is_elementwise(optimizer):
             stack.enter_context(patched(optimizer, "update_step", _unless_empty(optimizer.update_step)))
         yield

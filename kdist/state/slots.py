@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from kdist.engines.tensors.unlifted import unlifted_variable
 from kdist.state.part import Placement, State, StatePart
 
 
@@ -30,12 +31,7 @@ class Slots:
         """Returns the slot of a variable, which the first call makes."""
         if id(variable) not in self._slots:
             with tf.init_scope():
-                # With lifting, the traced function would take it for its own variable, and be traced twice.
-                made = tf.Variable(
-                    self._initial_value(id(variable), shape, dtype),
-                    trainable=False,
-                    experimental_enable_variable_lifting=False,
-                )
+                made = unlifted_variable(self._initial_value(id(variable), shape, dtype))
             self._slots[id(variable)] = variable, made
         return self._slots[id(variable)][1]
 

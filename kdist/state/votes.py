@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
+from kdist.engines.tensors.unlifted import unlifted_variable
 
 NAMES = ("stop", "weights", "preempt")
 
@@ -32,10 +33,7 @@ class Votes:
     def sent(self) -> tf.Variable:
         """The votes in the next step's message: 1 for each one that is cast, `float32` of shape `(3,)`."""
         with tf.init_scope():
-            # Lifted, it would pass for the variable of the function that is traced now, which is then traced twice.
-            return tf.Variable(
-                [0.0] * len(NAMES), trainable=False, name="kdist_votes", experimental_enable_variable_lifting=False
-            )
+            return unlifted_variable([0.0] * len(NAMES), "kdist_votes")
 
     def cast(self, name: str) -> None:
         """Casts a vote; without a message or a tensor, so that a signal handler may call this."""

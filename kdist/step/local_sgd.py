@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kdist.engines.engine import Engine
 from kdist.engines.tensors import flat
+from kdist.engines.tensors.unlifted import unlifted_variable
 from kdist.gradients.reducer import GradientReducer
 from kdist.keras_hooks.optimizers import is_learning_rate, optimizers_of
 from kdist.keras_hooks.trainer import runs_eagerly
@@ -229,9 +230,7 @@ class LocalSGD:
                 common = known.common
             else:
                 with tf.init_scope():
-                    common = tf.Variable(
-                        tf.convert_to_tensor(variable), trainable=False, experimental_enable_variable_lifting=False
-                    )
+                    common = unlifted_variable(tf.convert_to_tensor(variable))
             self._variables[id(variable)] = _AveragedVariable(variable, common, is_weight, is_frozen)
 
 

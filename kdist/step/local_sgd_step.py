@@ -48,6 +48,6 @@ class LocalSGDStep(TrainStep):
     def _reduction(self, buffers: BufferSync) -> Reduce:
         return KeepLocal(self, self._reducer, buffers, self._votes, self._rate_of)
 
-    def _merge(self, written: BufferSync) -> None:
+    def _merge(self, buffers: BufferSync) -> None:
         """Keeps this rank's statistics, unless it had no rows."""
-        written.restore_unless(self.active)
+        buffers.restore_unless(self.active)

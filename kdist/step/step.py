@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.data.batch import Shard, first_has_rows
+from kdist.data.batch import Rows, Shard
 from kdist.engines.engine import Engine
 from kdist.keras_hooks.losses import replaced_losses, scaled_activity_losses
 from kdist.keras_hooks.metrics import weighted_scalars, wrapped_updates
@@ -114,7 +114,8 @@ class Step:
     def _weight_of_loss(self, length: tf.Tensor) -> tf.Tensor:
         """Returns the weight of this rank's loss in its mean, from the length of the first input."""
         length = tf.cast(length, self.share.dtype)
-        if not first_has_rows(self.data):
+        first = next((number for number, leaf in enumerate(tf.nest.flatten(self.data)) if leaf is not None), 0)
+        if not Rows(self.data).has_rows(first):
             return length * self.share
         # Of some data it is not known which parts have rows.
         has_rows = length == tf.cast(tf.maximum(self.rows, 1), length.dtype)

@@ -67,8 +67,8 @@ class ForwardStep(Step):
     def _updating(self, model: keras.Model, buffers: BufferSync) -> Iterator[Any]:
         yield None
 
-    def _merge(self, written: BufferSync) -> None:
-        written.merge_the_rest()
+    def _merge(self, buffers: BufferSync) -> None:
+        buffers.merge_the_rest()
 
 
 class TrainStep(ForwardStep):

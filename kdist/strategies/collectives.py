@@ -87,7 +87,8 @@ def all_reduce(x: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
     """
     if op not in ("sum", "mean", "max", "min"):
         raise ValueError(
-            f"all_reduce has no such operation. Received: op={op!r}. Expected 'sum', 'mean', 'max' or 'min'."
+            f"all_reduce has no such operation. Received: op={op!r}. Expected 'sum', 'mean', 'max' or 'min'. Fix: "
+            "choose one of these."
         )
     extended = _extended()
     if extended is None:

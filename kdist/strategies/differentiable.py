@@ -39,6 +39,9 @@ def sum_over_ranks(
         step: the open step, whose ranks without rows add nothing, or `None`.
         tensors: sequence of tensors, of equal shapes on all ranks.
         divisor: number by which the sums are divided.
+
+    Returns:
+        A list of tensors, equal on all ranks.
     """
 
     def total(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -111,6 +114,9 @@ def sparse_rows_of_all_ranks(engine: Engine, step: ReplicaStep, sparse: tf.Spars
         engine: `Engine`, how the ranks communicate.
         step: the open step, whose ranks without rows add nothing.
         sparse: `tf.SparseTensor`. On the ranks it may differ in width, too: the result is as wide as the widest.
+
+    Returns:
+        A `tf.SparseTensor`, equal on all ranks.
     """
     own = tf.where(step.active, sparse.dense_shape, tf.zeros_like(sparse.dense_shape))
     (shapes,) = engine.allgather([own[tf.newaxis]])

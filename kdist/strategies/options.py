@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from kdist._suggestions import constructor_with_suggestions
 from kdist.errors import StrategyError
@@ -20,6 +20,46 @@ STALENESS = ("ignore", "scale", "drop")
 
 START_TIMEOUT = 600.0
 """The default of `start_timeout`, in seconds."""
+
+
+def is_positive(value: object) -> bool:
+    """Returns whether a value is a number above 0."""
+    return _is_number(value, numbers.Real) and value > 0  # type: ignore[operator]
+
+
+def _is_word(value: object, words: Sequence[str]) -> bool:
+    return isinstance(value, str) and value in words  # an array would be compared number by number
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)  # NumPy's numbers are of these types, too
+
+
+def _is_count(value: object) -> bool:
+    return _is_number(value, numbers.Integral) and value >= 1  # type: ignore[operator]
+
+
+# The check of each option of `AllReduce`, and what it expects.
+_VALID: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "engine": (lambda value: _is_word(value, ("auto", *ENGINES)), f"one of {', '.join(map(repr, ('auto', *ENGINES)))}"),
+    "compression": (
+        lambda value: value is None or _is_word(value, COMPRESSIONS),
+        f"None, {' or '.join(map(repr, COMPRESSIONS))}",
+    ),
+    "powersgd_rank": (_is_count, "an integer of at least 1"),
+    "topk_ratio": (lambda value: is_positive(value) and value <= 1, "a number above 0 and at most 1"),
+    "bucket_mb": (lambda value: value is None or is_positive(value), "None or megabytes, above 0"),
+    "sparse_as_dense": (lambda value: isinstance(value, bool), "a bool"),
+    "sync_every": (_is_count, "an integer of at least 1"),
+    "shard": (lambda value: value is None or _is_word(value, ("optimizer",)), "None or 'optimizer'"),
+    "shard_embeddings": (lambda value: value is None or is_positive(value), "None or bytes, above 0"),
+    "outer_learning_rate": (is_positive, "a number above 0"),
+    "outer_momentum": (
+        lambda value: _is_number(value, numbers.Real) and 0 <= value < 1,
+        "a number from 0 to below 1",
+    ),
+    "start_timeout": (is_positive, "seconds, above 0"),
+}
 
 
 @constructor_with_suggestions
@@ -112,41 +152,19 @@ class AllReduce:
 
     def problem(self) -> str | None:
         """Returns what is wrong with the options, or `None`."""
-        engines = ("auto", *ENGINES)
-        if not _is_word(self.engine, engines):
-            return f"engine={self.engine!r}. Expected one of {', '.join(map(repr, engines))}"
-        if self.compression is not None and not _is_word(self.compression, COMPRESSIONS):
-            return f"compression={self.compression!r}. Expected None, {' or '.join(map(repr, COMPRESSIONS))}"
-        if not _is_number(self.powersgd_rank, numbers.Integral) or self.powersgd_rank < 1:
-            return f"powersgd_rank={self.powersgd_rank!r}. Expected an integer of at least 1"
-        if not is_positive(self.topk_ratio) or self.topk_ratio > 1:
-            return f"topk_ratio={self.topk_ratio!r}. Expected a number above 0 and at most 1"
-        if self.bucket_mb is not None and not is_positive(self.bucket_mb):
-            return f"bucket_mb={self.bucket_mb!r}. Expected None or megabytes, above 0"
-        if not isinstance(self.sparse_as_dense, bool):
-            return f"sparse_as_dense={self.sparse_as_dense!r}. Expected a bool"
-        if not _is_number(self.sync_every, numbers.Integral) or self.sync_every < 1:
-            return f"sync_every={self.sync_every!r}. Expected an integer of at least 1"
-        if self.shard is not None and not _is_word(self.shard, ("optimizer",)):
-            return f"shard={self.shard!r}. Expected None or 'optimizer'"
-        if self.shard and self.compression in ("powersgd", "topk"):
-            return f"shard={self.shard!r} with compression={self.compression!r}. Expected None, 'fp16' or 'bf16'"
-        if self.shard and self.sync_every > 1:
-            return f"shard={self.shard!r} with sync_every={self.sync_every!r}. Expected one of the two"
-        if self.shard_embeddings is not None:
-            if not is_positive(self.shard_embeddings):
-                return f"shard_embeddings={self.shard_embeddings!r}. Expected None or bytes, above 0"
-            if self.sync_every > 1:
-                return (
-                    f"shard_embeddings={self.shard_embeddings!r} with sync_every={self.sync_every!r}. Expected one of "
-                    "the two"
-                )
-        if self.sync_every > 1 and self.compression is not None:
-            return f"sync_every={self.sync_every!r} with compression={self.compression!r}. Expected one of the two"
-        if not is_positive(self.outer_learning_rate):
-            return f"outer_learning_rate={self.outer_learning_rate!r}. Expected a number above 0"
-        if not _is_number(self.outer_momentum, numbers.Real) or not 0 <= self.outer_momentum < 1:
-            return f"outer_momentum={self.outer_momentum!r}. Expected a number from 0 to below 1"
+        for name, (is_valid, expected) in _VALID.items():
+            if not is_valid(value := getattr(self, name)):
+                return f"{name}={value!r}. Expected {expected}"
+        is_local = self.sync_every > 1
+        conflicts = (
+            ("shard", "compression", self.compression in ("powersgd", "topk"), "None, 'fp16' or 'bf16'"),
+            ("shard", "sync_every", is_local, "one of the two"),
+            ("shard_embeddings", "sync_every", is_local, "one of the two"),
+            ("compression", "sync_every", is_local, "one of the two"),
+        )
+        for name, other, excludes, expected in conflicts:
+            if excludes and (value := getattr(self, name)) is not None:
+                return f"{name}={value!r} with {other}={getattr(self, other)!r}. Expected {expected}"
         used = {
             "powersgd_rank": (self.compression == "powersgd", "compression='powersgd'"),
             "topk_ratio": (self.compression == "topk", "compression='topk'"),
@@ -157,7 +175,7 @@ class AllReduce:
         for name, (is_used, other) in used.items():
             if not is_used and getattr(self, name) != getattr(type(self), name):
                 return f"{name}={getattr(self, name)!r}, which has no effect. Expected {other} with it"
-        return _timeout_problem("start_timeout", self.start_timeout)
+        return None
 
 
 @constructor_with_suggestions
@@ -210,7 +228,7 @@ class ParameterServer:
     Args:
         staleness: str, how stale updates are treated: `"ignore"` applies them unchanged, `"scale"` divides their
             learning rate by the staleness, `"drop"` drops those with a staleness above `bound`.
-        bound: int, the largest staleness that `"drop"` applies.
+        bound: int or `None`, the largest staleness that `"drop"` applies: required with `"drop"`, else `None`.
         warmup_steps: int, the number of first steps of each `fit` that one worker makes alone, without staleness.
         num_ps: int, the number of ranks that are parameter servers under an MPI launcher. A `TF_CONFIG` has its own.
         timeout: float, seconds in which tasks must start, in which a step must finish, and for which training waits
@@ -265,19 +283,6 @@ class ParameterServer:
 def _refuse(name: str, problem: str | None) -> None:
     if problem is not None:
         raise StrategyError(f"An option is invalid. Received: {problem}. Fix: change it in kdist.{name}(...).")
-
-
-def is_positive(value: object) -> bool:
-    """Returns whether a value is a number above 0."""
-    return _is_number(value, numbers.Real) and value > 0  # type: ignore[operator]
-
-
-def _is_word(value: object, words: Sequence[str]) -> bool:
-    return isinstance(value, str) and value in words  # an array would be compared number by number
-
-
-def _is_number(value: object, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)  # NumPy's numbers are of these types, too
 
 
 def _timeout_problem(name: str, value: object) -> str | None:

@@ -63,27 +63,34 @@ def closest_word(word: str) -> str:
     return f"write {near[0]!r}, if that was meant" if near else "use one of these words"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What the ranks have, by which `"auto"` chooses how they communicate.
+
+    Attributes:
+        num_gpus: int, the GPUs that this process sees.
+        horovod_on_gpus: bool, whether the ranks have GPUs and a Horovod with NCCL. It is taken then, because MPI would
+            copy each gradient through host memory.
+        shares_gpus: bool, whether ranks are known to share a GPU, where NCCL carries nothing. MPI is taken then, which
+            copies gradients through host memory with less delay than TensorFlow's collective ops.
+        has_mpi: bool, whether MPI can connect the ranks. Else TensorFlow's collective ops are taken.
+    """
+
+    num_gpus: int = 0
+    horovod_on_gpus: bool = False
+    shares_gpus: bool = False
+    has_mpi: bool = True
+
+
 def choose(
-    word: str,
-    info: ClusterInfo,
-    *,
-    num_gpus: int = 0,
-    horovod_on_gpus: bool = False,
-    shares_gpus: bool = False,
-    has_mpi: bool = True,
-    is_synchronous: bool = False,
+    word: str, info: ClusterInfo, resources: Resources = Resources(), *, is_synchronous: bool = False
 ) -> Selection:
     """Selects the strategy of a job.
 
     Args:
         word: str, one of `WORDS`.
         info: `ClusterInfo`.
-        num_gpus: int, the GPUs that this process sees.
-        horovod_on_gpus: bool, whether the ranks have GPUs and a Horovod with NCCL. `"auto"` then takes it, because MPI
-            would copy each gradient through host memory.
-        shares_gpus: bool, whether ranks are known to share a GPU, where NCCL carries nothing. `"auto"` then takes MPI,
-            which copies gradients through host memory with less delay than TensorFlow's collective ops.
-        has_mpi: bool, whether MPI can connect the ranks. `"auto"` else takes TensorFlow's collective ops.
+        resources: `Resources`, of the ranks.
         is_synchronous: bool, whether the user asked for an all-reduce with any engine.
 
     Returns:
@@ -96,47 +103,61 @@ def choose(
     >>> choose("auto", ClusterInfo()).strategy
     'single'
     """
+    _check(word, info, is_synchronous)
+    if word == "single":
+        return Selection("single", "requested" if info.size == 1 else "requested: each rank trains independently")
+    if _has_servers(word, info):
+        return Selection(PARAMETER_SERVER, f"the cluster has {info.size} process(es): {info.reason}")
+    if word in PASSED_THROUGH or (word == "auto" and info.size == 1):
+        return _in_one_process(word, info, resources.num_gpus)
+    if word != PARAMETER_SERVER:
+        preferred, why = _preferred(resources) if word == "auto" else ([word], "")
+        for engine in [*preferred, *ENGINES] if word == "auto" else [word]:
+            if info.launcher in ENGINES[engine]:
+                return Selection(engine, f"started by {LAUNCHER_NAMES.get(info.launcher, info.launcher)}{why}")
+    if info.size == 1:
+        return Selection("single", "there is one process")
+    raise _unsupported(word, info)
+
+
+def _has_servers(word: str, info: ClusterInfo) -> bool:
+    """Returns whether the job trains with parameter servers."""
+    is_asked_for = word == PARAMETER_SERVER or (word == "auto" and "ps" in info.cluster_spec)
+    return info.launcher in PARAMETER_SERVER_LAUNCHERS and is_asked_for
+
+
+def _check(word: str, info: ClusterInfo, is_synchronous: bool) -> None:
+    """Raises if the word is unknown, or the cluster has tasks that the strategy has no use for."""
     if word not in WORDS:
         raise StrategyError(
             f"Unknown strategy. Received: strategy={word!r}. Expected one of {', '.join(map(repr, WORDS))}, a "
             "kdist.AllReduce, a kdist.ParameterServer, a kdist.TPU or a tf.distribute.Strategy. Fix: "
             f"{closest_word(word)}."
         )
-    if word == "single":
-        return Selection("single", "requested" if info.size == 1 else "requested: each rank trains independently")
-    if "ps" in info.cluster_spec and (word in ENGINES or is_synchronous):
+    if "ps" in info.cluster_spec and (word in ENGINES or (is_synchronous and word != "single")):
         asked = "kdist.AllReduce" if is_synchronous else f"strategy={word!r}"
         raise StrategyError(
             f"Synchronous training has no parameter servers. Received: {asked} and a cluster with ps "
             f"tasks ({info.reason}). Expected only workers (and a chief). Fix: leave the ps out of TF_CONFIG, or "
             'choose strategy="auto" or a kdist.ParameterServer, which train asynchronously.'
         )
-    if info.launcher in PARAMETER_SERVER_LAUNCHERS and (
-        word == PARAMETER_SERVER or (word == "auto" and "ps" in info.cluster_spec)
-    ):
-        return Selection(PARAMETER_SERVER, f"the cluster has {info.size} process(es): {info.reason}")
-    if info.task_type == "evaluator":
+    if info.task_type == "evaluator" and word != "single" and not _has_servers(word, info):
         raise StrategyError(
             f"Synchronous training has no evaluator. Received: the task type 'evaluator' and strategy={word!r} "
             f"({info.reason}). Expected an evaluator only with parameter servers: synchronous workers evaluate "
             '`validation_data` themselves. Fix: leave it out of TF_CONFIG; or choose strategy="single".'
         )
-    if word in PASSED_THROUGH or (word == "auto" and info.size == 1):
-        return _in_one_process(word, info, num_gpus)
-    if word != PARAMETER_SERVER:
-        preferred, why = _preferred(num_gpus, horovod_on_gpus, shares_gpus, has_mpi) if word == "auto" else ([word], "")
-        for engine in [*preferred, *ENGINES] if word == "auto" else [word]:
-            if info.launcher in ENGINES[engine]:
-                return Selection(engine, f"started by {LAUNCHER_NAMES.get(info.launcher, info.launcher)}{why}")
-    if info.size == 1:
-        return Selection("single", "there is one process")
+
+
+def _unsupported(word: str, info: ClusterInfo) -> StrategyError:
+    """Returns the error of several processes whose launcher no engine supports, or not the one that was asked for."""
     if word in ENGINES and any(info.launcher in launchers for launchers in ENGINES.values()):
-        raise StrategyError(
+        return StrategyError(
             f"This strategy does not support this launcher. Received: strategy={word!r} and {info.size} process(es) of "
             f"{info.launcher} ({info.reason}). Expected one of {', '.join(ENGINES[word])}. Fix: start "
             f'them with `kdist run --strategy {word} -np N script.py`, or choose strategy="auto".'
         )
-    raise StrategyError(
+    return StrategyError(
         f"This launcher is not supported. Received: {info.size} process(es) of {info.launcher} "
         f"({info.reason}). Expected one process, or ranks started by an MPI launcher or srun. Fix: start it with "
         '`kdist run -np N script.py`, or choose strategy="single" (KDIST_STRATEGY=single) to train each '
@@ -176,15 +197,15 @@ def differing(strategies: Sequence[tuple[str, str]]) -> str:
     return "; ".join(f"{strategy} on {', '.join(those)}" for strategy, those in nodes.items())
 
 
-def _preferred(num_gpus: int, horovod_on_gpus: bool, shares_gpus: bool, has_mpi: bool) -> tuple[list[str], str]:
+def _preferred(resources: Resources) -> tuple[list[str], str]:
     """Returns the engines that are preferred where there are GPUs, or no MPI, and why."""
-    if not has_mpi:
+    if not resources.has_mpi:
         return ["collective"], " without MPI between them (that takes mpi4py and an MPI, and srun --mpi=pmix or pmi2)"
-    if shares_gpus:
+    if resources.shares_gpus:
         return ["mpi"], ", which share GPUs: gradients go through host memory"
-    if horovod_on_gpus:
+    if resources.horovod_on_gpus:
         return ["horovod"], ", which have GPUs, and Horovod has NCCL"
-    if num_gpus:
+    if resources.num_gpus:
         return ["collective"], ", which have GPUs; MPI would copy gradients through host memory"
     return [], ""
 

@@ -17,6 +17,9 @@ def values_of_all_ranks(engine: Engine, tensors: Sequence[tf.Tensor]) -> list[tf
     Args:
         engine: `Engine`, how the ranks communicate.
         tensors: sequence of tensors of rank at least 1; only their first dimensions may differ between the ranks.
+
+    Returns:
+        A list of tensors, equal on all ranks.
     """
     sent: list[tf.Tensor] = []
     for tensor in tensors:

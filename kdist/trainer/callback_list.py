@@ -57,21 +57,11 @@ def _replicated_list(
     given = [Backup.from_keras(each) if type(each) is keras.callbacks.BackupAndRestore else each for each in given]
     gathered = _GatheredCallbacks.gather(session, given)
     is_local_sgd = session.local_sgd is not None  # which reduces no gradients
-    has_parts = bool(session.options.in_parts)
     if verb == "fit":
-        reduces_each_step = is_local_sgd or has_parts
+        reduces_each_step = is_local_sgd or bool(session.options.in_parts)
         session.accumulation.choose(state_is_read=gathered.read_state or not is_outermost or reduces_each_step)
-    if has_parts:
-        _refuse_swapped_averages(given, session.options.in_parts)
-        _refuse_readers(given, session)
-        for label, each in zip(labels(given), given, strict=True):
-            decide_together(each, session.engine, gathered.writer(label), undo)
-    run = [
-        each if gathered.writer(label) == session.engine.rank else without_writing(each, undo, sends_parts=has_parts)
-        for label, each in zip(labels(given), given, strict=True)
-        if not isinstance(each, AllRanksCallback)
-    ]
     first = EffectiveRateLog(session)
+    users = [first, *_run_here(session, given, gathered, undo)]
     last = RankSynchronization(
         session,
         verb,
@@ -80,7 +70,6 @@ def _replicated_list(
         stops_at_once=gathered.may_stop and not is_local_sgd,
         may_end_passes=gathered.may_end_passes,
     )
-    users = [first, *(each for each in run if each is not None)]
     if session.engine.rank != 0:
         params = {**params, "add_progbar": False, "verbose": 0}
     if container is None:
@@ -106,6 +95,24 @@ def _replicated_list(
         each.set_model(session.model)
     made.callbacks = [*made.callbacks, *internal]
     return made
+
+
+def _run_here(
+    session: ReplicatedSession, given: list[Any], gathered: _GatheredCallbacks, undo: contextlib.ExitStack
+) -> list[Any]:
+    """Returns the user's callbacks that this rank runs: those that it writes with, and the others without writing."""
+    option = session.options.in_parts
+    if option:
+        _refuse_swapped_averages(given, option)
+        _refuse_readers(given, session)
+        for label, each in zip(labels(given), given, strict=True):
+            decide_together(each, session.engine, gathered.writer(label), undo)
+    run = [
+        each if gathered.writer(label) == session.engine.rank else without_writing(each, undo, sends_parts=bool(option))
+        for label, each in zip(labels(given), given, strict=True)
+        if not isinstance(each, AllRanksCallback)
+    ]
+    return [each for each in run if each is not None]
 
 
 def _refuse_swapped_averages(callbacks: list[Any], option: str) -> None:

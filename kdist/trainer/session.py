@@ -20,7 +20,7 @@ from kdist.sharding.embedding import warn_of_whole_tables
 from kdist.sharding.gradients import PartReducer
 from kdist.sharding.slot_files import loads
 from kdist.sharding.table import table_loads
-from kdist.sharding.table_optimizer import seen_by_optimizer
+from kdist.sharding.table_optimizer import part_variables_of
 from kdist.sharding.table_update import TableReduce
 from kdist.sharding.update import ShardedReduce
 from kdist.state.assignments import WAYS_OUT, WrittenState
@@ -308,7 +308,7 @@ class ReplicatedSession(TrainingSession):
             if self.counts_ended_step:
                 for optimizer, variables in self._updates:
                     with scaled_rate(innermost(optimizer), self.rate_of(innermost(optimizer))):
-                        count_ended_step(optimizer, seen_by_optimizer(variables))
+                        count_ended_step(optimizer, part_variables_of(variables))
             self.accumulation.end()
             self.agree()
             self.votes.withdraw("stop")  # from here on the flag says it, which a callback may set back

@@ -70,25 +70,37 @@ class Failure:
     stacks: str = ""
 
 
-def detect_failure(reports: Sequence[RankReport], stall_timeout: float | None, *, is_strict: bool) -> Failure | None:
+@dataclasses.dataclass(frozen=True)
+class StallTimeout:
+    """How long a rank may make no progress.
+
+    Attributes:
+        seconds: float or `None`, after which it has failed; `None` for never.
+        is_strict: bool, whether that holds for ranks that are busy or in the user's code, too.
+    """
+
+    seconds: float | None = 600.0
+    is_strict: bool = False
+
+
+def detect_failure(reports: Sequence[RankReport], timeout: StallTimeout) -> Failure | None:
     """Detects a failure in the reports of all ranks.
 
     Args:
         reports: sequence of `RankReport`, one a rank.
-        stall_timeout: float or `None`, seconds without progress after which a rank has failed; `None` for never.
-        is_strict: bool, whether that holds for ranks that are busy or in the user's code, too.
+        timeout: `StallTimeout`.
 
     Returns:
         A `Failure`, or `None` if there is none.
     """
-    skew = _SKEW if stall_timeout is None else min(stall_timeout, _SKEW)
+    skew = _SKEW if timeout.seconds is None else min(timeout.seconds, _SKEW)
     return (
         _died(reports)
         or _finished_early(reports)
         or _mismatch(reports, skew)
         or _deadlock(reports, skew)
-        or _stalled(reports, stall_timeout, is_strict)
-        or _lost_at_exit(reports, stall_timeout)
+        or _stalled(reports, timeout)
+        or _lost_at_exit(reports, timeout.seconds)
     )
 
 
@@ -97,12 +109,12 @@ def _died(reports: Sequence[RankReport]) -> Failure | None:
     if not dead:
         return None
     return Failure(
-        True,
-        _ranks(dead),
-        f"{_names(dead)} died without an error message{_last_place(dead)}. Received: a closed connection. Expected "
-        "it to keep training. "
-        "Fix: read its output and the system log of its host; the kernel kills processes that run out of memory.",
-        Kind.LOST,
+        is_fatal=True,
+        ranks=_ranks(dead),
+        text=f"{_names(dead)} died without an error message{_last_place(dead)}. Received: a closed connection. "
+        "Expected it to keep training. Fix: read its output and the system log of its host; the kernel kills "
+        "processes that run out of memory.",
+        kind=Kind.LOST,
     )
 
 
@@ -113,11 +125,11 @@ def _finished_early(reports: Sequence[RankReport]) -> Failure | None:
     if not early:
         return None
     return Failure(
-        True,
-        _ranks(early),
-        f"{_names(early)} has ended its script; {_names(waiting)} is in {_place(waiting[0])}. Received: an exit on "
-        "some ranks only. Expected every rank to make the same calls. Fix: look for `sys.exit`, or for a branch on the "
-        "rank, around fit, evaluate, predict or an optimizer's apply.",
+        is_fatal=True,
+        ranks=_ranks(early),
+        text=f"{_names(early)} has ended its script; {_names(waiting)} is in {_place(waiting[0])}. Received: an exit "
+        "on some ranks only. Expected every rank to make the same calls. Fix: look for `sys.exit`, or for a branch on "
+        "the rank, around fit, evaluate, predict or an optimizer's apply.",
     )
 
 
@@ -140,11 +152,11 @@ def _mismatch(reports: Sequence[RankReport], skew: float) -> Failure | None:
             is_certain = same_number and not (_is_in_a_graph(first) and _is_in_a_graph(other))
             if is_certain or min(first.elapsed, other.elapsed) >= skew:
                 return Failure(
-                    True,
-                    (first.rank, other.rank),
-                    f"Ranks make different calls. Received: {_call(first, other)}; {_call(other, first)}. Expected the "
-                    "same call with the same tensors on every rank. Fix: look for a branch, a shape or a number of "
-                    "steps that depends on the rank.",
+                    is_fatal=True,
+                    ranks=(first.rank, other.rank),
+                    text=f"Ranks make different calls. Received: {_call(first, other)}; {_call(other, first)}. "
+                    "Expected the same call with the same tensors on every rank. Fix: look for a branch, a shape or a "
+                    "number of steps that depends on the rank.",
                     stacks=_stacks([first, other]),
                 )
     return None
@@ -159,11 +171,11 @@ def _deadlock(reports: Sequence[RankReport], skew: float) -> Failure | None:
         for other in running:
             if first.among is not None and other.rank in first.among and other.waiting != first.waiting:
                 return Failure(
-                    True,
-                    (first.rank, other.rank),
-                    f"All ranks wait for each other. Received: {_call(first, first)}; {_call(other, other)}. Expected "
-                    "both in one collective, or one to send what the other receives. Fix: let the ranks of a group "
-                    "make the same calls in the same order, and send before they receive.",
+                    is_fatal=True,
+                    ranks=(first.rank, other.rank),
+                    text=f"All ranks wait for each other. Received: {_call(first, first)}; {_call(other, other)}. "
+                    "Expected both in one collective, or one to send what the other receives. Fix: let the ranks of a "
+                    "group make the same calls in the same order, and send before they receive.",
                     stacks=_stacks([first, other]),
                 )
     return None
@@ -179,7 +191,8 @@ def _is_in_a_graph(report: RankReport) -> bool:
     return report.waiting is not None and report.waiting.startswith(IN_A_GRAPH)
 
 
-def _stalled(reports: Sequence[RankReport], stall_timeout: float | None, is_strict: bool) -> Failure | None:
+def _stalled(reports: Sequence[RankReport], timeout: StallTimeout) -> Failure | None:
+    stall_timeout, is_strict = timeout.seconds, timeout.is_strict
     if stall_timeout is None:
         return None
     half = stall_timeout / 2
@@ -196,14 +209,14 @@ def _stalled(reports: Sequence[RankReport], stall_timeout: float | None, is_stri
     fatal = seconds >= stall_timeout and bool(stuck)
     at_fault = stuck if fatal else missing
     return Failure(
-        fatal,
-        _ranks(at_fault),
-        f"{_states(at_fault, _state)}; {_names(others)} waits in {_place(others[0])} for {seconds:.0f} s. Received: no "
-        f"call of {len(at_fault)} of {len(reports)} ranks. Expected every rank to arrive within "
+        is_fatal=fatal,
+        ranks=_ranks(at_fault),
+        text=f"{_states(at_fault, _state)}; {_names(others)} waits in {_place(others[0])} for {seconds:.0f} s. "
+        f"Received: no call of {len(at_fault)} of {len(reports)} ranks. Expected every rank to arrive within "
         f"stall_timeout={stall_timeout:g} s. Fix: {'remove' if fatal else 'check'} what blocks it; "
         "kdist.scope(stall_timeout=...) allows more time, None any time.",
-        Kind.STALL,
-        _stacks(at_fault),
+        kind=Kind.STALL,
+        stacks=_stacks(at_fault),
     )
 
 
@@ -216,12 +229,13 @@ def _lost_at_exit(reports: Sequence[RankReport], stall_timeout: float | None) ->
         return None
     finished = [each for each in reports if each.finished]
     return Failure(
-        True,
-        _ranks(left),
-        f"{_states(left, _no_heartbeat)}; {_names(finished)} has finished and waits at exit. Received: no heartbeat of "
-        f"{len(left)} of {len(reports)} ranks. Expected one within stall_timeout={stall_timeout:g} s. Fix: check its "
-        "host, and what its script does at the end; kdist.scope(stall_timeout=...) allows more time, None any time.",
-        Kind.STALL,
+        is_fatal=True,
+        ranks=_ranks(left),
+        text=f"{_states(left, _no_heartbeat)}; {_names(finished)} has finished and waits at exit. Received: no "
+        f"heartbeat of {len(left)} of {len(reports)} ranks. Expected one within stall_timeout={stall_timeout:g} s. "
+        "Fix: check its host, and what its script does at the end; kdist.scope(stall_timeout=...) allows more time, "
+        "None any time.",
+        kind=Kind.STALL,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from kdist.cluster.connections import connect, listen, own_hosts
 from kdist.restarts.report import own_reports
 from kdist.watch.activity import Activity
-from kdist.watch.failure_detector import Failure, RankReport, detect_failure
+from kdist.watch.failure_detector import Failure, RankReport, StallTimeout, detect_failure
 
 MAX_MESSAGE_BYTES = 1 << 16
 _PERIOD = 1.0  # seconds between two heartbeats
@@ -35,15 +35,13 @@ class Heartbeat:
         warn: function of a message that logs it.
 
     Attributes:
-        stall_timeout: float or `None`, seconds without progress after which a rank has failed.
-        is_strict: bool, whether that holds for ranks that are busy or in the user's code, too.
+        stall_timeout: `StallTimeout`.
     """
 
     def __init__(
         self, activity: Activity, rank: int, size: int, fail: Callable[[str], Any], warn: Callable[[str], Any]
     ) -> None:
-        self.stall_timeout: float | None = 600.0
-        self.is_strict = False
+        self.stall_timeout = StallTimeout()
         self._activity = activity
         self._rank = rank
         self._size = size
@@ -56,8 +54,8 @@ class Heartbeat:
         self._peers: dict[socket.socket, _Peer] = {}
         self._listener: socket.socket | None = None
         self._token = ""
-        self._reporter: dict[str, int] = {}  # at rank 0: the first rank that asked
-        self._asks = False  # at another rank
+        self._reporter: dict[str, int] = {}  # on rank 0: the rank that asked first to report a failure
+        self._asks = False  # on the others: whether this rank asks to report one
         self._is_reporter = True
         self._answered = threading.Event()
 
@@ -163,14 +161,14 @@ class Heartbeat:
 
     def _beat(self) -> None:
         mine = {**self._activity.report(), "asks": self._asks}
-        own_reports.is_at(mine["place"])
+        own_reports.record_place(mine["place"])
         for peer in self._peers.values():
             # Rank 0 gets the whole report; the others need a heartbeat of rank 0, and whether they wait for it in vain.
             peer.send(mine if self._rank else {name: mine[name] for name in ("finished", "calls")})
         reports = [_rank_report(self._rank, mine)]
         reports += [peer.report() for peer in self._peers.values() if peer.rank is not None]
         reports.sort(key=lambda each: each.rank)
-        failure = detect_failure(reports, self.stall_timeout, is_strict=self.is_strict)
+        failure = detect_failure(reports, self.stall_timeout)
         if failure is not None:
             self._handle(failure)
 

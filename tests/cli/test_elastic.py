@@ -55,16 +55,16 @@ def test_a_job_of_a_fixed_size() -> None:
     [
         (["-H", "a:2,b:2", "--min-np", "2"], "--min-np 2 needs --restarts"),
         (["-np", "4", "--restarts", "3", "--min-np", "2"], "--min-np 2 needs hosts"),
-        ([*HOSTS, "--min-np", "3", "--max-np", "2"], "do not fit.*from 3 to 2 ranks"),
-        ([*HOSTS, "--min-np", "0"], "do not fit.*from 0 to 4 ranks"),
-        ([*HOSTS, "--min-np", "2", "--max-np", "0"], "do not fit.*from 2 to 0 ranks"),
-        ([*HOSTS, "--min-np", "2", "--max-np", "5"], "do not fit.*has 4 slot"),
-        ([*HOSTS, "--max-np", "3"], "do not fit.*from 4 to 3 ranks"),
+        ([*HOSTS, "--min-np", "3", "--max-np", "2"], "contradict each other.*from 3 to 2 ranks"),
+        ([*HOSTS, "--min-np", "0"], "contradict each other.*from 0 to 4 ranks"),
+        ([*HOSTS, "--min-np", "2", "--max-np", "0"], "contradict each other.*from 2 to 0 ranks"),
+        ([*HOSTS, "--min-np", "2", "--max-np", "5"], "contradict each other.*has 4 slot"),
+        ([*HOSTS, "--max-np", "3"], "contradict each other.*from 4 to 3 ranks"),
         ([*HOSTS, "--strategy", "parameter_server", "--min-np", "2"], "not for parameter servers"),
         ([*HOSTS, "--wait", "5"], "--wait has no effect"),
         ([*HOSTS, "--look", "5"], "--look has no effect"),
-        ([*HOSTS, "--min-np", "2", "--look", "0"], "The times do not fit"),
-        ([*HOSTS, "--min-np", "2", "--wait", "nan"], "The times do not fit"),
+        ([*HOSTS, "--min-np", "2", "--look", "0"], "--wait or --look is out of range"),
+        ([*HOSTS, "--min-np", "2", "--wait", "nan"], "--wait or --look is out of range"),
         (["--rendezvous", "a", "--min-np", "2"], "--min-np cannot be used with --rendezvous"),
     ],
 )
@@ -142,10 +142,10 @@ def test_too_few_hosts_are_waited_for(cluster: Cluster, capsys: pytest.CaptureFi
 
 
 def test_a_larger_job_is_asked_for(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = elastic.Sizes(cluster.elastic(1), lambda: False)
+    planner = elastic.PlacementPlanner(cluster.elastic(1), lambda: False)
     cluster.up("a", "c")
-    assert sizes.next([]) == placed("a", "c")
-    growth = sizes.growth
+    assert planner.next([]) == placed("a", "c")
+    growth = planner.growth
     assert growth is not None
     assert not cluster.looks(growth, LISTENS, 0.5)
     assert growth.wanted is None
@@ -156,27 +156,27 @@ def test_a_larger_job_is_asked_for(cluster: Cluster, capsys: pytest.CaptureFixtu
     assert request.read(cluster.folder / "running") is None
     (cluster.folder / "b").unlink()
     # It is not asked again: if it does not start, it is left out.
-    assert sizes.next([attempt(Kind.RESIZE, "a", "c")]) == placed("a", "b", "c")
-    assert sizes.next([attempt(Kind.SIGNAL, "a", "b", "c")]) == placed("a", "c")
+    assert planner.next([attempt(Kind.RESIZE, "a", "c")]) == placed("a", "b", "c")
+    assert planner.next([attempt(Kind.SIGNAL, "a", "b", "c")]) == placed("a", "c")
 
 
 def test_a_host_that_does_not_answer_explains_an_end_of_unknown_cause(cluster: Cluster) -> None:
     """Open MPI says to its standard output that a daemon is gone."""
-    sizes = elastic.Sizes(cluster.elastic(1), lambda: False)
+    planner = elastic.PlacementPlanner(cluster.elastic(1), lambda: False)
     cluster.up("a", "c")
     unknown = dataclasses.replace(attempt(Kind.LOST, "a", "b", "c"), failure=None)
-    lost = sizes.explained([], unknown).failure
+    lost = planner.explained([], unknown).failure
     assert lost == Failure(Kind.LOST, "host b does not answer any more", None, "b")
     cluster.up("b")
-    assert sizes.next([unknown]) == placed("a", "c")  # it is not asked again at once
-    assert sizes.explained([], unknown) == unknown
+    assert planner.next([unknown]) == placed("a", "c")  # it is not asked again at once
+    assert planner.explained([], unknown) == unknown
     failed = dataclasses.replace(unknown, events=Events({}, False, (), None))
     smaller = attempt(Kind.RESIZE, "a", "c")
-    late = sizes.explained([unknown, smaller], failed).failure
+    late = planner.explained([unknown, smaller], failed).failure
     assert late == Failure(Kind.LOST, "host b came in addition, and the job does not start with it", None, "b")
     (cluster.folder / "b").unlink()
     killed = attempt(Kind.SIGNAL, "a", "b", "c")
-    assert sizes.explained([], killed) == killed
+    assert planner.explained([], killed) == killed
 
 
 def test_a_job_that_cannot_leave_is_told_of_once(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

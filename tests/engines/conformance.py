@@ -1004,8 +1004,8 @@ def case_wrong_arguments_are_refused(engine):
     if engine.name != "horovod":
         other = (engine.rank + 1) % engine.size
         wrong += [
-            (lambda: engine.send([x], engine.rank), f"no such other rank.*to={engine.rank}"),
-            (lambda: engine.recv([x], engine.size), f"no such other rank.*source={engine.size}"),
+            (lambda: engine.send([x], engine.rank), f"`to` names no other rank.*to={engine.rank}"),
+            (lambda: engine.recv([x], engine.size), f"`source` names no other rank.*source={engine.size}"),
             (lambda: engine.recv([x], None), "source=None"),
         ]
         if engine.size > 1:

@@ -148,7 +148,7 @@ def test_node_0_that_is_not_there_is_told_of(nodes: Nodes) -> None:
     nodes.start("", 1, timeout=1)
     ((code, said),) = nodes.ended()
     assert code == 1
-    assert f"Node 0 is not reached. Received: [Errno 111] Connection refused from 127.0.0.1:{nodes.port}" in said
+    assert f"Cannot connect to node 0. Received: [Errno 111] Connection refused from 127.0.0.1:{nodes.port}" in said
 
 
 def test_a_node_that_ends_while_it_waits_may_come_again(nodes: Nodes) -> None:

@@ -51,33 +51,33 @@ def agent(tmp_path):
     return (os.fspath(path),)
 
 
-def answering(question):
-    while not question.is_over():
+def succeeded(command):
+    while not command.is_over():
         time.sleep(0.02)
-    return question.answering
+    return command.succeeded
 
 
 def test_all_are_asked_at_once(agent):
-    assert answering(reach.Question(agent, ["up", "down", "up2", "localhost"])) == {"up", "up2", "localhost"}
-    assert answering(reach.Question(agent, [])) == set()
-    assert answering(reach.Question(("/no/such/program",), ["up", "localhost"])) == {"localhost"}
+    assert succeeded(reach.RemoteCommand(agent, ["up", "down", "up2", "localhost"])) == {"up", "up2", "localhost"}
+    assert succeeded(reach.RemoteCommand(agent, [])) == set()
+    assert succeeded(reach.RemoteCommand(("/no/such/program",), ["up", "localhost"])) == {"localhost"}
 
 
 @pytest.mark.parametrize("close", [False, True])
 def test_a_host_that_hangs_is_not_waited_for(agent, tmp_path, monkeypatch, close):
     monkeypatch.setattr(reach, "LIMIT", 60.0 if close else 1.0)
-    question = reach.Question(agent, ["up", "slow"])
+    command = reach.RemoteCommand(agent, ["up", "slow"])
     pid = tmp_path / "pid"
-    while not pid.exists() or not pid.read_text() or (not close and not question.is_over()):
+    while not pid.exists() or not pid.read_text() or (not close and not command.is_over()):
         time.sleep(0.02)
     if close:
-        question.is_over()
-        question.close()
+        command.is_over()
+        command.close()
     assert not Path("/proc", pid.read_text().strip()).exists()
-    assert close or question.answering == {"up"}
+    assert close or command.succeeded == {"up"}
 
 
 def test_a_command_on_a_host(agent, tmp_path):
     for host in ("up", "localhost"):
-        assert answering(reach.Question(agent, [host], ("touch", f"{tmp_path}/{host}"))) == {host}
+        assert succeeded(reach.RemoteCommand(agent, [host], ("touch", f"{tmp_path}/{host}"))) == {host}
         assert (tmp_path / host).exists()

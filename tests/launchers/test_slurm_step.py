@@ -90,9 +90,9 @@ def test_all_ranks_learn_all_addresses() -> None:
 WORDS = """
 import json, os
 from kdist.cluster import detect
-from kdist.launchers.slurm_step import words_of_all
+from kdist.launchers.slurm_step import payloads_of_all
 info = detect(os.environ)
-print(json.dumps(words_of_all(info, os.environ, 60, f"word of {info.rank}")))
+print(json.dumps(payloads_of_all(info, os.environ, 60, f"word of {info.rank}")))
 """
 
 
@@ -119,14 +119,14 @@ def test_a_port_that_is_taken_is_told_of() -> None:
     env = step()
     with socket.create_server(("", port(env))), started([0], env) as (process,):
         said = ended(process)
-    assert f"Rank 0 cannot listen where the others come to. Received: port {port(env)}" in said
+    assert f"Rank 0 cannot listen on its port. Received: port {port(env)}" in said
     assert "Fix: start the job again: its number decides the port." in said
 
 
 def test_a_rank_of_another_step_is_ignored() -> None:
     env = step(size=2)
     with started([0], env) as (first,):
-        hello = {"rank": 1, "count": 2, "job": "", "meeting": "another", "addresses": [], "note": []}
+        hello = {"rank": 1, "count": 2, "job": "", "name": "another", "addresses": [], "payload": []}
         limit = time.monotonic() + LIMIT
         while True:
             try:

@@ -325,7 +325,7 @@ def test_a_plan_that_is_ended_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--memory", "24XB", "train.py"], "24XB"), (["no_such.py"], "no_such.py"), ([], "nothing to plan")],
+    [(["--memory", "24XB", "train.py"], "24XB"), (["no_such.py"], "no_such.py"), ([], "No script given")],
 )
 def test_wrong_arguments_are_refused(arguments, words, capsys):
     assert cli.main(["plan", "-np", "2", *arguments]) == 2

@@ -132,7 +132,7 @@ def test_the_summary_of_what_a_launcher_of_kdist_reports(tmp_path):
     assert failure.summary(5).startswith(f"{exited}; ")
     own = OwnReports(running=tmp_path, rank=1)
     for place in ("", "`model.fit`, train.py:12", ""):
-        own.is_at(place)
+        own.record_place(place)
     assert failure.summary(5, None, str(tmp_path)).startswith(f"{exited}, last seen in `model.fit`, train.py:12; ")
 
 

@@ -10,7 +10,7 @@ from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.cluster.slurm import has_pmi
 from kdist.errors import StrategyError
-from kdist.strategies.selection import MPI_LAUNCHERS, Selection, agreed, choose
+from kdist.strategies.selection import MPI_LAUNCHERS, Resources, Selection, agreed, choose
 from tests.cluster import environments
 
 
@@ -52,7 +52,7 @@ AUTO = [
 
 @pytest.mark.parametrize(("env", "num_gpus", "strategy"), AUTO)
 def test_an_environment_decides(env: dict[str, str], num_gpus: int, strategy: str) -> None:
-    assert choose("auto", detect(env), num_gpus=num_gpus).strategy == strategy
+    assert choose("auto", detect(env), Resources(num_gpus=num_gpus)).strategy == strategy
 
 
 def test_an_evaluator_without_parameter_servers_is_refused() -> None:
@@ -77,10 +77,10 @@ def test_one_process_is_keras_own(launcher: str) -> None:
 @pytest.mark.parametrize(("num_gpus", "horovod_on_gpus"), [(0, False), (1, False), (1, True)])
 def test_ranks_that_no_mpi_connects_train_over_tensorflows_collectives(num_gpus: int, horovod_on_gpus: bool) -> None:
     info = detect(environments.SLURM_STEP)
-    chosen = choose("auto", info, num_gpus=num_gpus, horovod_on_gpus=horovod_on_gpus, has_mpi=False)
+    chosen = choose("auto", info, Resources(num_gpus=num_gpus, horovod_on_gpus=horovod_on_gpus, has_mpi=False))
     assert chosen.strategy == "collective"
     assert "started by Slurm without MPI" in chosen.why
-    assert choose("mpi", info, has_mpi=False).strategy == "mpi"  # the user may know better
+    assert choose("mpi", info, Resources(has_mpi=False)).strategy == "mpi"  # the user may know better
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def test_horovodruns_ranks_train_over_horovod() -> None:
 def test_ranks_of_an_mpi_launcher_train_over_horovod_if_asked_or_on_gpus(launcher: str) -> None:
     info = ClusterInfo(launcher=launcher, size=2)
     assert choose("horovod", info).strategy == "horovod"
-    on_gpus = choose("auto", info, horovod_on_gpus=True)
+    on_gpus = choose("auto", info, Resources(horovod_on_gpus=True))
     assert on_gpus.strategy == "horovod"
     assert "NCCL" in on_gpus.why
-    assert choose("mpi", info, horovod_on_gpus=True).strategy == "mpi"
+    assert choose("mpi", info, Resources(horovod_on_gpus=True)).strategy == "mpi"
 
 
 @pytest.mark.parametrize(("word", "launcher"), [("mpi", "horovod"), ("mpi", "tf_config"), ("horovod", "tf_config")])
@@ -140,23 +140,23 @@ def test_workers_of_tf_config_train_over_tensorflows_own_collectives() -> None:
 @pytest.mark.parametrize("launcher", MPI_LAUNCHERS)
 def test_ranks_of_an_mpi_launcher_with_gpus_keep_gradients_on_them(launcher: str) -> None:
     info = ClusterInfo(launcher=launcher, size=2)
-    on_gpus = choose("auto", info, num_gpus=1)
+    on_gpus = choose("auto", info, Resources(num_gpus=1))
     assert on_gpus.strategy == "collective"
     assert "host memory" in on_gpus.why
-    assert choose("auto", info, num_gpus=1, horovod_on_gpus=True).strategy == "horovod"
-    assert choose("mpi", info, num_gpus=1).strategy == "mpi"
-    shared = choose("auto", info, num_gpus=1, horovod_on_gpus=True, shares_gpus=True)
+    assert choose("auto", info, Resources(num_gpus=1, horovod_on_gpus=True)).strategy == "horovod"
+    assert choose("mpi", info, Resources(num_gpus=1)).strategy == "mpi"
+    shared = choose("auto", info, Resources(num_gpus=1, horovod_on_gpus=True, shares_gpus=True))
     assert shared.strategy == "mpi"
     assert "share GPUs" in shared.why
-    assert choose("auto", info, num_gpus=1, shares_gpus=True, has_mpi=False).strategy == "collective"
+    assert choose("auto", info, Resources(num_gpus=1, shares_gpus=True, has_mpi=False)).strategy == "collective"
 
 
 @pytest.mark.parametrize(("num_gpus", "strategy"), [(0, "single"), (1, "single"), (2, "mirrored")])
 def test_several_gpus_of_one_process_are_mirrored(num_gpus: int, strategy: str) -> None:
-    choice = choose("auto", ClusterInfo(), num_gpus=num_gpus)
+    choice = choose("auto", ClusterInfo(), Resources(num_gpus=num_gpus))
     assert choice.strategy == strategy
     assert ("2 GPUs" in choice.why) == (num_gpus == 2)
-    assert choose("single", ClusterInfo(), num_gpus=num_gpus).strategy == "single"
+    assert choose("single", ClusterInfo(), Resources(num_gpus=num_gpus)).strategy == "single"
 
 
 @pytest.mark.parametrize("word", ["mirrored", "tpu"])

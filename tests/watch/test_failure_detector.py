@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdist.watch.failure_detector import RankReport, detect_failure
+from kdist.watch.failure_detector import RankReport, StallTimeout, detect_failure
 
 CALL = "allreduce of 1 tensor(s) float32[3]"
 
 
 def detect(*reports: RankReport, timeout: float | None = 100.0, is_strict: bool = False):
-    return detect_failure(reports, timeout, is_strict=is_strict)
+    return detect_failure(reports, StallTimeout(timeout, is_strict))
 
 
 def waits(rank: int, elapsed: float, call: str = CALL, calls: int = 5, **more) -> RankReport:

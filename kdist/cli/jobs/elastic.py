@@ -109,11 +109,11 @@ class Elastic:
         Args:
             is_stopped: function that returns whether a signal has asked to end.
         """
-        question = reach.Question(self.agent, [host.name for host in self.read_hosts()])
-        while not question.is_over() and not is_stopped():
+        command = reach.RemoteCommand(self.agent, [host.name for host in self.read_hosts()])
+        while not command.is_over() and not is_stopped():
             time.sleep(0.05)
-        question.close()
-        return question.answering
+        command.close()
+        return command.succeeded
 
 
 class Growth:
@@ -134,8 +134,8 @@ class Growth:
         self._placement = placement
         self._attempts = attempts
         self._due = time.monotonic() + elastic.look_every
-        self._question: reach.Question | None = None
-        self._request: reach.Question | None = None
+        self._question: reach.RemoteCommand | None = None
+        self._request: reach.RemoteCommand | None = None
         self._has_warned = False
 
     def look(self, running: str, read_events: Callable[[], Events]) -> None:
@@ -146,15 +146,15 @@ class Growth:
             read_events: function that returns what the attempt's ranks have reported so far.
         """
         if self._request is not None:
-            if self._request.is_over() and not self._request.answering:  # it is made again
+            if self._request.is_over() and not self._request.succeeded:  # it is made again
                 self._request = self._question = None
         elif self._question is None:
             if self._placement.np < self._elastic.max_np and time.monotonic() >= self._due:
                 others = {host.name for host in self._elastic.read_hosts()} - {*self._placement.host_of_rank}
-                self._question = reach.Question(self._elastic.agent, others)
+                self._command = reach.RemoteCommand(self._elastic.agent, others)
         elif self._question.is_over():
             self._due = time.monotonic() + self._elastic.look_every
-            answering, self._question = self._question.answering | {*self._placement.host_of_rank}, None
+            answering, self._question = self._question.succeeded | {*self._placement.host_of_rank}, None
             elastic = self._elastic
             bad = left_out(self._attempts, time.time(), _LOOKS_OUT * elastic.look_every)
             found = place(elastic.read_hosts(), answering, bad, elastic.min_np, elastic.max_np)
@@ -179,7 +179,7 @@ class Growth:
             tell(f"all ranks are asked to save and leave, for {how}")
             self.wanted = larger
             chief = self._placement.hosts[0].name
-            self._request = reach.Question(
+            self._request = reach.RemoteCommand(
                 self._elastic.agent, [chief], ("touch", request.path_of(running, request.LARGER_JOB))
             )
         elif events.made_step and not self._has_warned:
@@ -191,8 +191,8 @@ class Growth:
             )
 
 
-class Sizes:
-    """The placements of a job's attempts, one after the other.
+class PlacementPlanner:
+    """Plans the placements of a job's attempts, one after the other.
 
     Args:
         elastic: `Elastic`, the sizes that the job may have.
@@ -252,7 +252,7 @@ def elastic_of(options: argparse.Namespace, env: Mapping[str, str]) -> Elastic |
         env: mapping, the environment.
 
     Raises:
-        LaunchError: if the arguments do not fit.
+        LaunchError: if the arguments contradict each other, or one is out of range.
     """
     if options.min_np is None and options.max_np is None:
         for name in ("wait", "look"):
@@ -276,16 +276,16 @@ def elastic_of(options: argparse.Namespace, env: Mapping[str, str]) -> Elastic |
     min_np = np if options.min_np is None else options.min_np
     if not 1 <= min_np <= max_np <= slots:
         raise LaunchError(
-            f"The numbers of ranks do not fit. Received: {given}, so from {min_np} to {max_np} ranks on "
-            f"{','.join(map(str, hosts))}, which has {slots} slot(s). Expected 1 <= min <= max <= {slots}. Fix: change "
-            "one of them, or the hosts' slots (host:slots)."
+            f"--min-np, --max-np and the hosts' slots contradict each other. Received: {given}, so from {min_np} to "
+            f"{max_np} ranks on {','.join(map(str, hosts))}, which has {slots} slot(s). Expected 1 <= min <= max <= "
+            f"{slots}. Fix: change one of them, or the slots (host:slots)."
         )
     wait = _WAIT if options.wait is None else options.wait
     look = _LOOK if options.look is None else options.look
     if not (0 <= wait < math.inf and 0 < look < math.inf):
         raise LaunchError(
-            f"The times do not fit. Received: --wait {wait:g} --look {look:g}. Expected 0 seconds or more to wait, "
-            "and more than 0 between two looks. Fix: change one of them, or omit it."
+            f"--wait or --look is out of range. Received: --wait {wait:g} --look {look:g}. Expected 0 seconds or more "
+            "to wait, and more than 0 between two looks. Fix: change one of them, or omit it."
         )
     return Elastic(
         min_np,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kdist.reports.output import BEGINS_LINE
+from kdist.reports.output import BEGINS_LINE, SAID
 
 
 def tell(text: str, *, after_output: bool = False) -> None:
@@ -16,7 +16,7 @@ def tell(text: str, *, after_output: bool = False) -> None:
         after_output: bool, whether ranks may have left a line without an end, such as a progress bar.
     """
     try:
-        print(f"{BEGINS_LINE if after_output else ''}kdist: {text}", file=sys.stderr, flush=True)
+        print(f"{BEGINS_LINE if after_output else ''}{SAID}{text}", file=sys.stderr, flush=True)
     except OSError:
         # Python would write the rest when it exits, and exit with a code of its own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

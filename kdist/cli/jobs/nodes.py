@@ -63,7 +63,7 @@ def node_of(options: argparse.Namespace, words: Sequence[str], env: Mapping[str,
     count, rank = (_number(options, name, env) for name in ("nnodes", "node_rank"))
     if count < 1 or not 0 <= rank < count:
         raise LaunchError(
-            f"The node's number does not fit. Received: --nnodes {count} --node-rank {rank}. Expected numbers "
+            f"--node-rank is not below --nnodes. Received: --nnodes {count} --node-rank {rank}. Expected numbers "
             "from 0 to one below the number of nodes. Fix: change one of them."
         )
     if options.np is None or options.np < 1:
@@ -104,8 +104,8 @@ def _address(text: str) -> tuple[str, int]:
     port = int(found[3] or _PORT) if found else 0
     if found is None or not 0 < port < 65536:
         raise LaunchError(
-            f"--rendezvous is no address. Received: {text!r}. Expected the name or address of node 0, and a port, as "
-            f"alpha:{_PORT} or [fd00::1]:{_PORT}. Fix: correct it."
+            f"--rendezvous is not HOST:PORT. Received: {text!r}. Expected the name or address of node 0, and a port, "
+            f"as alpha:{_PORT} or [fd00::1]:{_PORT}. Fix: correct it."
         )
     return found[1] or found[2], port
 

@@ -100,20 +100,30 @@ def started(
         failure = JobFailure(what.script, "" if what.is_on_several_hosts else platform.node())
         shown, stdout = filters(failure, boxes=command.prints_boxes, labels=command.prints_labels)
         stderr = shown if watched is None else watched.filtered(shown)
-        if standby and stderr is not None:  # the job that runs owns the terminal
+        if standby and stderr is not None:  # the terminal shows the job that runs now
             stderr = muted = Muted(stderr)
             begin.callback(muted.unmute)
         job = stack.enter_context(process.started(command, stderr, stdout, reads_input=not standby))
         yield StartedJob(
-            command, job, running, monitor, failure, output, watched, begin.close, waiting, notice,
+            command=command,
+            job=job,
+            running=running,
+            monitor=monitor,
+            failure=failure,
+            output=output,
+            watched=watched,
+            begin=begin.close,
+            standby=waiting,
+            notice=notice,
             has_hosts=what.has_hosts,
-        )  # fmt: skip
+        )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StartedJob:
     """A job whose launcher has been started; `started` makes one.
 
-    Args:
+    Attributes:
         command: `Command`, what was started.
         job: `Job`, its processes.
         running: str, the job's directory.
@@ -125,42 +135,24 @@ class StartedJob:
         standby: `Standby` or `None`, where they wait.
         notice: `_Notice`, which is passed on to its ranks.
         has_hosts: bool, whether it may lose a host.
-
-    Attributes:
-        running: the same.
     """
 
-    def __init__(
-        self,
-        command: Command,
-        job: Job,
-        running: str,
-        monitor: FailureMonitor,
-        failure: JobFailure,
-        output: str | None,
-        watched: Watched | None,
-        begin: Callable[[], object],
-        standby: Standby | None,
-        notice: _Notice,
-        *,
-        has_hosts: bool,
-    ) -> None:
-        self._command = command
-        self._job = job
-        self.running = running
-        self._monitor = monitor
-        self._failure = failure
-        self._begin = begin
-        self._standby = standby
-        self._has_hosts = has_hosts
-        self._notice = notice
-        self._output = output
-        self._watched = watched
+    command: Command
+    job: Job
+    running: str
+    monitor: FailureMonitor
+    failure: JobFailure
+    output: str | None
+    watched: Watched | None
+    begin: Callable[[], object]
+    standby: Standby | None
+    notice: _Notice
+    has_hosts: bool
 
     @property
     def is_running(self) -> bool:
         """Whether its launcher is, and none of its ranks that were ready to begin has gone."""
-        return self._job.is_running and (self._standby is None or not self._standby.has_lost)
+        return self.job.is_running and (self.standby is None or not self.standby.has_lost)
 
     def follow(
         self, received: Sequence[int], notices: Sequence[int], meanwhile: Callable[[str], object] | None = None
@@ -173,11 +165,11 @@ class StartedJob:
             meanwhile: function of the job's directory that is called every half second, or `None`.
         """
         slow_start = scope_marks.SlowStart()
-        self._begin()
+        self.begin()
 
         def must_end() -> bool:
             if notices:
-                self._notice.pass_on()
+                self.notice.pass_on()
             if meanwhile is not None:
                 meanwhile(self.running)
             marks = scope_marks.read(self.running)
@@ -185,22 +177,22 @@ class StartedJob:
                 tell(remark)
             return self._has_problem(marks)
 
-        code = self._job.follow(received, self._monitor.mute, must_end)
-        self._notice.close()
-        self._monitor.close()
-        if self._watched is not None:
-            self._watched.read(self.running)
+        code = self.job.follow(received, self.monitor.mute, must_end)
+        self.notice.close()
+        self.monitor.close()
+        if self.watched is not None:
+            self.watched.read(self.running)
         if received:
             tell(f"{signal.Signals(received[0]).name}: the job has ended", after_output=True)
-        code = code if self._monitor.code is None else self._monitor.code
-        return self._reported(code, is_explained=bool(received or self._watched))
+        code = code if self.monitor.code is None else self.monitor.code
+        return self._reported(code, is_explained=bool(received or self.watched))
 
     def _has_problem(self, marks: scope_marks.Marks) -> bool:
         """Returns whether the job cannot go on, and says why."""
         problem = marks.problem()
         if problem:
-            self._monitor.mute()
-            self._failure.is_known = True
+            self.monitor.mute()
+            self.failure.is_known = True
             tell(problem, after_output=True)
             append_failure(self.running, Failure(Kind.DISAGREEMENT, problem))
         return bool(problem)
@@ -209,23 +201,23 @@ class StartedJob:
         """Says how the job has ended, and returns its exit code, which is not 0 if a rank was lost."""
         names = os.listdir(self.running) if os.path.isdir(self.running) else []  # something may have cleaned /tmp
         lost = sorted((name for name in names if name.isdigit()), key=int)
-        if code == 0 and lost and self._has_hosts:
+        if code == 0 and lost and self.has_hosts:
             # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
-            tell(f"rank {', '.join(lost)} failed, but {self._command.argv[0]} reported success", after_output=True)
+            tell(f"rank {', '.join(lost)} failed, but {self.command.argv[0]} reported success", after_output=True)
             code, is_explained = 1, True
         for reported in scope_marks.read_report(self.running).encode().splitlines():
-            self._failure.read(reported)
+            self.failure.read(reported)
         for failure in report.read(self.running).failures:
             if failure.from_launcher:
-                self._failure.take(failure)
-        summary = self._failure.summary(code, self._output, self.running) if code else ""
-        if self._output is not None and not summary:
-            tell(f"the output of each rank is in {self._output} (rank0.out, rank0.err, ...)")
+                self.failure.take(failure)
+        summary = self.failure.summary(code, self.output, self.running) if code else ""
+        if self.output is not None and not summary:
+            tell(f"the output of each rank is in {self.output} (rank0.out, rank0.err, ...)")
         for place, line in enumerate(summary.splitlines()):
             tell(line, after_output=place == 0)
         if code == 0 and (remark := scope_marks.read(self.running).remark()):
             tell(remark)
-        if code and not (is_explained or self._failure.is_known):
+        if code and not (is_explained or self.failure.is_known):
             tell(
                 f"the job's exit code is {code}, and no rank of this host has reported a failure. Fix: read the lines "
                 "above, which are the launcher's",
@@ -248,18 +240,18 @@ class _Notice:
         self._agent, self._chief = agent, chief or platform.node()
         self._command = ("touch", request.path_of(running, request.NOTICE))
         self._is_known = bool(chief) or not is_elsewhere
-        self._asked: reach.Question | None = None
+        self._asked: reach.RemoteCommand | None = None
         self._is_passed_on = False
 
     def pass_on(self) -> None:
         """Asks the ranks, and says it if their host does not answer; does not wait."""
         if self._asked is None:
-            self._asked = reach.Question(self._agent, [self._chief], self._command)
+            self._asked = reach.RemoteCommand(self._agent, [self._chief], self._command)
             who = "all ranks are" if self._is_known else "rank 0, if it is on this host, and all ranks through it, are"
             tell(f"SIGUSR1: {who} asked to save and leave (kdist.callbacks.Preemption)")
         elif not self._is_passed_on and self._asked.is_over():
             self._is_passed_on = True
-            if not self._asked.answering:
+            if not self._asked.succeeded:
                 tell(f"{self._chief} does not answer, where rank 0 is: the ranks do not know that they are to leave")
 
     def close(self) -> None:

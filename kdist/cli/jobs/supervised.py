@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kdist.cli.jobs import left_copies
-from kdist.cli.jobs.elastic import Elastic, Sizes
+from kdist.cli.jobs.elastic import Elastic, PlacementPlanner
 from kdist.cli.jobs.message import tell
 from kdist.cli.jobs.started_job import JobToStart, StartedJob, started
 from kdist.cli.jobs.watched import Watched
@@ -99,7 +99,7 @@ class _Starts:
     ) -> None:
         self._job = job
         self._output = output
-        self._sizes = None if elastic is None else Sizes(elastic, lambda: bool(signals or notices))
+        self._planner = None if elastic is None else PlacementPlanner(elastic, lambda: bool(signals or notices))
         self._signals = signals
         self._notices = notices
         self._standby = standby
@@ -112,7 +112,7 @@ class _Starts:
         Args:
             attempts: sequence of `Attempt`, all so far.
         """
-        placement = None if self._sizes is None else self._sizes.next(attempts)
+        placement = None if self._planner is None else self._planner.next(attempts)
         if isinstance(placement, str):
             return placement
         try:
@@ -121,13 +121,13 @@ class _Starts:
             if not attempts:
                 raise
             return str(error)  # the summary of those before is of use
-        return made if self._sizes is None else self._sizes.explained(attempts, made)
+        return made if self._planner is None else self._planner.explained(attempts, made)
 
     def _made(self, number: int, placement: Placement | None) -> Attempt:
         began = time.time()
         with contextlib.ExitStack() as stack:
             job, watched = self._taken(stack, placement) or stack.enter_context(self._started(number, placement))
-            growth = None if self._sizes is None else self._sizes.growth
+            growth = None if self._planner is None else self._planner.growth
 
             def meanwhile(running: str) -> None:
                 if growth is not None:

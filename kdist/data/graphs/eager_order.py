@@ -73,7 +73,7 @@ def _in_one_order(dataset: Any, seed: int, num_iterated: collections.Counter[str
         with _own_orders(dataset):
             return Pipeline(dataset, seed).dataset().with_options(options)
     except DataError as err:
-        _log.warning("Ranks may see another order when they iterate over a dataset by hand. %s", err)
+        _log.warning("Ranks may see different orders when the script iterates over a dataset. %s", err)
         return None
 
 

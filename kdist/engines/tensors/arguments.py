@@ -119,7 +119,7 @@ def check_root(root: int, size: int) -> None:
     """Raises `EngineError` if `root` is no rank."""
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < size:
         raise EngineError(
-            f"There is no such root. Received: root={root!r}. Expected: an int from 0 to {size - 1}. "
+            f"`root` is out of range. Received: root={root!r}. Expected: an int from 0 to {size - 1}. "
             f"Fix: give a rank of this engine, which has {size} rank(s)."
         )
 
@@ -160,7 +160,7 @@ def check_group(ranks: Sequence[int], rank: int, size: int) -> list[int]:
 def _check_peer(name: str, peer: int, rank: int, size: int) -> None:
     if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < size or peer == rank:
         raise EngineError(
-            f"There is no such other rank. Received: {name}={peer!r} on rank {rank}. Expected: an int from 0 to "
+            f"`{name}` names no other rank. Received: {name}={peer!r} on rank {rank}. Expected: an int from 0 to "
             f"{size - 1} that is not {rank}. Fix: give another rank of this engine, which has {size} rank(s)."
         )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from kdist.engines.arrays.fusion import Array
+from kdist.engines.tensors.unlifted import unlifted_variable
 
 Exchange = Callable[..., list[Array]]
 """Takes arrays and returns arrays."""
@@ -63,8 +64,7 @@ class OrderedCalls:
     def _order(self) -> tf.Variable:
         """What all calls read before and write after; made at the first call, for engines are made before GPUs."""
         with tf.init_scope(), tf.device("CPU:0"):
-            # A lifted variable would belong to the function that is traced now, which would then be traced again.
-            return tf.Variable(0, trainable=False, name=self._name, experimental_enable_variable_lifting=False)
+            return unlifted_variable(0, self._name)
 
     def _run(self, exchange: Exchange, *arrays: Array) -> list[Array]:
         # Python's state for a thread of TensorFlow's is made at each call, which costs a tenth of a message. With this

@@ -24,7 +24,7 @@ _ARITHMETIC = (
 
 
 class WholeTable(Protocol):
-    """What a `TableVariable` stands for."""
+    """The distributed table behind a `TableVariable`."""
 
     def whole(self, variable: Any) -> Any:
         """Returns all rows, an array. Collective: every rank must call this, in the same order."""
@@ -53,7 +53,7 @@ class TableVariable(PartVariable):
 
     @property
     def value(self) -> Any:
-        """What names the variable and is no tensor, which would have this rank's rows alone."""
+        """A stand-in that has the variable's name and raises when it is used as a tensor, which has some rows only."""
         return _Value(self)
 
     @property

@@ -18,11 +18,11 @@ from kdist._suggestions import with_suggestions
 from kdist.errors import EngineError, LaunchError
 from kdist.launchers.functions import rank_program
 from kdist.launchers.process import guard
+from kdist.reports.output import SAID
 
 T = TypeVar("T")
 
 _READ_BYTES = 1 << 16
-_SAID = "kdist: "  # with which a line of `kdist run` itself begins
 
 
 class RankError(Exception):
@@ -46,6 +46,9 @@ def launch(
     Made for notebooks, where there is no script to start. The function enters `kdist.scope()` itself. It is sent by
     cloudpickle, with what it uses of the notebook: other functions, data, modules that were imported. The output of
     rank 0 appears as it is written. An interrupt ends the job.
+
+    It blocks until the job has ended. Only rank 0 returns a value; those of the other ranks are lost. All ranks must
+    call the collectives in the function in the same order; this process is none of them.
 
     Args:
         function: a function; each rank calls it once.
@@ -79,11 +82,11 @@ def launch(
     """
     if not callable(function):
         raise LaunchError(
-            f"kdist.launch calls a function. Received: {function!r}. Expected a function. Fix: kdist.launch(train, "
+            f"`function` is not callable. Received: {function!r}. Expected a function. Fix: kdist.launch(train, "
             "np=2), without parentheses after the function; for a file, `kdist run -np 2 train.py`."
         )
     if not isinstance(np, int) or np < 1:
-        raise LaunchError(f"The number of ranks is no positive integer. Received: np={np!r}. Fix: np=2.")
+        raise LaunchError(f"`np` is no number of ranks. Received: np={np!r}. Expected an int of at least 1. Fix: np=2.")
     with tempfile.TemporaryDirectory(prefix="kdist-launch-") as name:
         directory = Path(name)
         (directory / rank_program.CALL).write_bytes(_pickled_call(function, args, dict(kwargs or {})))
@@ -184,8 +187,8 @@ def _raise(path: Path, size: int, held: str) -> NoReturn:
     rank = path.stem.removeprefix(rank_program.ERROR.partition("{")[0])
     error = None if pickled is None else cloudpickle.loads(pickled)
     # A rank that was killed raises nothing, and makes others raise.
-    told = [line for line in held.splitlines() if line.startswith(_SAID)]
-    if told and told[0].startswith(f"{_SAID}rank {rank} ") and not isinstance(error, EngineError):
+    told = [line for line in held.splitlines() if line.startswith(SAID)]
+    if told and told[0].startswith(f"{SAID}rank {rank} ") and not isinstance(error, EngineError):
         told = []
     cause = RankError("\n".join([f"rank {rank} of {size} raised:\n\n{text}", *told]))
     if error is None:

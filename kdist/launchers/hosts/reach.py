@@ -61,8 +61,8 @@ def is_this_host(name: str) -> bool:
     return False
 
 
-class Question:
-    """Runs a command on hosts, on all at once, and learns which ones have done it. This host always answers.
+class RemoteCommand:
+    """A command that runs on several hosts at once. On this host it runs without the agent.
 
     Args:
         agent: sequence of str, what `agent` returned.
@@ -70,11 +70,11 @@ class Question:
         command: sequence of str, words without characters that a shell would change.
 
     Attributes:
-        answering: set of str, the hosts that have answered so far.
+        succeeded: set of str, the hosts on which it has succeeded so far.
     """
 
     def __init__(self, agent: Sequence[str], hosts: Iterable[str], command: Sequence[str] = ("true",)) -> None:
-        self.answering: set[str] = set()
+        self.succeeded: set[str] = set()
         self._asked: dict[str, subprocess.Popen[bytes]] = {}
         self._deadline = time.monotonic() + LIMIT
         for host in hosts:
@@ -89,11 +89,11 @@ class Question:
                 )
 
     def is_over(self) -> bool:
-        """Returns whether all have answered, or time is up."""
+        """Returns whether it has ended on all hosts, or time is up."""
         is_late = time.monotonic() > self._deadline
         for host, process in list(self._asked.items()):
             if process.poll() == 0:
-                self.answering.add(host)
+                self.succeeded.add(host)
             elif process.returncode is None and is_late:
                 _kill(process)
             elif process.returncode is None:
@@ -102,7 +102,7 @@ class Question:
         return not self._asked
 
     def close(self) -> None:
-        """Asks no more."""
+        """Kills it where it has not ended."""
         while self._asked:
             _kill(self._asked.popitem()[1])
 

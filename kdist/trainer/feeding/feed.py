@@ -102,21 +102,16 @@ class Feed:
             DataError: if the ranks cannot read the data in one order.
             MismatchError: if the ranks have different kinds of data.
         """
-        if limit := getattr(keras.config, "max_steps_per_epoch", lambda: None)():  # for trials; of the user's steps
-            steps_per_epoch = min(steps_per_epoch or limit, limit)
-        if steps_per_epoch is not None:  # a last execution is whole in Keras, unless the data ends there
-            whole = -(-steps_per_epoch // steps_per_execution) * steps_per_execution
-            steps_per_epoch = max(steps_per_epoch, min(whole, adapter.num_batches or whole))
         # The first data of a `fit` that does not call Keras' own, too.
-        is_for_training = is_for_training or (verb == "fit" and self._training is None)
+        trains = is_for_training or (verb == "fit" and self._training is None)
         make = functools.partial(
             make_source,
             adapter,
             self._engine,
             scale_batch=self._settings.scale_batch,
             auto_shard=self._settings.auto_shard,
-            steps_per_epoch=steps_per_epoch,
-            micro_batches=self._settings.micro_batches if is_for_training else None,
+            steps_per_epoch=_steps_per_epoch(adapter, steps_per_epoch, steps_per_execution),
+            micro_batches=self._settings.micro_batches if trains else None,
         )
         self._num_sources += 1
         source = make(seed=input_seed(self._random_state, self._num_sources))
@@ -130,28 +125,21 @@ class Feed:
 
         if verb == "predict" and self.widths_differ != (widths_differ := not has_fixed_shapes(source)):
             self.widths_differ, self._model.predict_function = widths_differ, None
-        if is_for_training and holds_random_state(source) and not self._holds_random_state:
+        if trains and holds_random_state(source) and not self._holds_random_state:
             self._holds_random_state = True
             self._strategy.draws.num_holding += 1
-        job_steps = source.plan.job_steps_per_epoch
-        # The end of data of unknown length is found within a step: earlier steps of the execution would be lost. And an
-        # execution that an epoch's steps do not fill would take those of the next epoch.
-        is_filled = (job_steps or 0) % steps_per_execution == 0 or job_steps == source.num_steps
-        is_whole = not source.has_uneven_shards and is_filled
-        if not is_whole and steps_per_execution > 1 and job_steps:
-            once.info(f"steps_per_execution: 1, as {steps_per_execution} does not divide the job's {job_steps} steps")
         iterator = ShardedEpochIterator(
-            SourceAdapter(source, functools.partial(self.agree_random_state, verb), is_for_training=is_for_training),
+            SourceAdapter(source, functools.partial(self.agree_random_state, verb), is_for_training=trains),
             strategy=self._strategy,
-            steps_per_epoch=job_steps,
-            steps_per_execution=steps_per_execution if is_whole else 1,
+            steps_per_epoch=source.plan.job_steps_per_epoch,
+            steps_per_execution=_steps_per_execution(steps_per_execution, source),
             model=self._model,
             begin_pass=self._begin_pass,
             end_pass=self._end_pass,
             is_chief=self._engine.rank == 0,
             remake=remake,
         )
-        if is_for_training:
+        if trains:
             self._training = iterator
         return iterator
 
@@ -186,3 +174,28 @@ class Feed:
         # The state of such a generator must not change while it prefetches, whichever model trains on it.
         with_states = not self._strategy.draws.num_holding
         return self._strategy.draws.agree(self._engine, what, with_states=with_states, given=given)
+
+
+def _steps_per_epoch(adapter: Any, given: int | None, steps_per_execution: int) -> int | None:
+    """Returns the user's steps of an epoch, whose last execution is whole in Keras, unless the data ends there."""
+    if limit := getattr(keras.config, "max_steps_per_epoch", lambda: None)():  # for trials
+        given = min(given or limit, limit)
+    if given is None:
+        return None
+    whole = -(-given // steps_per_execution) * steps_per_execution
+    return max(given, min(whole, adapter.num_batches or whole))
+
+
+def _steps_per_execution(given: int, source: Source) -> int:
+    """Returns the job's steps in an execution: 1 where the user's number does not fill the last one of an epoch.
+
+    The end of data of unknown length is found within a step: earlier steps of the execution would be lost. And an
+    execution that an epoch's steps do not fill would take those of the next epoch.
+    """
+    job_steps = source.plan.job_steps_per_epoch
+    is_filled = (job_steps or 0) % given == 0 or job_steps == source.num_steps
+    if not source.has_uneven_shards and is_filled:
+        return given
+    if given > 1 and job_steps:
+        once.info(f"steps_per_execution: 1, as {given} does not divide the job's {job_steps} steps")
+    return 1
