@@ -11,12 +11,9 @@ TARGET = "tests.training.sharded:SHARDED"
 FEATURES = (
     "clipping",
     "moving_average_of_weights",
-    "constraints",
     "two_optimizers",
     "loss_scale",
     "gradient_accumulation",
-    "custom_train_step",
-    "jit_compile",
     "adamw-few-py_dataset",
 )
 
