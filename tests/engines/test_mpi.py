@@ -1,11 +1,11 @@
-"""MPIEngine on 1 and 3 ranks under a real mpirun, and its groups on 4."""
+"""MPIEngine on 1 and 3 ranks under a real mpirun; `test_collective.py` has a mesh of two by two."""
 
 import functools
 import sys
 
 import pytest
 
-from tests.engines.conformance import GROUPS, SWEEPS
+from tests.engines.conformance import SWEEPS
 from tests.helpers import spmd
 
 CONFORMANCE = "tests.engines.conformance"
@@ -28,16 +28,6 @@ CELLS = [(ranks, case) for ranks in (1, 3) for case in spmd.names(CASES) if rank
 @pytest.mark.parametrize(("ranks", "case"), CELLS)
 def test_case(launches, ranks, case):
     launches(ranks).check(case)
-
-
-@pytest.fixture(scope="module")
-def four(request):
-    return spmd.run(CONFORMANCE, 4, given=f"{OWN}:engine", only=spmd.selected(request, "case_of_groups"))
-
-
-@pytest.mark.parametrize("case_of_groups", GROUPS)
-def test_groups(four, case_of_groups):
-    four.check(case_of_groups)
 
 
 def test_a_rank_that_ends_early_waits_for_the_others_nearly_idle():
