@@ -37,6 +37,14 @@ ON_COLLECTIVES = (
 )
 ON_HOROVOD = ("mixed_precision_scales_as_one", "losses_of_several_outputs")
 
+# Embedding tables in parts, and slots of one: what depends on the number of ranks.
+TABLES = {
+    "initial_values": "tests.training.tables",
+    "ranks_without_rows": "tests.training.tables",
+    "sparse_gradients": "tests.training.sharded",
+}
+TARGET = ",".join(["tests.training.all_cases:CASES", *(f"{module}:{name}" for name, module in TABLES.items())])
+
 ELSEWHERE = (*ON_THREE, *ON_COLLECTIVES, *ON_HOROVOD)
 
 # Slow ones that resemble another feature: by the full command.
@@ -104,6 +112,8 @@ SLOW = (
 CELLS = [
     *((("mpi", 2), name) for name in spmd.names(FEATURES) if name not in SLOW + ELSEWHERE),
     *((("mpi", 3), name) for name in ON_THREE),
+    *((("mpi", 3), name) for name in TABLES),
+    (("collective", 2), "ranks_without_rows"),
     (("mpi", 2), "random_programs_0"),
     *((("collective", 2), name) for name in ON_COLLECTIVES),
     *((("horovod over gloo", 2), name) for name in ON_HOROVOD),
@@ -124,7 +134,7 @@ def launches(request):
     def launched(job, case):
         only = spmd.batch_with(case, spmd.selected(request, job=job))
         if (job, only[0]) not in done:
-            done[job, only[0]] = make_job(*job).run("tests.training.all_cases:CASES", only=only, timeout=570)
+            done[job, only[0]] = make_job(*job).run(TARGET, only=only, timeout=570)
         return done[job, only[0]]
 
     return launched

@@ -18,7 +18,7 @@ FEATURES = (
 )
 
 SLOW = ("other_optimizers", "a_file_that_one_rank_loads_is_refused", "decay_that_leaves_weights_out")
-ON_THREE = ("sparse_gradients",)  # which test_tables.py launches
+ON_THREE = ("sparse_gradients",)  # which test_fidelity.py launches
 
 
 @pytest.fixture(scope="module")
