@@ -70,7 +70,7 @@ def user_environment(tmp_path, config=None):
 
 
 def errors(checker, python, **scripts):
-    """Returns the numbers of the lines in which a checker finds errors, a set for each script, and all that it prints."""
+    """Returns the numbers of the lines with errors, a set for each script, and all that the checker prints."""
     project = python.parents[2] / "project"
     project.mkdir()
     for name, script in scripts.items():
