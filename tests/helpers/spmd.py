@@ -23,7 +23,7 @@ engine, a strategy). One launch runs many cases, and pytest reports each by its 
 
 A target is `module` (its functions called `case_*`), `module:function` (one case) or `module:mapping` (cases by
 name), or several of these with commas between them, for one launch. What a case returns, if JSON can write it, is in
-`launched.values(case)`, one value a rank. The launch of a case with `needs_every_package = True` sees what `LEAN` hides.
+`launched.values(case)`, one value a rank. A case with `needs_every_package = True` sees what `LEAN` hides.
 
 A failing rank reports, waits a moment for the others' reports, and takes the whole job down; the cases after
 the failed one then run in a new launch, so that no case sees what another left behind. At the time limit every
