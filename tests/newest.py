@@ -10,14 +10,12 @@ import re
 import pytest
 
 from tests.helpers import spmd
-from tests.training.covering import COVERING
+from tests.training.covering import COVERING, launched_by
 
 PYTHON = os.environ.get("KDIST_TEST_NEWEST_PYTHON", "")
 
 
-@pytest.fixture(scope="module")
-def launched(request):
-    return spmd.run("tests.training.all_cases:CASES", 2, only=spmd.selected(request), python=PYTHON, timeout=570)
+launched = launched_by(PYTHON)
 
 
 @pytest.mark.parametrize("case", COVERING)

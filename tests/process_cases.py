@@ -1,4 +1,4 @@
-"""The functions of `kdist` on every rank; run by `test_process.py`."""
+"""The functions of `kdist` on every rank; run by `test_three_ranks.py`."""
 
 from __future__ import annotations
 

@@ -51,30 +51,23 @@ def test_a_rank_that_exits_before_the_start_ends_the_job(ended):
     assert "not all ranks have started within 5 s" in done.output
 
 
-def test_of_ranks_that_raise_in_a_callback_at_once_one_reports(ended):
-    both = "kdist.testing.Fault('raise', rank=1, step=5), kdist.testing.Fault('raise', rank=2, step=5)"
-    done = ended(f"with kdist.scope():\n    train({both})\n", ranks=3)
-    assert done.returncode != 0
-    found = re.findall(r"\[kdist\] rank (\d) of 3|FaultError: injected fault on rank (\d) in step 5", done.output)
-    assert found in ([("1", ""), ("", "1")], [("2", ""), ("", "2")]), done.output
-    assert done.output.count("Traceback (most recent call last)") == 1, done.output
-
-
-def test_a_rank_that_raises_in_a_generator_ends_the_job(ended):
+def test_of_ranks_that_raise_in_a_generator_at_once_one_reports(ended):
     done = ended(
         """
 def batches():
     for step in range(1000):
-        if step == 5 and rank == 1:
+        if step == 5 and rank > 0:
             raise ValueError("boom in the data")
         yield x, y
 with kdist.scope():
     model().fit(batches(), steps_per_epoch=1000, verbose=0)
-"""
+""",
+        ranks=3,
     )
     assert done.returncode != 0
-    assert "boom in the data" in done.output
-    assert "[kdist] rank 1 of 2" in done.output
+    assert re.findall(r"\[kdist\] rank (\d) of 3", done.output) in (["1"], ["2"]), done.output
+    assert "ValueError: boom in the data" in done.output, done.output
+    assert done.output.count(", in <module>") == 1, done.output  # the traceback, of which TensorFlow's error has others
 
 
 def test_an_argument_that_no_rank_accepts_is_refused_once(ended):
@@ -84,14 +77,6 @@ def test_an_argument_that_no_rank_accepts_is_refused_once(ended):
     assert done.output.count("StrategyError: `scale_lr` is invalid") == 1, done.output
     assert done.output.count("Traceback (most recent call last)") == 1
     assert "contextlib" not in done.output
-
-
-def test_different_methods_on_two_ranks_are_refused(ended):
-    done = ended(
-        "with kdist.scope():\n    m = model()\n    m.evaluate(x, y, verbose=0) if rank else m.fit(x, y, verbose=0)\n"
-    )
-    assert done.returncode != 0
-    assert done.output.count("Ranks make different calls") == 1, done.output
 
 
 def test_weights_in_parts_that_the_chief_alone_reads_end_the_job(ended):
@@ -125,12 +110,11 @@ with kdist.scope():
     assert "an optimizer's apply" in done.output
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("horovodrun_gloo", marks=needs.horovod), "local_cluster"])
-def test_a_rank_that_waits_at_exit_takes_part_in_no_collective(ended, launcher):
+def test_a_rank_that_waits_at_exit_takes_part_in_no_collective(ended):
     done = ended(
         "with kdist.scope(stall_timeout=6):\n    model().fit(x, y, verbose=0)\n    if rank == 1:\n        sys.exit()\n"
         "    kdist.barrier()\nprint('went on')\n",
-        launcher=launcher,
+        launcher="local_cluster",
     )
     assert done.returncode != 0
     assert "went on" not in done.output, done.output
@@ -167,22 +151,6 @@ def test_a_stopped_rank_is_named(ended):
     assert "rank 1 waits in `model.fit`, script.py:" in done.output, done.output
     assert "rank 0 sends no heartbeat" in done.output, done.output
     assert done.output.count("ends the job") == 1, done.output
-
-
-def test_a_rank_whose_input_is_blocked_is_named_with_the_line(ended):
-    lines = """
-def batches():
-    for step in range(1000):
-        if step == 5 and rank == 1:
-            time.sleep(1000)
-        yield x, y
-with kdist.scope(stall_timeout=6):
-    model().fit(batches(), steps_per_epoch=1000, verbose=0)
-"""
-    done = ended(lines)
-    assert done.returncode != 0
-    assert "rank 0 waits in `model.fit`, script.py:" in done.output, done.output
-    assert "in batches" in done.output, done.output
 
 
 def test_a_missing_mpi4py_names_the_command(tmp_path):

@@ -8,8 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.helpers import spmd
-from tests.training.covering import COVERING
+from tests.training.covering import COVERING, launched_by
 
 PYTHON = os.environ.get("KDIST_TEST_FLOOR_PYTHON", "")
 
@@ -25,9 +24,7 @@ def test_this_is_the_floor():
     assert keras.startswith("3.12.")
 
 
-@pytest.fixture(scope="module")
-def launched(request):
-    return spmd.run("tests.training.all_cases:CASES", 2, only=spmd.selected(request), python=PYTHON, timeout=570)
+launched = launched_by(PYTHON)
 
 
 @pytest.mark.parametrize("case", COVERING)

@@ -1,4 +1,4 @@
-"""Rank, barrier and `chief_first`, on real ranks and in one process."""
+"""Rank, barrier and `chief_first`, before TensorFlow starts and in one process; on three ranks: `process_cases.py`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,6 @@ import kdist
 from kdist import _process
 from kdist.errors import ScopeError
 from tests.helpers import spmd
-
-TARGET = "tests.process_cases"
-
-
-@pytest.fixture(scope="module", params=[3])
-def launched(request):
-    return spmd.run(TARGET, request.param, only=spmd.selected(request))
-
-
-@pytest.mark.parametrize("case", spmd.names(TARGET))
-def test_case(launched, case):
-    launched.check(case)
 
 
 def test_the_engine_is_opened_before_the_body_of_chief_first():

@@ -1,22 +1,7 @@
-"""Faults that do not end a job, on 2 ranks and in one process."""
-
-import pytest
+"""Faults that do not end a job, in one process; on two ranks: `test_scope.py`."""
 
 from tests.helpers import spmd
 
-TARGET = "tests.testing_cases"
-
-
-@pytest.fixture(scope="module")
-def launched(request):
-    return spmd.run(TARGET, 2, only=spmd.selected(request))
-
-
-@pytest.mark.parametrize("case", spmd.names(TARGET))
-def test_case(launched, case):
-    first, *others = launched.values(case)
-    assert all(other == first for other in others)
-
 
 def test_in_one_process():
-    spmd.run(TARGET, 1).check()
+    spmd.run("tests.testing_cases", 1).check()

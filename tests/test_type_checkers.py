@@ -69,32 +69,31 @@ def user_environment(tmp_path, config=None):
     return tmp_path / "venv" / "bin" / "python"
 
 
-def errors(checker, python, script):
-    """Returns the numbers of the lines in which a checker finds errors, and all that it prints."""
+def errors(checker, python, **scripts):
+    """Returns the numbers of the lines with errors, a set for each script, and all that the checker prints."""
     project = python.parents[2] / "project"
     project.mkdir()
-    (project / "train.py").write_text(script)
+    for name, script in scripts.items():
+        (project / f"{name}.py").write_text(script)
     # Without the checkout, which the tests' own path may name.
-    done = spmd.execute([*CHECKERS[checker](str(python)), "train.py"], cwd=project, env={"PYTHONPATH": ""}, timeout=120)
+    command = [*CHECKERS[checker](str(python)), *(f"{name}.py" for name in scripts)]
+    done = spmd.execute(command, cwd=project, env={"PYTHONPATH": ""}, timeout=120)
     assert ("Success" in done.output or "0 errors" in done.output) == (done.returncode == 0), done.output
-    return {int(line) for line in re.findall(r"train\.py:(\d+)[:\d]* (?:-\s)?error", done.output)}, done.output
+    found = re.findall(r"(\w+)\.py:(\d+)[:\d]* (?:-\s)?error", done.output)
+    return [{int(line) for each, line in found if each == name} for name in scripts], done.output
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_what_is_correct_is_accepted(checker, tmp_path):
-    lines, output = errors(checker, user_environment(tmp_path), CORRECT)
-    assert not lines, output
-
-
-@pytest.mark.parametrize("checker", CHECKERS)
-def test_what_is_wrong_is_seen(checker, tmp_path):
-    lines, output = errors(checker, user_environment(tmp_path), WRONG)
-    assert lines == set(range(3, 12)), output
+def test_what_is_correct_is_accepted_and_what_is_wrong_is_seen(checker, tmp_path):
+    (correct, wrong), output = errors(checker, user_environment(tmp_path), correct=CORRECT, wrong=WRONG)
+    assert not correct, output
+    assert wrong == set(range(3, 12)), output
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_an_import_hook_is_not_followed(checker, tmp_path):
     config = (spmd.ROOT / "setup.cfg").read_text()
     assert "    = .\n" in config
-    lines, output = errors(checker, user_environment(tmp_path, config.replace("    = .\n", MAPPED)), CORRECT)
+    config = config.replace("    = .\n", MAPPED)
+    (lines,), output = errors(checker, user_environment(tmp_path, config), correct=CORRECT)
     assert lines, output

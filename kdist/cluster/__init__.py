@@ -1,4 +1,4 @@
-"""WHO AM I: pure functions of an environment mapping, without imports and without side effects."""
+"""Who this process is in its job, by its launcher: pure functions of an environment mapping."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ variables are malformed.
 class _Row:
     launcher: str
     read: Reader
-    why_here: str
 
 
 # The innermost launcher, which started this process, is first.
 TABLE = (
-    _Row("horovod", horovod, "first: horovodrun sets HOROVOD_RANK for its own processes, inside of any other launcher"),
-    _Row("openmpi", openmpi, "before Slurm: mpirun inside an allocation starts its daemons by srun"),
-    _Row("mvapich", mvapich, "before MPICH: its Hydra sets MPICH's variables too"),
-    _Row("intel_mpi", intel_mpi, "before MPICH: the same variables, and some of its own"),
-    _Row("mpich", mpich, "before Slurm: Hydra inside an allocation starts its proxies by srun"),
-    _Row("slurm", slurm, "after MPI's launchers: a step may contain them"),
-    _Row("tf_config", tf_config, "after launchers: written by hand or by a platform, it may describe a single task"),
-    _Row("tpu", tpu, "last: a TPU VM sets its variables for every process"),
+    _Row("horovod", horovod),  # first: horovodrun sets HOROVOD_RANK for its own processes, inside of any other launcher
+    _Row("openmpi", openmpi),  # before Slurm: mpirun inside an allocation starts its daemons by srun
+    _Row("mvapich", mvapich),  # before MPICH: its Hydra sets MPICH's variables too
+    _Row("intel_mpi", intel_mpi),  # before MPICH: the same variables, and some of its own
+    _Row("mpich", mpich),  # before Slurm: Hydra inside an allocation starts its proxies by srun
+    _Row("slurm", slurm),  # after MPI's launchers: a step may contain them
+    _Row("tf_config", tf_config),  # after launchers: by hand or by a platform, it may describe a single task
+    _Row("tpu", tpu),  # last: a TPU VM sets its variables for every process
 )
 
 

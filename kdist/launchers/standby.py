@@ -42,12 +42,6 @@ class Standby:
         threading.Thread(target=self._accept, name="kdist-standby", daemon=True).start()
 
     @property
-    def num_waiting(self) -> int:
-        """How many ranks are ready."""
-        with self._lock:
-            return len(self._waiting)
-
-    @property
     def has_lost(self) -> bool:
         """Whether a rank that was ready has gone."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""Callbacks, kdist's and Keras', with the failures that they are made for, on 2 and 3 ranks."""
+"""Callbacks, kdist's and Keras', with the failures that they are made for, on 2 ranks; on 3: `test_three_ranks.py`."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.helpers import spmd
 
 TARGET = "tests.callbacks.all_cases:CASES"
 
-# Most on two ranks. All of it, over Horovod too, and slow ones that resemble another: `python -m tests.callbacks.full`.
+# All of it, over Horovod too, and slow ones that resemble another: `python -m tests.callbacks.full`.
 SLOW = (
     "a_rank_slow_in_its_steps_is_named",
     "a_second_fit_has_its_own",
@@ -20,25 +20,22 @@ SLOW = (
     "what_is_counted_is_right_in_an_execution_of_several_steps",
     "with_loss_scaling_as_in_one_process",
 )
-MOST = [name for name in spmd.names(TARGET) if name not in SLOW]
-ON_THREE = ["ranks_that_differ_raise_on_all_ranks", "averages_count_true_samples"]
-PARAMETERS = [(2, case) for case in MOST] + [(3, case) for case in ON_THREE]
 
 
 @pytest.fixture(scope="module")
 def launches(request):
-    """Launches the cases that are asked for, a batch at a time, on each number of ranks."""
+    """Launches the cases that are asked for, a batch at a time."""
     done = {}
 
-    def launched(ranks, case):
-        only = spmd.batch_with(case, spmd.selected(request, ranks=ranks))
-        if (ranks, only[0]) not in done:
-            done[ranks, only[0]] = spmd.run(TARGET, ranks, only=only, timeout=570)
-        return done[ranks, only[0]]
+    def launched(case):
+        only = spmd.batch_with(case, spmd.selected(request))
+        if only[0] not in done:
+            done[only[0]] = spmd.run(TARGET, 2, only=only, timeout=570)
+        return done[only[0]]
 
     return launched
 
 
-@pytest.mark.parametrize(("ranks", "case"), PARAMETERS)
-def test_case(launches, ranks, case):
-    launches(ranks, case).check(case)
+@pytest.mark.parametrize("case", [name for name in spmd.names(TARGET) if name not in SLOW])
+def test_case(launches, case):
+    launches(case).check(case)

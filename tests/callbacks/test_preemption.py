@@ -1,4 +1,4 @@
-"""A job that is told to go ends with the code that its scheduler waits for; test_backup_and_restore.py has the rest."""
+"""A training that is told to go, in one process; on several ranks: test_backup_and_restore.py, tests/restarts."""
 
 import os
 import signal
@@ -13,12 +13,6 @@ import kdist
 from kdist.checkpoint import preempt
 from kdist.restarts import request
 from kdist.restarts.report import OwnReports
-from tests.callbacks.interruptions import preempt_training
-from tests.helpers.jobs import job
-
-
-def test_the_jobs_exit_code(tmp_path):
-    preempt_training(tmp_path / "backup", job("mpi", 2))
 
 
 def test_a_second_signal_has_its_usual_effect(tmp_path):

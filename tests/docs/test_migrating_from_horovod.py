@@ -1,4 +1,7 @@
-"""What the guide for Horovod's users shows runs under their launcher; `test_guide.py` runs it over MPI."""
+"""The guide for Horovod's users, and a loop with Horovod's own tape.
+
+`test_guide.py` runs what the guide shows, and `tests/test_examples.py` a script like it under horovodrun.
+"""
 
 import sys
 
@@ -12,20 +15,6 @@ def test_the_guide_shows_both():
     ((_, before),), ((_, after),) = guide.fences(PAGE, "py"), guide.fences(PAGE, "python")
     assert "hvd" in before
     assert "hvd" not in after
-
-
-@needs.horovod
-def test_what_it_shows_runs(tmp_path):
-    script = tmp_path / "train.py"
-    ((_, after),) = guide.fences(PAGE, "python")
-    # The ranks run in the repository: the script's files go elsewhere.
-    script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{after}")
-    ended = spmd.launch(
-        [sys.executable, str(script)], 2, launcher="horovodrun_gloo", env=spmd.WITH_SKLEARN, timeout=150
-    )
-    assert ended.returncode == 0, ended.output
-    assert "2 ranks train together over horovod" in ended.output
-    assert {"model.keras", "last.keras"} <= {path.name for path in tmp_path.iterdir()}
 
 
 LOOP = """

@@ -50,34 +50,22 @@ def test_case(launches, job, case):
         assert launched.values(case) in ([True] * 2, [False] * 3)
 
 
-@pytest.mark.parametrize("launcher", [MPI, GLOO])
-def test_a_rank_that_ends_early_waits_for_the_others(launcher):
-    result = spmd.run(f"{OWN}:ends_early_and_waits", 2, launcher=launcher, timeout=90)
+def test_a_rank_that_ends_early_waits_for_the_others():
+    """Over Gloo: over MPI, Horovod's own thread is never idle."""
+    result = spmd.run(f"{OWN}:ends_early_and_waits", 2, launcher=GLOO, timeout=90)
     _, burnt = result.values("ends_early_and_waits")
     result.check()
-    if launcher == GLOO:  # over MPI, Horovod's own thread is never idle
-        assert burnt < 1.0, "of 2 seconds of waiting"
+    assert burnt < 1.0, "of 2 seconds of waiting"
 
 
-@pytest.mark.parametrize(("users", "yields"), [({}, True), ({"OUR_YIELD": "0"}, False)])
-def test_horovods_thread_leaves_its_core_unless_the_user_says_otherwise(users, yields):
-    result = spmd.run(f"{OWN}:says_whether_open_mpi_yields", 1, env=users, timeout=90)
-    assert result.values("says_whether_open_mpi_yields") == [yields]
+def test_horovods_thread_leaves_its_core_unless_the_user_says_otherwise():
+    result = spmd.run(f"{OWN}:says_whether_open_mpi_yields", 2, timeout=90)
+    assert result.values("says_whether_open_mpi_yields") == [True, False]
 
 
 @pytest.mark.parametrize("case", ["initialises_mpi_first", "initialises_mpi_second"])
 def test_horovod_and_mpi4py_in_one_process_end_cleanly(case):
     spmd.run(f"{OWN}:{case}", 2, timeout=90).check()
-
-
-@pytest.mark.parametrize(("how", "launcher"), [("aborts", MPI), ("dies", GLOO)])
-def test_a_rank_that_ends_ends_all(how, launcher):
-    ended = spmd.launch([sys.executable, "-c", f"from {OWN} import {how}; {how}()"], 2, launcher=launcher, timeout=90)
-    assert not ended.timed_out, ended.output
-    assert ended.returncode != 0
-    if how == "aborts":
-        assert "last words" in ended.output
-        assert ended.returncode == 5
 
 
 # Horovod's own settings.

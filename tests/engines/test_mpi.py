@@ -1,43 +1,23 @@
-"""MPIEngine on 1 and 3 ranks under a real mpirun, and its groups on 4."""
+"""MPIEngine on 3 ranks, and in groups of 2 and of 1, under a real mpirun; `test_collective.py` has a mesh of 2 by 2."""
 
-import functools
 import sys
 
 import pytest
 
-from tests.engines.conformance import GROUPS, SWEEPS
 from tests.helpers import spmd
 
-CONFORMANCE = "tests.engines.conformance"
 OWN = "tests.engines.mpi_cases"
-CASES = f"{CONFORMANCE},{OWN}"
+CASES = f"tests.engines.conformance,{OWN}"
 
 
 @pytest.fixture(scope="module")
-def launches(request):
-    @functools.cache
-    def launched(ranks):
-        return spmd.run(CASES, ranks, given=f"{OWN}:engine", only=spmd.selected(request, ranks=ranks))
-
-    return launched
+def launched(request):
+    return spmd.run(CASES, 3, given=f"{OWN}:engine", only=spmd.selected(request))
 
 
-CELLS = [(ranks, case) for ranks in (1, 3) for case in spmd.names(CASES) if ranks > 1 or case not in SWEEPS]
-
-
-@pytest.mark.parametrize(("ranks", "case"), CELLS)
-def test_case(launches, ranks, case):
-    launches(ranks).check(case)
-
-
-@pytest.fixture(scope="module")
-def four(request):
-    return spmd.run(CONFORMANCE, 4, given=f"{OWN}:engine", only=spmd.selected(request, "case_of_groups"))
-
-
-@pytest.mark.parametrize("case_of_groups", GROUPS)
-def test_groups(four, case_of_groups):
-    four.check(case_of_groups)
+@pytest.mark.parametrize("case", spmd.names(CASES))
+def test_case(launched, case):
+    launched.check(case)
 
 
 def test_a_rank_that_ends_early_waits_for_the_others_nearly_idle():

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.faults.cells import KINDS, MOMENTS, Cell, all_cells, covering_cells, few_cells
+from tests.faults.cells import FEW, KINDS, MOMENTS, Cell, all_cells, covering_cells
 from tests.helpers.jobs import ENGINES
 from tests.helpers.spmd import Finished
 
@@ -36,17 +36,11 @@ def test_every_two_of_an_engine_a_fault_and_a_moment_meet():
     assert {cell.rank for cell in covering_cells()} == {0, 1}
 
 
-def test_in_ci_the_first_engine_meets_each_fault_and_each_moment_and_others_have_moments_of_their_own():
-    cells = few_cells()
-    assert len({(cell.kind, cell.moment) for cell in cells}) == len(cells)
-    first, *others = ENGINES
-    of_first = [cell for cell in cells if cell.engine == first]
-    assert {cell.kind for cell in of_first} == set(KINDS)
-    assert {cell.moment for cell in of_first} == set(MOMENTS)
-    for engine in others:
-        of_engine = [cell for cell in cells if cell.engine == engine]
-        assert {"raise", "SIGKILL"} == {cell.kind for cell in of_engine}
-        assert {cell.rank for cell in of_engine} == {0, 1}
+def test_in_ci_something_breaks_at_each_moment():
+    assert [cell.moment for cell in FEW] == list(MOMENTS)
+    assert {cell.engine for cell in FEW} < set(ENGINES)
+    assert {cell.kind for cell in FEW} < set(KINDS)
+    assert {cell.rank for cell in FEW} == {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Jobs that break, a few of the campaign's cells: each engine with each fault and at each moment.
+"""Jobs that break, a few of the campaign's cells: something at each moment.
+
+Elsewhere: a rank that is stopped (`tests/test_failures.py`), one that is killed or exits without a word, over each
+engine (`tests/transcripts`, `tests/restarts`), and one that raises over Horovod (`tests/launchers/test_horovodrun.py`).
 
 Horovod under mpirun and MPICH are left to the whole campaign: the one's engine is that over Gloo, the other's that over
 MPI, and their launchers' ends have tests in `tests/engines`.
@@ -6,11 +9,10 @@ MPI, and their launchers' ends have tests in `tests/engines`.
 
 import pytest
 
-from tests.faults.cells import few_cells
+from tests.faults.cells import FEW
 from tests.helpers import needs
 
-NEEDS = {"mpi": (), "horovod over gloo": needs.horovod, "collective": ()}
-CELLS = [pytest.param(cell, marks=NEEDS[cell.engine]) for cell in few_cells(tuple(NEEDS))]
+CELLS = [pytest.param(cell, marks=needs.horovod if "horovod" in cell.engine else ()) for cell in FEW]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.engine}-{cell.kind}-{cell.moment}")

@@ -23,7 +23,7 @@ engine, a strategy). One launch runs many cases, and pytest reports each by its 
 
 A target is `module` (its functions called `case_*`), `module:function` (one case) or `module:mapping` (cases by
 name), or several of these with commas between them, for one launch. What a case returns, if JSON can write it, is in
-`launched.values(case)`, one value a rank.
+`launched.values(case)`, one value a rank. A case with `needs_every_package = True` sees what `LEAN` hides.
 
 A failing rank reports, waits a moment for the others' reports, and takes the whole job down; the cases after
 the failed one then run in a new launch, so that no case sees what another left behind. At the time limit every
@@ -58,9 +58,6 @@ ROOT = Path(__file__).parents[2]
 
 EVERY_PACKAGE = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 """For what needs the packages which `LEAN` hides."""
-
-NEED_EVERY_PACKAGE = frozenset({"generators_of_sparse_matrices", "kinds_of_arrays"})
-"""The cases, by name, that need them."""
 
 # What everything gets: no packages that are imported for nothing.
 LEAN = {
@@ -315,7 +312,9 @@ def run(
     cases = tuple(only if only is not None else names(target))
     limit = timeout * PATIENCE
     todo = list(cases)
-    env = {**(EVERY_PACKAGE if NEED_EVERY_PACKAGE & set(cases) else {}), **(env or {})}
+    functions = cases_of(target)
+    needs_all = any(getattr(functions.get(name), "needs_every_package", False) for name in cases)
+    env = {**(EVERY_PACKAGE if needs_all else {}), **(env or {})}
     reports: dict[str, tuple[dict[str, Any] | None, ...]] = {}
     started = time.monotonic()
     outputs, launcher_output, returncode = [""] * ranks, "", 0

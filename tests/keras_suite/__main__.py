@@ -118,8 +118,10 @@ def run(
                 if "outcome" in line:
                     before = results.get(line["test"], {"outcome": "passed"})
                     results[line["test"]] = line if before["outcome"] == "passed" else before
-        if todo is None:
+        if ranks == 1:
             break
+        if todo is None:
+            todo = list(dict.fromkeys(line["test"] for lines in found for line in lines))
         ended = set.intersection(*({line["test"] for line in lines if line["when"] == "ends"} for lines in found))
         todo = [test for test in todo if test not in ended]
         if todo and (not ended or last in todo):  # the job has ended within a test

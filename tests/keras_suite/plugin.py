@@ -28,10 +28,12 @@ TAIL = 16384  # bytes of a rank's lines that hold those of its last test
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps the tests that were asked for; all by default."""
+    """Keeps the tests that were asked for; all by default. Notes what there is to run."""
     if REQUEST["tests"] is not None:
         asked = set(REQUEST["tests"])
         items[:] = [item for item in items if item.nodeid in asked]
+    for item in items:
+        _write({"test": item.nodeid, "when": "collected"})
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,10 @@
 """Tasks of a cluster that are killed, missing or misconfigured: exit codes, within seconds, and nothing hangs."""
 
-import json
 import re
 import socket
-import sys
 
 import pytest
 
-from tests.helpers import spmd
 from tests.helpers.tasks import Tasks
 
 LIMIT = 200  # seconds; a generous guard, for a machine that is busy with other things
@@ -76,7 +73,7 @@ def trained(tmp_path):
 
 @pytest.mark.timeout(2 * LIMIT)
 def test_late_and_killed_workers_join_and_an_evaluator_ends_with_the_chief(tasks, trained, tmp_path):
-    job = tasks(num_epochs=10**6, evaluators=1, without=["worker 1"])
+    job = tasks(num_epochs=10**6, ps=2, evaluators=1, without=["worker 1"])
     job.wait_until(lambda: job.listens("chief 0"), LIMIT)
     job.start("worker 1")  # the chief has waited for it, and for no evaluator
     trained(job, 3)
@@ -87,7 +84,9 @@ def test_late_and_killed_workers_join_and_an_evaluator_ends_with_the_chief(tasks
     job.start("worker 1")
     job.wait_until(lambda: "worker 1 has joined again" in job.said("chief 0"), LIMIT)
     (tmp_path / "enough").touch()
-    assert job.codes(limit=LIMIT) == [0, 0, 0, 0, 0], job.everything_said()
+    assert job.codes(limit=LIMIT) == [0, 0, 0, 0, 0, 0], job.everything_said()
+    ((one, other),) = re.findall(r"bytes of variables on each ps: ([\d,]+), ([\d,]+)\n", job.said("chief 0"))
+    assert int(one.replace(",", "")) > 0 < int(other.replace(",", ""))
     # What a step counted is taken once, also where a worker was lost in the middle of it.
     counted = epochs(tmp_path)
     assert counted == [64.0] * len(counted)
@@ -135,7 +134,7 @@ def test_a_killed_chief_ends_the_others(tasks, trained):
 
 @pytest.mark.timeout(2 * LIMIT)
 def test_a_task_that_never_appears_is_named(tasks):
-    job = tasks(workers=2, timeout=15, without=["worker 1"])
+    job = tasks(workers=2, timeout=10, without=["worker 1"])
     codes = job.codes(limit=LIMIT)
     assert all(codes), job.everything_said()
     assert f"no connection from worker 1 ({job.cluster['worker'][1]})" in job.said("chief 0")
@@ -153,21 +152,3 @@ def test_a_port_in_use_is_named_by_the_task_that_needs_it(tasks):
         assert job.codes(limit=LIMIT) == [1, 1], job.everything_said()
     for name in ("worker 0", "chief 0"):
         assert f"for {name} at {job.cluster[name.split()[0]][0]}" in job.said(name)
-
-
-@pytest.mark.timeout(2 * LIMIT)
-@pytest.mark.parametrize(
-    ("missing", "named"), [("chief", "add chief"), ("ps", "not supported|add ps"), ("worker", "add worker")]
-)
-def test_a_cluster_without_a_task_is_refused(tmp_path, missing, named):
-    cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
-    del cluster[missing]
-    job = next(iter(cluster))
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = spmd.execute(
-        [sys.executable, str(tmp_path / "script.py"), str(tmp_path), "1", "10"],
-        env={**spmd.RANK_ENVIRONMENT, "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": 0}})},
-        timeout=LIMIT,
-    )
-    assert done.returncode == 1, done.output
-    assert re.search(named, done.output), done.output

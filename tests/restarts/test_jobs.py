@@ -27,21 +27,6 @@ def uninterrupted(tmp_path_factory):
     return whole
 
 
-def test_it_goes_on_after_a_kill_and_an_exception(tmp_path, uninterrupted):
-    """Each attempt makes a new checkpoint, so one restart is enough for two failures."""
-    trained = train(tmp_path, "kill", "raise")
-    assert trained.differences(uninterrupted) == []
-    attempts = trained.attempts
-    assert causes(attempts) == [("signal", 1), ("exception", 1), ("success", None)]
-    assert all(each["new_checkpoint"] for each in attempts)
-    assert attempts[0]["exit_code"] == 137
-    assert attempts[0]["steps_lost"] <= 1
-    assert "3 attempts, the last one ended well" in trained.said
-    assert "no backup" not in trained.said
-    assert "OSError: the disk is gone" in (tmp_path / "out" / "attempt2" / "rank1.err").read_text()
-    assert (tmp_path / "out" / "attempt3" / "rank0.out").exists()
-
-
 def test_copies_in_memory_outlive_the_chief_its_disk_and_the_command(tmp_path, uninterrupted):
     """The last attempt of the first command raises in its first step: what goes on is another command."""
     settings = {"BACKUP_SETTINGS": json.dumps({"save_freq": "epoch", "memory_freq": 1})}
@@ -53,6 +38,9 @@ def test_copies_in_memory_outlive_the_chief_its_disk_and_the_command(tmp_path, u
     attempts = json.loads((out / "restarts.json").read_text())["attempts"]
     assert causes(attempts) == [("signal", 0), ("exception", 1), ("exception", 1)]
     assert [each["steps_lost"] for each in attempts] == [0, 0, 0]
+    assert attempts[0]["exit_code"] == 137
+    assert "OSError: the disk is gone" in (out / "attempt2" / "rank1.err").read_text()
+    assert (out / "attempt3" / "rank0.out").exists()
     assert done.output.count("training resumes from the memory of rank 0's host: epoch 1, after 2 step(s)") == 1
     assert "not started again: the start failed: no step was trained" in done.output
     assert not list(Path("/dev/shm").glob("kdist-copies-*"))
@@ -63,12 +51,16 @@ def test_copies_in_memory_outlive_the_chief_its_disk_and_the_command(tmp_path, u
 
 
 def test_over_collectives_a_checkpoint_is_written_while_training_goes_on(tmp_path, uninterrupted):
+    """Each attempt makes a new checkpoint."""
     settings = json.dumps({"save_freq": 1, "asynchronous": True, "memory_freq": "auto"})
     trained = train(tmp_path, "kill", "preempt", strategy="collective", env={"BACKUP_SETTINGS": settings})
     assert trained.differences(uninterrupted) == []  # of two ranks no order of sums matters
     assert causes(trained.attempts) == [("signal", 1), ("preemption", 1), ("success", None)]
+    assert all(each["new_checkpoint"] for each in trained.attempts)
     assert trained.attempts[0]["steps_lost"] <= 2  # that of the step before may not have been written
     assert trained.attempts[1]["steps_lost"] == 0
+    assert "3 attempts, the last one ended well" in trained.said
+    assert "no backup" not in trained.said
 
 
 def test_the_ranks_of_the_next_attempt_are_on_standby(tmp_path, uninterrupted):
@@ -78,6 +70,7 @@ def test_the_ranks_of_the_next_attempt_are_on_standby(tmp_path, uninterrupted):
     assert causes(trained.attempts) == [("signal", 1), ("success", None)]
     assert trained.said.count("train together over mpi") == 2
     first, last = trained.attempts
+    assert first["steps_lost"] <= 1
     started = float((tmp_path / "started1").read_text())
     assert first["began"] < started < last["began"] - 1
     assert not [place for place in Path("/proc").glob("[0-9]*") if is_on_standby(place, tmp_path)]

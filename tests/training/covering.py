@@ -2,6 +2,9 @@
 
 import itertools
 
+import pytest
+
+from tests.helpers import spmd
 from tests.training import fidelity
 
 # Each kind of sizes and each kind of input at least once, with as many optimizers.
@@ -31,3 +34,13 @@ FEATURES = (
 )
 
 COVERING = (*CELLS, *FEATURES)
+
+
+def launched_by(python: str):
+    """Returns the fixture that runs what pytest has selected of it, on two ranks of an interpreter's environment."""
+
+    @pytest.fixture(scope="module")
+    def launched(request):
+        return spmd.run("tests.training.all_cases:CASES", 2, only=spmd.selected(request), python=python, timeout=570)
+
+    return launched

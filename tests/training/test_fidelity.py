@@ -1,4 +1,4 @@
-"""N ranks against one process: most features on 2 ranks, the others on 3, and a pairwise-covering part of the matrix.
+"""N ranks against one process: most features on 2 ranks, the others on 3, and each size with each kind of input.
 
 Everything on every number of ranks, as a table: `python -m tests.training.full`.
 """
@@ -9,7 +9,6 @@ import pytest
 
 from tests.helpers import spmd
 from tests.helpers.jobs import job as make_job
-from tests.helpers.pairwise import pairwise
 from tests.training.fidelity import KINDS, OPTIMIZERS, SHAPES
 
 FEATURES = "tests.training.features:FEATURES"
@@ -26,9 +25,9 @@ ON_THREE = (
     "counters_of_steps_of_static_shape",
 )
 
-# What engines could do differently: kinds of tensors, order and number of messages, who ends when. The engines take
-# turns at it; the full command runs all on each. Horovod over MPI is the same engine as over Gloo, and its busy waits
-# are slow where ranks share cores.
+# What engines could do differently: kinds of tensors, order and number of messages. They take turns at it; the full
+# command runs all on each. Horovod over MPI is the same engine as over Gloo, and its busy waits are slow where ranks
+# share cores.
 ON_COLLECTIVES = (
     "jit_compile",
     "synchronized_batch_normalization",
@@ -38,7 +37,13 @@ ON_COLLECTIVES = (
 )
 ON_HOROVOD = ("mixed_precision_scales_as_one", "losses_of_several_outputs")
 
-JOBS = (("mpi", 3), ("horovod over gloo", 2), ("collective", 2))
+# Embedding tables in parts, and slots of one: what depends on the number of ranks.
+TABLES = {
+    "initial_values": "tests.training.tables",
+    "ranks_without_rows": "tests.training.tables",
+    "sparse_gradients": "tests.training.sharded",
+}
+TARGET = ",".join(["tests.training.all_cases:CASES", *(f"{module}:{name}" for name, module in TABLES.items())])
 
 ELSEWHERE = (*ON_THREE, *ON_COLLECTIVES, *ON_HOROVOD)
 
@@ -107,15 +112,16 @@ SLOW = (
 CELLS = [
     *((("mpi", 2), name) for name in spmd.names(FEATURES) if name not in SLOW + ELSEWHERE),
     *((("mpi", 3), name) for name in ON_THREE),
+    *((("mpi", 3), name) for name in TABLES),
+    (("collective", 2), "ranks_without_rows"),
     (("mpi", 2), "random_programs_0"),
     *((("collective", 2), name) for name in ON_COLLECTIVES),
     *((("horovod over gloo", 2), name) for name in ON_HOROVOD),
-    # No engine knows of optimizers: they take turns.
+    # No input knows of optimizers: they take turns. No engine knows of either; of few rows a third rank has none, and
+    # the two others have one each.
     *(
-        (job, f"{optimizer}-{shape}-{kind}")
-        for (job, shape, kind), optimizer in zip(
-            pairwise(JOBS, SHAPES, KINDS), itertools.cycle(OPTIMIZERS), strict=False
-        )
+        (("mpi", 3 if shape == "few" else 2), f"{optimizer}-{shape}-{kind}")
+        for (shape, kind), optimizer in zip(itertools.product(SHAPES, KINDS), itertools.cycle(OPTIMIZERS), strict=False)
     ),
 ]
 
@@ -128,7 +134,7 @@ def launches(request):
     def launched(job, case):
         only = spmd.batch_with(case, spmd.selected(request, job=job))
         if (job, only[0]) not in done:
-            done[job, only[0]] = make_job(*job).run("tests.training.all_cases:CASES", only=only, timeout=570)
+            done[job, only[0]] = make_job(*job).run(TARGET, only=only, timeout=570)
         return done[job, only[0]]
 
     return launched

@@ -11,17 +11,14 @@ TARGET = "tests.training.sharded:SHARDED"
 FEATURES = (
     "clipping",
     "moving_average_of_weights",
-    "constraints",
     "two_optimizers",
     "loss_scale",
     "gradient_accumulation",
-    "custom_train_step",
-    "jit_compile",
     "adamw-few-py_dataset",
 )
 
 SLOW = ("other_optimizers", "a_file_that_one_rank_loads_is_refused", "decay_that_leaves_weights_out")
-ON_THREE = ("sparse_gradients",)  # which test_tables.py launches
+ON_THREE = ("sparse_gradients",)  # which test_fidelity.py launches
 
 
 @pytest.fixture(scope="module")

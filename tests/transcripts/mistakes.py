@@ -38,6 +38,7 @@ class Mistake:
         needs_jax: bool, whether its script imports JAX, which tests hide from ranks.
         is_any_rank: bool, whether either rank may report it: both make the same mistake.
         ends_with: str, a regular expression of the last line where kdist knows no fix: it is the line to look at.
+        has_frame: str, a frame of the stacks that are shown, which the transcript leaves out.
     """
 
     command: str
@@ -46,6 +47,7 @@ class Mistake:
     is_any_rank: bool = False
     needs_jax: bool = False
     ends_with: str = r"\bFix: |; did you mean "
+    has_frame: str = ""
 
 
 _RAISED = r" raised \w+ in \w+\.py:\d+; "  # an error of the script's own
@@ -89,7 +91,7 @@ MISTAKES = {
     "unseeded_split": Mistake("run -np 2 unseeded_split.py", 1, is_any_rank=True),
     "evaluate_on_one_rank": Mistake("run -np 2 evaluate_on_one_rank.py", 1),
     "evaluate_between_fits": Mistake("run -np 2 evaluate_between_fits.py", 1),
-    "stall": Mistake("run -np 2 --output DIR stall.py", 1),
+    "stall": Mistake("run -np 2 --output DIR stall.py", 1, has_frame="in batches"),
     "file_of_all_ranks": Mistake("run -np 2 file_of_all_ranks.py", 1, is_any_rank=True),
     "rank_raises": Mistake("run -np 2 rank_raises.py", 1, ends_with=_RAISED),
     "rank_ends_early": Mistake("run -np 2 rank_ends_early.py", 1),
@@ -112,6 +114,7 @@ def transcript(name: str) -> str:
         words = mistake.command.replace("DIR", directory).split()
         done = spmd.execute([sys.executable, "-c", _INTERRUPTIBLE, *kdist, *words], env=env, cwd=SCRIPTS, timeout=300)
     assert not done.timed_out, done.output
+    assert mistake.has_frame in done.output, done.output
     said = said_by_kdist(done.output.replace(directory, "DIR"), is_any_rank=mistake.is_any_rank)
     variables = "".join(f"{variable}={value} " for variable, value in mistake.env.items())
     return "\n".join([f"$ {variables}kdist {mistake.command}", *said, f"exit code {done.returncode}", ""])

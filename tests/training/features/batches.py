@@ -54,6 +54,9 @@ def generators_of_sparse_matrices() -> None:
             both(script, **scope)
 
 
+generators_of_sparse_matrices.needs_every_package = True  # type: ignore[attr-defined]
+
+
 class Sum(keras.Model):
     """Adds up its inputs, of which one may be missing."""
 

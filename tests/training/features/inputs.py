@@ -119,6 +119,9 @@ def kinds_of_arrays() -> None:
         both(script)
 
 
+kinds_of_arrays.needs_every_package = True  # type: ignore[attr-defined]
+
+
 @feature
 def arrays_in_another_order_on_each_rank_are_refused() -> None:
     """As an unseeded split of the samples gives before the scope."""
