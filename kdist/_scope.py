@@ -262,6 +262,7 @@ def _default_strategy(info: ClusterInfo) -> tf.distribute.Strategy:
 @contextlib.contextmanager
 def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
     """Opens the scope of several ranks."""
+    import kdist.trainer.replicated_model  # noqa: F401  # before the ranks meet: imports take seconds, or fail
     from kdist.reports import failure
 
     show_log(info)

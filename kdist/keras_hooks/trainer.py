@@ -178,7 +178,7 @@ def build_eagerly(model: keras.Model, batch: Any) -> None:
     for part in (model._compile_metrics, model._compile_loss):
         if part is not None and not part.built and targets is not None:
             part.build(targets, outputs)
-    if model.optimizer is not None and not model.optimizer.built:
+    if model.optimizer is not None and not model.optimizer.built and not has_own_steps(model):
         model.optimizer.build(model.trainable_variables)
     model._post_build()
 

@@ -209,11 +209,6 @@ def computed_of(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]:
             pending += tensor.op.inputs
 
 
-def reads_variables(tensors: Sequence[tf.Tensor]) -> bool:
-    """Returns whether tensors of a graph are computed of variables, or of what a function has captured."""
-    return any(each.op.type in (*_READS, "Placeholder") for each in computed_of(tensors))
-
-
 def _computed(tensor: tf.Tensor, operands: Sequence[Any]) -> Any:
     """Returns an operation's output for given inputs, `None` if it is no operation by itself but calls a function."""
     node = tf.compat.v1.NodeDef()

@@ -51,6 +51,10 @@ class BufferSync:
         """See `Assignments.may_differ`."""
         return self._assignments.may_differ(value)
 
+    def depends_on_rows(self, value: tf.Tensor) -> bool:
+        """See `Step.depends_on_rows`."""
+        return self._assignments.depends_on_rows(value)
+
     def contributions(self) -> list[tf.Tensor]:
         """Returns this rank's addend for each variable that is to be merged, of those written so far.
 

@@ -111,6 +111,8 @@ class Reduce(Stage):
     def _reduce_and(self, update: Update, proceed: Callable[[], Any]) -> Any:
         if isinstance(update.optimizer, keras.optimizers.LossScaleOptimizer):
             self._check_loss_scale()
+        if not update.optimizer.built:  # as in plain Keras the first update of a step of the user's builds it
+            update.optimizer.build(update.variables)
         update.variables, update.gradients = agreed_gradients(
             self._step.engine, update.optimizer, update.variables, update.gradients
         )
@@ -165,8 +167,6 @@ class ReduceWhenDue(Reduce):
 
     def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
         optimizer = update.optimizer
-        if not optimizer.built:
-            optimizer.build(update.variables)
         held = _at(places, accumulators(optimizer, update.variables))
         variables = _at(places, update.variables)
         # Dense, as Keras' accumulators are.

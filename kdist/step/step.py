@@ -84,6 +84,14 @@ class Step:
         del value
         return True
 
+    def depends_on_rows(self, value: tf.Tensor) -> bool:
+        """Returns whether a tensor is computed from the rank's rows; eagerly, and where nothing is followed, `True`.
+
+        Ranks that trace the step with other numbers of rows find the same.
+        """
+        del value
+        return True
+
     def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
         """Sums the active ranks' values; gradients pass through, as to weights of rows that a layer computes.
 
@@ -111,15 +119,21 @@ class Step:
         """Divides a sum over this rank's rows by the weight, so that the weighted sum is the sum over all rows."""
         return tf.math.divide_no_nan(value, tf.cast(self.weight, value.dtype))
 
-    def _weight_of_loss(self, length: tf.Tensor) -> tf.Tensor:
-        """Returns the weight of this rank's loss in its mean, from the length of the first input."""
-        length = tf.cast(length, self.share.dtype)
-        first = next((number for number, leaf in enumerate(tf.nest.flatten(self.data)) if leaf is not None), 0)
-        if not Rows(self.data).has_rows(first):
-            return length * self.share
-        # Of some data it is not known which parts have rows.
-        has_rows = length == tf.cast(tf.maximum(self.rows, 1), length.dtype)
-        return tf.where(has_rows, length, length * self.share)
+    def _weight_of_loss(self, given: tf.Tensor) -> tf.Tensor:
+        """Returns the weight of this rank's loss in its mean, from the one that the step has given.
+
+        Keras gives the length of the first input. That is this rank's part of the sum over the ranks if it is a number
+        of rows; else the length counts once.
+        """
+        leaves = tf.nest.flatten(self.data)
+        number, first = next(((n, leaf) for n, leaf in enumerate(leaves) if tf.is_tensor(leaf)), (0, None))
+        if first is None or given.shape.rank != 0 or isinstance(first, tf.SparseTensor) or first.shape.rank == 0:
+            return given
+        weight = tf.cast(given, self.share.dtype)
+        is_length = weight == tf.cast(tf.shape(first)[0], weight.dtype)
+        if Rows(self.data).has_rows(number):  # or it is not known
+            is_length &= weight != tf.cast(tf.maximum(self.rows, 1), weight.dtype)
+        return tf.where(is_length, weight * self.share, weight)
 
     @contextlib.contextmanager
     def opened(self, model: keras.Model) -> Iterator[Any]:

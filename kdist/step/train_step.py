@@ -50,6 +50,10 @@ class ForwardStep(Step):
         """See `Step.may_differ`."""
         return self._buffers is None or self._buffers.may_differ(value)
 
+    def depends_on_rows(self, value: tf.Tensor) -> bool:
+        """See `Step.depends_on_rows`."""
+        return self._buffers is None or self._buffers.depends_on_rows(value)
+
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[Any]:
         """Opens the step on a model; what it has written is merged at its end."""

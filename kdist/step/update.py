@@ -108,6 +108,8 @@ class UpdatePipeline:
 
         def run_and_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
             variables = list(trainable_variables or trained_variables(innermost(optimizer)))
+            if not variables:
+                return apply(grads, trainable_variables)  # Keras says what is wrong
             if self._collected is not None:
                 self._collected.append((optimizer, list(zip(grads, variables, strict=True))))
                 return None
@@ -142,7 +144,7 @@ class UpdatePipeline:
         ]
         update = Update(optimizer, variables, tensors, self._step)
         if tf.compat.v1.get_default_graph() is self._graph:
-            self._updates.append((optimizer, variables))
+            self._updates.append((optimizer, _updated(variables, tensors)))
 
         def proceed(place: int) -> Any:
             if place == len(self.stages):
@@ -168,3 +170,9 @@ class UpdatePipeline:
             yield collected
         finally:
             self._collected = None
+
+
+def _updated(variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """Returns the variables that Keras' optimizers update, and decay: not those without a gradient."""
+    given = zip(variables, gradients, strict=True)
+    return [v for v, gradient in given if gradient is not None and not getattr(v, "overwrite_with_gradient", False)]

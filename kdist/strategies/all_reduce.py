@@ -129,6 +129,13 @@ class AllReduceExtended(StrategyExtendedV1):
             yield
 
     @contextlib.contextmanager
+    def step_replica(self) -> Iterator[None]:
+        """Opens the replica context of a step of a model that a loop of the user's calls without `strategy.run`."""
+        strategy = self._container_strategy()
+        with strategy.scope(), _AllReduceReplicaContext(strategy, self.replica_id):
+            yield
+
+    @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Reduces over this rank only, while a local step is traced or run."""
         outer, self.engine = self.engine, SingleEngine()

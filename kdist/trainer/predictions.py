@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
-from kdist.state.rank_dependence import reads_variables
 from kdist.step.step import Step
 from kdist.strategies.differentiable import sparse_rows_of_all_ranks
 from kdist.strategies.global_batch import scalar_of_all_ranks
@@ -21,8 +20,8 @@ def gather_rows(
 ) -> tf.Tensor | tf.RaggedTensor | tf.SparseTensor:
     """Concatenates the ranks' rows of one output.
 
-    Scalars are averaged, and those that count rows are summed. What is computed from weights alone, as a table of
-    codes, has no rows and stays as it is.
+    Scalars are averaged, and those that count rows are summed. What does not depend on the rows, as a table of codes,
+    stays as it is, unless it was made for their number.
 
     Collective: every rank must call this, in the same order.
 
@@ -33,8 +32,6 @@ def gather_rows(
         widths_differ: bool, whether dimensions after the first may differ between the ranks, as in their batches. The
             result is then ragged in these, and in dimensions that are unknown in a graph; see `as_dense`.
     """
-    if not _has_rows(step, output):
-        return output
     if isinstance(output, tf.SparseTensor):
         return sparse_rows_of_all_ranks(engine, step, output)
     if not isinstance(output, tf.RaggedTensor):
@@ -49,23 +46,33 @@ def gather_rows(
         if open_axes:
             local = tf.RaggedTensor.from_tensor(local, ragged_rank=open_axes[-1])
     if not isinstance(local, tf.RaggedTensor):
-        return values_of_all_ranks(engine, [local])[0]
+        rows = values_of_all_ranks(engine, [local])[0]
+        return rows if step.depends_on_rows(output) else _unless_it_has_no_rows(engine, step, output, rows)
     values, *lengths = values_of_all_ranks(engine, [local.flat_values, *local.nested_row_lengths()])
     return tf.RaggedTensor.from_nested_row_lengths(values, lengths)
 
 
-def _has_rows(step: Step, output: Any) -> bool:
-    """Returns whether an output depends on the step's rows, or on nothing: then it may be made for their number."""
-    components = tf.nest.flatten(output, expand_composites=True)
-    if tf.executing_eagerly() or not all(map(tf.is_symbolic_tensor, components)):
-        return True
-    return any(map(step.may_differ, components)) or not reads_variables(components)
+def _unless_it_has_no_rows(engine: Engine, step: Step, output: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of all ranks if each rank's output is as long as its rows, else the output.
+
+    In a graph of a known batch size, `tf.ones_like(x)` depends on no row.
+    """
+    (lengths,) = engine.allgather([tf.stack([tf.shape(output, tf.int64)[0], step.rows])[tf.newaxis]])
+    is_of_rows = tf.reduce_all((lengths[:, 0] == lengths[:, 1]) | (lengths[:, 1] == 0))
+    return tf.cond(is_of_rows, lambda: rows, lambda: output)
 
 
 def _scalar(engine: Engine, step: Step, value: tf.Tensor) -> tf.Tensor:
-    # Ranks may not agree whether an integer counts their rows: all send it.
-    of_all = scalar_of_all_ranks(engine, step, value)
-    return of_all if not value.dtype.is_integer or step.may_differ(value) else value
+    if not value.dtype.is_integer:
+        return scalar_of_all_ranks(engine, step, value)
+    (gathered,) = engine.allgather([tf.stack([tf.cast(value, tf.int64), step.rows])[tf.newaxis]])
+    values, active = gathered[:, 0], gathered[:, 1] > 0
+    total = tf.reduce_sum(tf.where(active, values, 0))
+    if not step.depends_on_rows(value):  # it may still be their number, which a graph may know
+        is_number = tf.reduce_all((values == gathered[:, 1]) | ~active)
+        first = values[tf.argmax(tf.cast(active, tf.int32))]
+        total = tf.where(is_number | tf.reduce_any((values != first) & active), total, first)
+    return tf.cast(total, value.dtype)
 
 
 def as_dense(predictions: Any, was_dense: Sequence[bool]) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.data.batch import Rows, Shard, int64
+from kdist.data.batch import Rows, Shard
 from kdist.errors import StrategyError
 from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.metrics import summed_variables
@@ -52,6 +52,7 @@ from kdist.strategies.settings import Settings
 from kdist.trainer import saving
 from kdist.trainer.callback_list import replicated_callbacks
 from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
+from kdist.trainer.feeding.given_rows import given_rows
 from kdist.trainer.predictions import as_dense, gather_rows
 from kdist.trainer.session import ReplicatedSession
 from kdist.trainer.step_function import StepFunction
@@ -266,7 +267,7 @@ class ReplicatedModel:
             return data
         rows = Rows(data)
         if not self.session.verbs and self._extended.is_in_replica:  # `strategy.run` gives each replica its own rows
-            return Shard(data, int64(rows.count(data)), ())
+            return given_rows(data, rows)
         return rows.split(data, self._engine.size, self._engine.rank)
 
     def train_step(self, data: Any) -> Any:
@@ -291,7 +292,7 @@ class ReplicatedModel:
             extensions=added_stages(self._model),
             updates=session.new_updates(),
         )
-        with contextlib.nullcontext() if is_in_replica else self._extended.reduced_replica():
+        with contextlib.nullcontext() if is_in_replica else self._extended.step_replica():
             return self._measured_step("train_step", step, is_whole_pass=not is_shard)
 
     def test_step(self, data: Any) -> Any:

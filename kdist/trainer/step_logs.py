@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from kdist.keras_hooks.metrics import flat_logs, flat_metrics, recorded_results
+from kdist.keras_hooks.trainer import is_overridden
 from kdist.reports.log import once
 from kdist.state.rank_dependence import computed_of
 from kdist.step.step import Step
@@ -31,9 +32,12 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
     results = {name: read for name, value in logs.items() for result, read in recorded if result is value}
     others = {name: tf.convert_to_tensor(logs[name]) for name in sorted(logs) if name not in results}
     warns = step.is_chief and step.engine.size > 1
-    of_results = _computed_from([result for result, _ in recorded], others) if warns else []
-    # Keras itself reads logs of these names again, when the metrics have been summed.
-    if of_results and set(logs) != set(model.get_metrics_result()):
+    # `get_metrics_result` is called again when the metrics have been summed, if the logs have its names.
+    if warns and not is_overridden(model, "get_metrics_result"):
+        of_results = _computed_from([result for result, _ in recorded], others)
+    else:
+        of_results = []
+    if of_results:
         once.warning(
             f"the step returns logs that are computed from the results of metrics: {', '.join(of_results)}. Each is an "
             "average over the ranks of a function of the rank's own result. Fix: compute it in `get_metrics_result`, "

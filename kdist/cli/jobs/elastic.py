@@ -134,7 +134,7 @@ class Growth:
         self._placement = placement
         self._attempts = attempts
         self._due = time.monotonic() + elastic.look_every
-        self._question: reach.RemoteCommand | None = None
+        self._look_command: reach.RemoteCommand | None = None
         self._request: reach.RemoteCommand | None = None
         self._has_warned = False
 
@@ -147,14 +147,14 @@ class Growth:
         """
         if self._request is not None:
             if self._request.is_over() and not self._request.succeeded:  # it is made again
-                self._request = self._question = None
-        elif self._question is None:
+                self._request = self._look_command = None
+        elif self._look_command is None:
             if self._placement.np < self._elastic.max_np and time.monotonic() >= self._due:
                 others = {host.name for host in self._elastic.read_hosts()} - {*self._placement.host_of_rank}
-                self._command = reach.RemoteCommand(self._elastic.agent, others)
-        elif self._question.is_over():
+                self._look_command = reach.RemoteCommand(self._elastic.agent, others)
+        elif self._look_command.is_over():
             self._due = time.monotonic() + self._elastic.look_every
-            answering, self._question = self._question.succeeded | {*self._placement.host_of_rank}, None
+            answering, self._look_command = self._look_command.succeeded | {*self._placement.host_of_rank}, None
             elastic = self._elastic
             bad = left_out(self._attempts, time.time(), _LOOKS_OUT * elastic.look_every)
             found = place(elastic.read_hosts(), answering, bad, elastic.min_np, elastic.max_np)
@@ -167,7 +167,7 @@ class Growth:
         Args:
             running: str, the job's directory.
         """
-        for each in (self._question, self._request):
+        for each in (self._look_command, self._request):
             if each is not None:
                 each.close()
         request.remove(running)

@@ -115,8 +115,13 @@ def a_loop_that_calls_the_models_own_steps() -> None:
     """In `strategy.run` on a replica's rows, the last of which some ranks have not, and without it on all rows."""
     x, y = rows("ragged")
 
+    def normed() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(synchronized=True), mlp()])
+        deterministic_weights(model)
+        return model
+
     def in_run(batch: int) -> dict[str, Any]:
-        model = mlp()
+        model = normed()
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
         strategy = tf.distribute.get_strategy()
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(size() * BATCH)
@@ -126,7 +131,7 @@ def a_loop_that_calls_the_models_own_steps() -> None:
         return outcome(model, metrics=model.get_metrics_result())
 
     def by_itself(batch: int) -> dict[str, Any]:
-        model = mlp()
+        model = normed()
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
         logs = [model.train_step((x[at : at + 5], y[at : at + 5])) for at in range(0, len(x), 5)]
         return outcome(model, logs=[{name: float(value) for name, value in each.items()} for each in logs])

@@ -49,7 +49,14 @@ def predictions_without_rows() -> None:
 
         def call(self, inputs: Any) -> Any:
             far = tf.reduce_any(inputs > 1.5)
-            return {"codes": 2.0 * self.codes, "rows": tf.shape(inputs)[0], "mean": tf.reduce_mean(inputs), "far": far}
+            return {
+                "codes": 2.0 * self.codes,
+                "alike": tf.ones_like(inputs) * self.codes[0, 0],  # of a graph that knows how many rows there are
+                "rows": tf.shape(inputs)[0],
+                "number": tf.constant(3),
+                "mean": tf.reduce_mean(inputs),
+                "far": far,
+            }
 
     class Model(keras.Model):
         def __init__(self) -> None:

@@ -84,17 +84,18 @@ def a_step_that_updates_what_the_model_does_not_know() -> None:
             return {"my_loss": loss}
 
     x, y = rows("ragged")
+    for run_eagerly in (False, True):
 
-    def script(batch: int) -> dict[str, Any]:
-        model = Own()
-        model.noise = tf.Variable(0.0, dtype=keras.config.floatx())
-        model.build((None, 5))
-        deterministic_weights(model)
-        model.compile(keras.optimizers.Adam(0.01), "mse")
-        history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
-        return outcome(model, history, noise=model.noise.numpy())
+        def script(batch: int) -> dict[str, Any]:
+            model = Own()
+            model.noise = tf.Variable(0.0, dtype=keras.config.floatx())
+            model.build((None, 5))
+            deterministic_weights(model)
+            model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=run_eagerly)  # noqa: B023
+            history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+            return outcome(model, history, noise=model.noise.numpy())
 
-    both(script)
+        both(script)
 
 
 @feature
@@ -125,6 +126,13 @@ def a_step_that_returns_the_loss_that_it_scales() -> None:
 def what_a_step_updates_is_what_the_end_of_its_data_counts() -> None:
     """Plain Keras' graph that finds the end of the data decays the step's weights, and those of no other optimizer."""
 
+    class Unused(keras.Layer):
+        def build(self, input_shape: Any) -> None:
+            self.without_gradient = self.add_weight(shape=(3,), initializer="ones")
+
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
     class Sometimes(OwnStep):
         def train_step(self, data: Any) -> dict[str, Any]:
             x, y = data
@@ -144,7 +152,7 @@ def what_a_step_updates_is_what_the_end_of_its_data_counts() -> None:
         teacher.compile(keras.optimizers.AdamW(0.1, weight_decay=0.5), "mse")
         teacher.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
         teacher.trainable = False
-        model = keras.Sequential([keras.Input((5,)), teacher, keras.layers.Dense(2)])
+        model = keras.Sequential([keras.Input((5,)), teacher, Unused(), keras.layers.Dense(2)])
         deterministic_weights(model.layers[-1])
         model.compile(keras.optimizers.AdamW(0.1, weight_decay=0.5), "mse")
         history = model.fit(data(batch), epochs=2, verbose=0)
