@@ -35,13 +35,9 @@ def is_users(file: str) -> bool:
     return not file.startswith(_LIBRARIES) and _GENERATED not in file and not any(each in file for each in INSTALLED)
 
 
-def user_place(frame: FrameType | None = None) -> tuple[str, int] | None:
-    """Returns file and line of the innermost frame of the user's, or `None`.
-
-    Args:
-        frame: the innermost frame of a stack; by default the caller's.
-    """
-    frame = sys._getframe(1) if frame is None else frame
+def user_place() -> tuple[str, int] | None:
+    """Returns file and line of the innermost frame of the user's that called this, or `None`."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
@@ -49,11 +45,7 @@ def user_place(frame: FrameType | None = None) -> tuple[str, int] | None:
     return None
 
 
-def user_line(frame: FrameType | None = None) -> str:
-    """Returns the innermost line of the user's in a stack, as `train.py:12`.
-
-    Args:
-        frame: the innermost frame of the stack; by default the caller's.
-    """
-    place = user_place(sys._getframe(1) if frame is None else frame)
+def user_line() -> str:
+    """Returns the innermost line of the user's that called this, as `train.py:12`."""
+    place = user_place()
     return UNKNOWN_LINE if place is None else f"{os.path.basename(place[0])}:{place[1]}"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
-from kdist._user_code import UNKNOWN_LINE, is_kdists, is_users, user_line
+from kdist._user_code import is_kdists, is_users, user_line
 from kdist.watch.failure_detector import IN_A_GRAPH
+from kdist.watch.stacks import Frame, stacks_of_threads
 
 _LINE_AFTER = 1.0  # seconds without a change, after which a report has the line of the script
 _STACK_AFTER = 5.0  # seconds without a change, after which a report has the stacks
@@ -103,31 +101,34 @@ class Activity:
                     waiting, among = progress[2] or IN_A_GRAPH, ranks
         if among is not None:
             waiting = f"{waiting} among ranks {', '.join(map(str, among))}"
-        stack = _main_stack() if elapsed > _STACK_AFTER else []
-        threads = _other_threads() if stack else []
+        stacks = stacks_of_threads() if elapsed > _LINE_AFTER else {}
+        main = stacks.pop(threading.main_thread().ident or 0, [])
+        stacks.pop(threading.get_ident(), None)
+        is_shown = elapsed > _STACK_AFTER and bool(main)
+        # A user's generator runs in a thread of TensorFlow; in some threads kdist itself waits.
+        others = [stack[-1] for stack in stacks.values() if stack and not is_kdists(stack[-1].file)]
         return {
             "finished": self.has_finished,
             "calls": self.calls + begun,
             "waiting": waiting,
-            "place": self._place(elapsed),
+            "place": self._place(main),
             "among": among if among is None else list(among),
             "elapsed": elapsed,
             "busy": self._is_busy(),
-            "in_user_code": _in_user_code(stack),
-            "stack": [_location(frame, line) for frame, line in _relevant(stack)[-_MAX_FRAMES:]],
-            "threads": [_location(frame, frame.f_lineno) for frame in threads[:_MAX_THREADS]],
+            "in_user_code": not is_shown or _in_user_code(main),
+            "stack": list(map(str, _relevant(main)[-_MAX_FRAMES:])) if is_shown else [],
+            "threads": list(map(str, others[:_MAX_THREADS])) if is_shown else [],
         }
 
-    def _place(self, elapsed: float) -> str:
-        """Returns the verb that runs and its line; without one the line of the script, where that is worth a look."""
+    def _place(self, stack: Sequence[Frame]) -> str:
+        """Returns the verb that runs and its line; without one the line of the script, if the stack is known."""
         if self.has_finished:
             return ""
         if verbs := self._verbs[-1:]:
             verb, line = verbs[0]
             return f"`{verb}`, {line}"
-        frame = sys._current_frames().get(threading.main_thread().ident or 0) if elapsed > _LINE_AFTER else None
-        line = UNKNOWN_LINE if frame is None else user_line(frame)
-        return "" if line == UNKNOWN_LINE else line
+        users = [frame for frame in stack if is_users(frame.file)]
+        return f"{os.path.basename(users[-1].file)}:{users[-1].line}" if users else ""
 
     def _poll_graphs(self) -> tuple[int, int, str]:
         """Returns what `graph_progress` does, and records the time when that changes."""
@@ -161,39 +162,13 @@ def describe_collective(kind: str, arrays: Sequence[tuple[Any, Any]], num_fixed:
     return f"{kind} of {len(sent)} tensor(s) {' '.join(shown)}".strip()
 
 
-def _main_stack() -> list[tuple[FrameType, int]]:
-    """Returns the main thread's frames with their line numbers, the outermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return [] if frame is None else list(traceback.walk_stack(frame))[::-1]
-
-
-def _other_threads() -> list[FrameType]:
-    """Returns the innermost frames of the other Python threads: a user's generator runs in a thread of TensorFlow.
-
-    Those in which kdist itself waits are left out.
-    """
-    excluded = {threading.main_thread().ident, threading.get_ident()}
-    frames = [frame for ident, frame in sys._current_frames().items() if ident not in excluded]
-    return [frame for frame in frames if not is_kdists(frame.f_code.co_filename)]
-
-
-def _relevant(stack: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
+def _relevant(stack: Sequence[Frame]) -> list[Frame]:
     """Returns the frames of the user's files, those of Keras' `fit` and the like, and the innermost one."""
-    return [
-        (frame, line)
-        for place, (frame, line) in enumerate(stack)
-        if place == len(stack) - 1
-        or frame.f_code.co_filename.endswith(_KERAS_TRAINER)
-        or is_users(frame.f_code.co_filename)
-    ]
+    kept = [frame for frame in stack[:-1] if frame.file.endswith(_KERAS_TRAINER) or is_users(frame.file)]
+    return [*kept, *stack[-1:]]
 
 
-def _location(frame: FrameType, line: int) -> str:
-    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
-
-
-def _in_user_code(stack: list[tuple[FrameType, int]]) -> bool:
+def _in_user_code(stack: Sequence[Frame]) -> bool:
     """Returns whether the user's code runs outside of `fit` and the like, or in a callback, where it may take long."""
-    files = [frame.f_code.co_filename for frame, _ in stack]
-    trainer = [place for place, name in enumerate(files) if name.endswith(_KERAS_TRAINER)]
-    return not trainer or any(name.endswith(_KERAS_CALLBACKS) for name in files[trainer[-1] :])
+    trainer = [place for place, frame in enumerate(stack) if frame.file.endswith(_KERAS_TRAINER)]
+    return not trainer or any(frame.file.endswith(_KERAS_CALLBACKS) for frame in stack[trainer[-1] :])
