@@ -272,6 +272,6 @@ def _on_gpus() -> str:
     if not tf.config.get_visible_devices("GPU"):
         return ""
     return (
-        " An Embedding on a GPU: TensorFlow adds up the rows of its sparse gradient in no fixed order, so that ranks "
-        "round otherwise: kdist.scope(kdist.AllReduce(sparse_as_dense=True)), or TF_DETERMINISTIC_OPS=1."
+        " Code of your own that adds up rows of a sparse gradient on a GPU: TensorFlow does so in no fixed order, and "
+        "ranks round otherwise: kdist.scope(kdist.AllReduce(sparse_as_dense=True)), or TF_DETERMINISTIC_OPS=1."
     )

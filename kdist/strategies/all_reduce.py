@@ -23,7 +23,9 @@ from kdist.keras_hooks.optimizers import UPDATE
 from kdist.keras_hooks.patching import patched
 from kdist.state.random_state import AgreedDraws
 from kdist.state.versions import Versions
+from kdist.strategies.devices import has_gpu
 from kdist.strategies.differentiable import ReplicaStep, sum_over_ranks
+from kdist.strategies.ordered_sums import ordered_sums
 
 
 class AllReduceStrategy(Strategy):
@@ -194,7 +196,8 @@ class AllReduceExtended(StrategyExtendedV1):
         return self._run_update(var, fn, args, kwargs, group)
 
     def _run_update(self, var: Any, fn: Callable[..., Any], args: tuple, kwargs: dict, group: bool) -> Any:
-        result = fn(var, *args, **kwargs)
+        with ordered_sums() if self.num_replicas > 1 and has_gpu() else contextlib.nullcontext():
+            result = fn(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)
 
     def _update_non_slot(

@@ -67,6 +67,11 @@ def _set_gpu(local_rank: int, local_size: int, env: Mapping[str, str]) -> None:
         logger.warning("%d ranks share %d GPU(s) of this host", local_size, num_gpus)
 
 
+def has_gpu() -> bool:
+    """Returns whether TensorFlow computes on a GPU in this process."""
+    return bool(tf.config.get_visible_devices("GPU"))
+
+
 def hide_gpus() -> None:
     """Hides all GPUs from a process that does not compute, before TensorFlow initialises its devices.
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 import kdist
 from benchmarks import models
 from benchmarks.fit_times import timed_fit
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.engines.collective import CollectiveEngine
 from kdist.engines.engine import Engine
 from kdist.engines.horovod import built_with_nccl
@@ -66,7 +66,31 @@ def weights_and_slots_are_on_the_device() -> None:
     assert devices == {"GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"}, devices
 
 
-CASES = {function.__name__: function for function in (float32_as_one_process, weights_and_slots_are_on_the_device)}
+def embeddings_are_equal_to_the_bit_on_all_ranks() -> None:
+    """Many rows for each index: a kernel of a GPU adds them in another order on each rank."""
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, 9, (8 * BATCH, 64))
+    for optimizer in ("sgd", "adam", "adagrad", "rmsprop", "lion"):
+        fresh()
+        with kdist.scope(scale_lr=None):
+            model = keras.Sequential(
+                [keras.layers.Embedding(9, 16), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+            )
+            model.compile(optimizer, "mse", jit_compile=False)
+            model.fit(ids, ids.mean(axis=1), batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        values = [keras.ops.convert_to_numpy(each) for each in [*model.weights, *model.optimizer.variables]]
+        everyone = engine().gather_objects([each.tobytes().hex() for each in values])
+        assert everyone.count(everyone[0]) == len(everyone), optimizer
+
+
+CASES = {
+    function.__name__: function
+    for function in (
+        float32_as_one_process,
+        weights_and_slots_are_on_the_device,
+        embeddings_are_equal_to_the_bit_on_all_ranks,
+    )
+}
 
 ALONE = {function.__name__: function for function in (steps_take_as_long_as_those_of_plain_keras,)}
 

@@ -35,6 +35,7 @@ TOGETHER = (
     "lamb-ragged-tf_data",
     "float32_as_one_process",
     "weights_and_slots_are_on_the_device",
+    "embeddings_are_equal_to_the_bit_on_all_ranks",
     # XLA.
     "jit_compile",
     "jit_compile_is_off_where_messages_are_sent_before",
