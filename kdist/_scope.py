@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kdist import _arguments
 from kdist._arguments import AUTO_STALL_TIMEOUT
-from kdist._process import cluster_info, open_engine, select_together, set_stall_timeout
+from kdist._engine import open_engine, select_together, set_stall_timeout
+from kdist._process import cluster_info
 from kdist._scope_context import ScopeContext
 from kdist._suggestions import with_suggestions
 from kdist.cluster.info import ClusterInfo

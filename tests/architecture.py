@@ -46,6 +46,7 @@ ROOMS = (
     "kdist.callbacks",
     "kdist.planning",
     "kdist.testing",
+    "kdist._engine",
     "kdist._process",
     "kdist._arguments",
     "kdist._scope_context",

@@ -31,7 +31,7 @@ def grouped(rooms: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     for name, (files, lines) in rooms.items():
         if files == 1 and last and rows[last][0] == last.count(",") + 1:
             others, more = rows.pop(last)
-            name, files, lines = f"{last}, {name}", others + files, more + lines
+            name, files, lines = f"{last}, {name.removeprefix('kdist.')}", others + files, more + lines
         rows[name] = files, lines
         last = name
     return rows

@@ -13,7 +13,7 @@ import pytest
 
 import kdist
 from kdist import _process
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from tests.helpers.logs import logged
 
 

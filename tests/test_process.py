@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import kdist
-from kdist import _process
+from kdist import _engine
 from kdist.errors import ScopeError
 from tests.helpers import spmd
 
@@ -39,7 +39,7 @@ def test_one_process_does_not_wait():
 def test_a_barrier_of_parameter_servers_is_refused(monkeypatch):
     cluster = {"chief": ["a:1"], "worker": ["a:2"], "ps": ["a:3"]}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
-    monkeypatch.setattr(_process, "_opened", _process._Opened())  # another test may have opened this process's engine
+    monkeypatch.setattr(_engine, "_opened", _engine._Opened())  # another test may have opened this process's engine
     with pytest.raises(ScopeError, match="no collectives"):
         kdist.barrier()
 
@@ -60,20 +60,20 @@ def task(monkeypatch):
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(_process, "_opened", _process._Opened())
-    monkeypatch.setattr(_process, "_AGREE_TIMEOUT", 0.5)
+    monkeypatch.setattr(_engine, "_opened", _engine._Opened())
+    monkeypatch.setattr(_engine, "_AGREE_TIMEOUT", 0.5)
     return kdist.cluster_info()
 
 
 def test_nodes_that_cannot_meet_take_what_they_have(task, caplog):
-    assert _process.select_together("auto", task).strategy == "mpi"
+    assert _engine.select_together("auto", task).strategy == "mpi"
     assert "the nodes could not compare how their ranks talk: rank 0 takes mpi" in caplog.text
     assert "rank 1 is missing" in caplog.text
     caplog.clear()
-    assert _process.select_together("auto", task).strategy == "mpi"
+    assert _engine.select_together("auto", task).strategy == "mpi"
     assert not caplog.text  # they tried once
 
 
 def test_what_is_asked_for_is_not_compared(task, caplog):
-    assert _process.select_together("collective", task).strategy == "collective"
+    assert _engine.select_together("collective", task).strategy == "collective"
     assert not caplog.text

@@ -14,7 +14,7 @@ import keras_tuner
 import numpy as np
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from tests.training.behaviours import assert_equal_everywhere
 from tests.training.fidelity import BATCH, both, fresh, rows, size
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kdist._process import select_strategy
+from kdist._engine import select_strategy
 from kdist.cli.cores import NUMA, in_words, numa_nodes
 from kdist.cli.quiet_import import import_quietly
 from kdist.cluster import detect

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.cli.quiet_import import import_quietly
 from kdist.engines.engine import Engine
 from kdist.reports.scope_marks import own_scopes

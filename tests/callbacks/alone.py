@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.engines.engine import Engine
 
 

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.checkpoint.files import CheckpointDirectory
 from kdist.errors import CheckpointError, ScopeError
 from tests.helpers.logs import logged

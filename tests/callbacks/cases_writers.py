@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.checkpoint.files import CheckpointDirectory
 from kdist.errors import CheckpointError
 from tests.callbacks.full_disk import full_disk

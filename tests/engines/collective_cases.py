@@ -33,7 +33,8 @@ def engine_over_the_network() -> CollectiveEngine:
 
 def opened() -> Any:
     """This process's own engine, opened before TensorFlow makes anything, as a scope at the top of a script would."""
-    from kdist._process import cluster_info, open_engine
+    from kdist._engine import open_engine
+    from kdist._process import cluster_info
 
     return open_engine(cluster_info(), "collective")
 
@@ -163,7 +164,8 @@ def waits_in_a_group(of: str, length: int) -> None:
 
 def over_addresses_of_mpi() -> None:
     """Under mpirun the ranks tell each other their addresses over MPI."""
-    from kdist._process import cluster_info, open_engine
+    from kdist._engine import open_engine
+    from kdist._process import cluster_info
 
     talking = open_engine(cluster_info(), "collective")
     assert talking.name == "collective"

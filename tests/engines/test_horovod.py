@@ -86,7 +86,7 @@ def test_horovods_timeline_and_stall_check_work(tmp_path):
 
 SCRIPT = """
 import os, kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 try:
     print(open_engine(kdist.cluster_info(), "horovod"))
 except (ImportError, ValueError) as err:

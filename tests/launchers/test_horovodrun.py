@@ -63,7 +63,7 @@ def test_the_horovodrun_beside_python_has_priority(tmp_path):
 
 SCRIPT = """
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 engine = open_engine(kdist.cluster_info())
 print(f"{kdist.cluster_info().launcher}: {engine.name} {engine.gather_objects(engine.rank)}", flush=True)
 if engine.rank == 1:

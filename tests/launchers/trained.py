@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 
 
 def main(folder: Path) -> None:

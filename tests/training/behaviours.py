@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 
 
 def everyone(value: Any) -> list[Any]:

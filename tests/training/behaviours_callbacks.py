@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.errors import MismatchError
 from tests.training.behaviours import assert_equal_everywhere, everyone, weights_of
 from tests.training.fidelity import BATCH, compare, fresh, mlp, of_the_chief, rows, size

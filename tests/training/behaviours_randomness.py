@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from tests.training.behaviours import assert_equal_everywhere, everyone, weights_of
 
 ROWS = 8

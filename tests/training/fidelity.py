@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 
 BATCH = 4
 RTOL = 1e-9

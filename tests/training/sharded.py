@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.errors import KDistError
 from kdist.keras_hooks.variables import raw_variable
 from kdist.sharding import gradients

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.engines.single import SingleEngine
 from kdist.errors import StrategyError
 from kdist.gradients import top_k as top_k_module

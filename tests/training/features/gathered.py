@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.strategies import global_batch
 from tests.helpers.logs import logged
 from tests.training.features.registry import feature

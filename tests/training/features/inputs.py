@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.errors import MismatchError
 from tests.training.features.registry import feature
 from tests.training.fidelity import (

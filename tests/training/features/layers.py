@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.keras_hooks.trainer import Trainer
 from tests.training.features.registry import feature, simple
 from tests.training.fidelity import (

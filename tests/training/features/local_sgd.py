@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.errors import ScopeError, StrategyError
 from tests.training.features.registry import feature
 from tests.training.fidelity import (

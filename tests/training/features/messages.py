@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from tests.training.features.registry import feature, simple
 from tests.training.fidelity import (
     BATCH,

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import kdist
-from kdist._process import open_engine
+from kdist._engine import open_engine
 from kdist.engines.single import SingleEngine
 from tests.helpers.logs import logged
 from tests.training.features.registry import feature
