@@ -5,7 +5,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-from typing import NamedTuple
+import tempfile
+from typing import IO, NamedTuple
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -36,12 +37,15 @@ def stacks_of_threads() -> dict[int, list[Frame]]:
     that ended in a segmentation fault after some thousand stacks. `faulthandler` makes no such objects.
 
     Returns:
-        A dict by the thread's identifier, as `threading.get_ident` returns it.
+        A dict by the thread's identifier, as `threading.get_ident` returns it; empty where no file can be opened.
     """
-    with open(os.memfd_create("kdist stacks"), "w+b") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode("ascii", "replace")
+    try:
+        with _file() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = file.read().decode("ascii", "replace")
+    except OSError:
+        return {}
     found: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
     for line in text.splitlines():
@@ -50,6 +54,14 @@ def stacks_of_threads() -> dict[int, list[Frame]]:
         elif frame := _FRAME.fullmatch(line):
             frames.insert(0, Frame(_unescaped(frame[1]), int(frame[2]), _unescaped(frame[3])))
     return found
+
+
+def _file() -> IO[bytes]:
+    """Returns an empty file: `faulthandler` writes to a descriptor."""
+    try:
+        return open(os.memfd_create("kdist stacks"), "w+b")
+    except (AttributeError, OSError):  # a Python built against glibc before 2.27 (conda's), or vm.memfd_noexec=2
+        return tempfile.TemporaryFile()
 
 
 def _unescaped(text: str) -> str:
