@@ -140,8 +140,9 @@ class Heartbeat:
     def _read(self, peer: _Peer) -> None:
         for message in peer.receive():
             if peer.rank is None:
-                rank, token = message.get("rank"), str(message.get("token"))
-                known = isinstance(rank, int) and 0 < rank < self._size and hmac.compare_digest(token, self._token)
+                rank, token = message.get("rank"), str(message.get("token")).encode(errors="replace")
+                is_rank = isinstance(rank, int) and 0 < rank < self._size
+                known = is_rank and hmac.compare_digest(token, self._token.encode())
                 peer.rank, peer.is_closed = (rank, False) if known else (None, True)
             elif "failed" in message:
                 time.sleep(_ROOT_FIRST)
@@ -221,7 +222,7 @@ class _Peer:
         *lines, self._in = (self._in + received).split(b"\n")
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             messages = [None]
         if len(self._in) > MAX_MESSAGE_BYTES or not all(isinstance(message, dict) for message in messages):
             self.is_closed = True  # not a rank of this job
