@@ -11,6 +11,7 @@ import selectors
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,8 @@ class Heartbeat:
         self._asks = False  # on the others: whether this rank asks to report one
         self._is_reporter = True
         self._answered = threading.Event()
+        self._due = 0.0
+        self._has_raised = False
 
     def listen(self, *, everywhere: bool) -> dict[str, Any]:
         """Opens the port of rank 0.
@@ -112,19 +115,30 @@ class Heartbeat:
         return self._is_reporter
 
     def _run(self) -> None:
-        due = time.monotonic()
         while True:
-            for key, _ in self._selector.select(max(0.0, due - time.monotonic())):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._woken:
-                    self._woken.recv(64)
-                    due = 0.0
-                else:
-                    self._read(self._peers[key.fileobj])  # type: ignore[index]
-            if time.monotonic() >= due:
-                due = time.monotonic() + _PERIOD
-                self._beat()
+            try:
+                self._listen_and_beat()
+            except Exception as error:  # without this thread nothing would detect dead or stalled ranks
+                is_first, self._has_raised = not self._has_raised, True
+                if is_first and not self._activity.has_finished:
+                    text = "".join(traceback.format_exception(error)).rstrip()
+                    with contextlib.suppress(Exception):  # a handler of the user's
+                        self._warn(f"a heartbeat of rank {self._rank} failed; the next ones are tried:\n{text}")
+                time.sleep(_PERIOD)
+
+    def _listen_and_beat(self) -> None:
+        """Waits for messages until the next heartbeat is due, and sends it then."""
+        for key, _ in self._selector.select(max(0.0, self._due - time.monotonic())):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._woken:
+                self._woken.recv(64)
+                self._due = 0.0
+            else:
+                self._read(self._peers[key.fileobj])  # type: ignore[index]
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + _PERIOD
+            self._beat()
 
     def _accept(self) -> None:
         if self._listener is not None:

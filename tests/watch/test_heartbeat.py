@@ -77,6 +77,26 @@ def test_a_rank_that_dies_ends_the_job(ranks):
     assert "rank 0 died" in other.failures[0], "as far as rank 1 knows"
 
 
+def test_a_heartbeat_that_fails_is_told_of_once_and_the_next_ones_detect_failures(ranks, monkeypatch):
+    root, other = ranks
+    report, failed = root.activity.report, []
+
+    def fails_twice():
+        if len(failed) < 2:
+            failed.append(1)
+            raise RuntimeError("no report")
+        return report()
+
+    monkeypatch.setattr(root.activity, "report", fails_twice)
+    until(lambda: len(failed) == 2)
+    root.activity.begin("barrier", [], 0)
+    other.heartbeat.finish()
+    until(lambda: root.failures)
+    [warning] = root.warnings
+    assert warning.startswith("a heartbeat of rank 0 failed; the next ones are tried:\nTraceback")
+    assert warning.endswith("RuntimeError: no report")
+
+
 def test_of_ranks_that_fail_at_once_the_first_that_asks_reports():
     first, second, third = several = [Rank(rank, 3) for rank in range(3)]
     address = first.heartbeat.listen(everywhere=False)
