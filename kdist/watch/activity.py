@@ -11,7 +11,7 @@ from typing import Any
 
 from kdist._user_code import is_kdists, is_users, user_line
 from kdist.watch.failure_detector import IN_A_GRAPH
-from kdist.watch.stacks import Frame, stacks_of_threads
+from kdist.watch.stacks import MAX_FRAMES, Frame, stacks_of_threads
 
 _LINE_AFTER = 1.0  # seconds without a change, after which a report has the line of the script
 _STACK_AFTER = 5.0  # seconds without a change, after which a report has the stacks
@@ -115,7 +115,7 @@ class Activity:
             "among": among if among is None else list(among),
             "elapsed": elapsed,
             "busy": self._is_busy(),
-            "in_user_code": not is_shown or _in_user_code(main),
+            "in_user_code": elapsed <= _STACK_AFTER or _in_user_code(main, in_verb=bool(self._verbs)),
             "stack": list(map(str, _relevant(main)[-_MAX_FRAMES:])) if is_shown else [],
             "threads": list(map(str, others[:_MAX_THREADS])) if is_shown else [],
         }
@@ -168,7 +168,14 @@ def _relevant(stack: Sequence[Frame]) -> list[Frame]:
     return [*kept, *stack[-1:]]
 
 
-def _in_user_code(stack: Sequence[Frame]) -> bool:
-    """Returns whether the user's code runs outside of `fit` and the like, or in a callback, where it may take long."""
+def _in_user_code(stack: Sequence[Frame], *, in_verb: bool) -> bool:
+    """Returns whether the user's code runs outside of `fit` and the like, or in a callback, where it may take long.
+
+    Where a verb runs, and frames that may be Keras' were not read, that is not known: then the rank counts as stuck if
+    it is idle.
+    """
     trainer = [place for place, frame in enumerate(stack) if frame.file.endswith(_KERAS_TRAINER)]
-    return not trainer or any(frame.file.endswith(_KERAS_CALLBACKS) for frame in stack[trainer[-1] :])
+    if any(frame.file.endswith(_KERAS_CALLBACKS) for frame in stack[trainer[-1] if trainer else 0 :]):
+        return True
+    is_whole = 0 < len(stack) < MAX_FRAMES
+    return not trainer and (is_whole or not in_verb)

@@ -8,6 +8,9 @@ import re
 import tempfile
 from typing import IO, NamedTuple
 
+MAX_FRAMES = 100
+"""`faulthandler`'s number of innermost frames of a thread; it leaves out threads, too, the oldest, after 100."""
+
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
@@ -31,7 +34,7 @@ class Frame(NamedTuple):
 
 
 def stacks_of_threads() -> dict[int, list[Frame]]:
-    """Returns the frames of each Python thread, at most the 100 innermost, from the outermost on.
+    """Returns the frames of the 100 newest Python threads, at most `MAX_FRAMES` of each, from the outermost on.
 
     Frame objects of another thread may be freed while this one follows `f_back`: while TensorFlow traced a function,
     that ended in a segmentation fault after some thousand stacks. `faulthandler` makes no such objects.

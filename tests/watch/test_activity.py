@@ -1,7 +1,11 @@
 """What a rank reports in its heartbeat."""
 
+import contextlib
 import json
 import re
+import threading
+
+import pytest
 
 from kdist.watch.activity import Activity
 from kdist.watch.heartbeat import MAX_MESSAGE_BYTES
@@ -68,6 +72,56 @@ def test_the_report_of_a_deep_recursion_fits_a_message():
     report = deeper(900)
     assert len(report["stack"]) == 12
     assert 0 < len(json.dumps(report)) < MAX_MESSAGE_BYTES
+
+
+KERAS = "/lib/keras/src/"
+LOOP = KERAS + "backend/tensorflow/trainer.py"
+CALLBACK = KERAS + "callbacks/callback_list.py"
+
+
+@pytest.mark.parametrize(
+    ("outermost", "depth", "innermost", "is_users"),
+    [
+        ("", 5, "", True),  # a verb, before Keras' loop: a `fit` of the user's own
+        (LOOP, 5, "", False),
+        (LOOP, 5, CALLBACK, True),
+        (LOOP, 150, "", False),  # the frame of the loop is not read
+        (LOOP, 150, CALLBACK, True),
+    ],
+)
+def test_a_rank_is_in_the_users_code_outside_of_kerass_loop_or_in_a_callback(outermost, depth, innermost, is_users):
+    activity = Activity()
+    activity._since -= 60.0
+
+    def called_in(file, called):
+        scope = {"called": called}
+        exec(compile("def calls():\n    return called()", file, "exec"), scope)
+        return scope["calls"]() if file else called()
+
+    def deeper(depth):
+        return deeper(depth - 1) if depth else called_in(innermost, activity.report)
+
+    with activity.running("model.fit"):
+        assert called_in(outermost, lambda: deeper(depth))["in_user_code"] == is_users
+    assert called_in("", lambda: deeper(150))["in_user_code"], "between two verbs"
+
+
+def test_a_verb_whose_stack_is_missing_among_many_threads_is_not_taken_for_the_users_code():
+    activity = Activity()
+    activity._since -= 60.0
+    ends = threading.Event()
+    threads = [threading.Thread(target=ends.wait) for _ in range(120)]
+    with contextlib.ExitStack() as until_read:
+        until_read.callback(ends.set)
+        for thread in threads:
+            thread.start()
+        between = activity.report()
+        with activity.running("model.fit"):
+            in_fit = activity.report()
+    for thread in threads:
+        thread.join()
+    assert in_fit["stack"] == between["stack"] == [], "the main thread is the oldest, and was read"
+    assert (in_fit["in_user_code"], between["in_user_code"]) == (False, True)
 
 
 def test_calls_of_groups_are_reported_with_their_ranks_and_not_counted():
