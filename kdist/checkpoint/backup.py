@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from kdist.restarts.report import own_reports
 from kdist.state.part import DeferredArray, StatePart
 from kdist.state.random_state import random_state, set_random_state
 from kdist.state.single_process import KerasData, is_replaying
-from kdist.state.variables import ModelState
+from kdist.state.variables import FIX_OF_UNTRACKED, ModelState
 
 logger = logging.getLogger("kdist")
 
@@ -72,6 +73,7 @@ class Backup(AllRanksCallback):
         self._directory = CheckpointDirectory(self.backup_dir)
         self._writer = BackgroundWriter()
         self._copies: HostCopies | None = None
+        self._has_warned = False
         self._number = 0  # of the newest checkpoint
         self._is_on_disk = True  # whether that from which the training resumed is
 
@@ -241,6 +243,7 @@ class Backup(AllRanksCallback):
         parts: list[StatePart] = [*session.parts(), session.data(epoch_step), CallbackState(self.others)]
         if epoch_step:
             parts.append(session.metrics)
+        self._warn_of_untracked(parts)
         checkpoint = {part.name: part.state_dict() for part in parts}
         checkpoint["training"] = {
             "number": self._number,
@@ -253,6 +256,15 @@ class Backup(AllRanksCallback):
             "random": random_state(),
         }
         return checkpoint
+
+    def _warn_of_untracked(self, parts: Sequence[StatePart]) -> None:
+        names = [name for part in parts if isinstance(part, ModelState) for name in part.untracked]
+        if names and self.is_chief and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "this training cannot be resumed: variables that the model does not track are not saved. Received: an "
+                "optimizer that updates %s. Fix: %s.", ", ".join(names), FIX_OF_UNTRACKED,
+            )  # fmt: skip
 
     # Resuming.
 

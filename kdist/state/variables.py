@@ -23,6 +23,10 @@ SLOTS_IN_PARTS = "_kdist_slots_in_parts"
 """The attribute of an innermost optimizer with its `SlotsInParts`, if it has some."""
 
 
+FIX_OF_UNTRACKED = "make each a keras.Variable that is an attribute of the model, as Keras tracks no tf.Variable"
+"""What to do about variables that the model does not track."""
+
+
 class SlotsInParts(Protocol):
     """Variables of which each rank has its part: slots of an optimizer, or a table.
 
@@ -86,6 +90,13 @@ class ModelState(StatePart):
         has_tables = any(table_of(variable) is not None for variable in self._model.variables)
         return has_tables or any(SLOTS_IN_PARTS in vars(innermost(each)) for each in optimizers_of(self._model))
 
+    @property
+    def untracked(self) -> list[str]:
+        """The names of variables that an optimizer updates and the model does not track: they are not saved."""
+        tracked = {id(variable) for variable in self._model.variables}
+        trained = [each for optimizer in optimizers_of(self._model) for each in trained_variables(innermost(optimizer))]
+        return [getattr(each, "path", each.name) for each in trained if id(each) not in tracked]
+
     def _all(self) -> list[tuple[Any, SlotsInParts | None]]:
         """Returns all variables, each with what holds it in parts."""
         model = self._model
@@ -111,6 +122,7 @@ class ModelState(StatePart):
         return {
             "variables": _described(saved),
             "optimizers": [_built_with(each, self._model) for each in optimizers_of(self._model)],
+            "untracked": self.untracked,
             **{f"variable/{place}": _value(*each) for place, each in enumerate(saved)},
         }
 
@@ -121,6 +133,12 @@ class ModelState(StatePart):
                 optimizer.build([self._model.variables[place] for place in places])
         saved = self._saved()
         before, now = state["variables"], _described(saved)
+        if before != now and (untracked := state.get("untracked")):  # not in files of kdist 0.2
+            raise CheckpointError(
+                "The checkpoint is of a training that cannot be resumed: the optimizer was built for variables that "
+                f"the model does not track, which are not saved. Received: {', '.join(untracked)}. Expected model "
+                f"variables alone. Fix: {FIX_OF_UNTRACKED}, and train from the beginning with another backup_dir."
+            )
         if before != now:
             differing = next(
                 (pair for pair in zip(before, now, strict=False) if pair[0] != pair[1]), (len(before), len(now))

@@ -22,7 +22,7 @@ from kdist.checkpoint.files import CheckpointDirectory
 from kdist.errors import CheckpointError, ScopeError
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere
-from tests.training.fidelity import BATCH, compare, deterministic_weights, fresh, mlp, outcome
+from tests.training.fidelity import BATCH, OwnStep, compare, deterministic_weights, fresh, mlp, outcome
 
 STEPS = 6  # of an epoch, whatever the number of ranks
 EPOCHS = 3
@@ -334,6 +334,53 @@ def another_model() -> None:
         train("arrays", folder, [InterruptAt(0, 3)], is_small=True)
     with pytest.raises(CheckpointError, match="of another model or optimizer"):
         train("arrays", folder, [], optimizer=lambda: keras.optimizers.SGD(0.1), is_small=True)
+
+
+class Scaled(OwnStep):
+    """Its step updates a variable that Keras tracks, or one that it does not."""
+
+    def __init__(self, *, is_tracked: bool) -> None:
+        super().__init__()
+        self.scale = (keras.Variable if is_tracked else tf.Variable)(np.ones(()), name="scale")
+        self.build((None, 5))
+        deterministic_weights(self)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True) * self.scale)
+        variables = list({id(each): each for each in (*self.trainable_variables, self.scale)}.values())
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def a_step_that_updates_what_the_model_does_not_track() -> None:
+    """It cannot be resumed, which is told of when it is saved; as an attribute that Keras tracks it can."""
+
+    def trained(folder: str, *callbacks: keras.callbacks.Callback, is_tracked: bool) -> Any:
+        fresh()
+        with kdist.scope():
+            model = Scaled(is_tracked=is_tracked)
+            model.compile(keras.optimizers.Adam(0.02), "mse")
+            backup = kdist.callbacks.BackupAndRestore(folder, save_freq=2, delete_checkpoint=False)
+            history = model.fit(**inputs("arrays"), epochs=2, verbose=0, callbacks=[*callbacks, backup])
+        return history.history, [np.asarray(each).tolist() for each in (*model.weights, model.scale)]
+
+    folder = shared_folder()
+    with logged() as lines, pytest.raises(Interrupted):
+        trained(folder, InterruptAt(0, 4), is_tracked=False)  # after two saves
+    warnings = [line for line in lines if "cannot be resumed" in line]
+    assert len(warnings) == kdist.is_chief(), lines
+    assert all("an optimizer that updates scale" in line for line in warnings), warnings
+    with pytest.raises(CheckpointError, match=r"cannot be resumed.* Received: scale.* keras.Variable"):
+        trained(folder, is_tracked=False)
+    with logged() as lines:
+        expected, folder = trained(shared_folder(), is_tracked=True), shared_folder()
+        with pytest.raises(Interrupted):
+            trained(folder, InterruptAt(0, 4), is_tracked=True)
+        with resuming():
+            assert trained(folder, is_tracked=True) == expected
+    assert not any("does not track" in line for line in lines), lines
 
 
 def another_engine() -> None:
@@ -734,6 +781,7 @@ CASES = {
             after_the_last_step_of_unknown_length,
             none_can_be_read,
             another_model,
+            a_step_that_updates_what_the_model_does_not_track,
             another_engine,
             scaled_rates_and_schedules,
             several_steps_an_execution,
