@@ -128,9 +128,10 @@ class ModelState(StatePart):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` has returned; raises `CheckpointError` if it was another model's."""
+        variables = self._model.variables
         for optimizer, places in zip(optimizers_of(self._model), state["optimizers"], strict=False):
-            if places is not None and not innermost(optimizer).built:
-                optimizer.build([self._model.variables[place] for place in places])
+            if places and not innermost(optimizer).built and max(places) < len(variables):
+                optimizer.build([variables[place] for place in places])
         saved = self._saved()
         before, now = state["variables"], _described(saved)
         if before != now and (untracked := state.get("untracked")):  # not in files of kdist 0.2

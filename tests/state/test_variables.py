@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from kdist.engines.single import SingleEngine
+from kdist.errors import CheckpointError
 from kdist.state.comparison import first_difference
 from kdist.state.variables import ModelState
 
@@ -30,3 +31,16 @@ def test_a_model_comes_back_bit_for_bit(dtype):
         variable.assign(keras.ops.zeros_like(variable))
     ModelState(model).load_state_dict(saved)
     assert [each.tobytes() for each in before] == [variable.value.numpy().tobytes() for variable in model.variables]
+
+
+def test_a_model_with_fewer_variables_is_another_one():
+    """An optimizer that the first update builds is not built yet when a checkpoint is loaded."""
+    saved = []
+    for depth in (2, 1):
+        model = keras.Sequential([keras.Input((3,)), *(keras.layers.Dense(3) for _ in range(depth))])
+        model.optimizer = keras.optimizers.Adam()
+        if depth == 2:
+            model.optimizer.build(model.trainable_variables)
+            saved = ModelState(model).state_dict()
+    with pytest.raises(CheckpointError, match="of another model or optimizer"):
+        ModelState(model).load_state_dict(saved)
