@@ -13,6 +13,7 @@ FEATURES = (
     "moving_average_of_weights",
     "two_optimizers",
     "loss_scale",
+    "custom_train_step",
     "gradient_accumulation",
     "adamw-few-py_dataset",
 )
