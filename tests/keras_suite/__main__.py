@@ -111,10 +111,10 @@ def run(
             else:
                 done = spmd.launch(command, ranks, env=env, timeout=timeout)
             found = [_lines(Path(str(out).replace("{rank}", str(rank)))) for rank in range(ranks)]
-        last = ""
+        last = ""  # that has begun
         for lines in found:
             for line in lines:
-                last = line["test"]
+                last = last if line["when"] == "collected" else line["test"]
                 if "outcome" in line:
                     before = results.get(line["test"], {"outcome": "passed"})
                     results[line["test"]] = line if before["outcome"] == "passed" else before
@@ -122,12 +122,14 @@ def run(
             break
         if todo is None:
             todo = list(dict.fromkeys(line["test"] for lines in found for line in lines))
+        why = f"the job ended with {done.returncode}\n{done.output[-1500:]}"
+        if not last:
+            return {**results, **{test: {"outcome": "failed", "why": f"before its first test {why}"} for test in todo}}
         ended = set.intersection(*({line["test"] for line in lines if line["when"] == "ends"} for lines in found))
         todo = [test for test in todo if test not in ended]
         if todo and (not ended or last in todo):  # the job has ended within a test
             blamed = last if last in todo else todo[0]
             if results.get(blamed, {"outcome": "passed"})["outcome"] == "passed":
-                why = f"the job ended with {done.returncode}\n{done.output[-1500:]}"
                 results[blamed] = {"outcome": "failed", "why": why}
             todo.remove(blamed)
     return results

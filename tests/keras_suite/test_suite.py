@@ -1,5 +1,6 @@
 """A part of Keras' own tests, as CI runs it: all of it passes plainly, and on two ranks in the scope."""
 
+import json
 import os
 import tarfile
 from pathlib import Path
@@ -29,3 +30,35 @@ def test_they_pass_on_two_ranks(tmp_path):
     found = run(root, FILES, ranks=2, timeout=LIMIT, packages=spmd.LEAN)
     assert {test.partition("::")[0] for test in found} == set(FILES)
     assert {test: result["why"] for test, result in found.items() if result["outcome"] != "passed"} == {}
+
+
+@pytest.mark.parametrize(
+    ("begun", "blamed"),
+    [
+        ({0: "a"}, ["a"]),  # the other rank has only collected
+        ({}, ["a", "b", "c"]),
+    ],
+)
+def test_a_job_that_ends_within_a_test_or_before_the_first_is_told_of(begun, blamed, monkeypatch, tmp_path):
+    launches = []
+
+    def launch(command, ranks, *, env, timeout):
+        """The first job ends within a test, or before the first; the next one ends all."""
+        request = json.loads(Path(env["KERAS_SUITE"]).read_text())
+        launches.append(request["tests"])
+        for rank in range(ranks):
+            happened = [(test, "collected") for test in request["tests"]]
+            if len(launches) > 1:
+                happened += [(test, when) for test in request["tests"] for when in ("begins", "ends")]
+            elif rank in begun:
+                happened += [(begun[rank], "begins")]
+            lines = [json.dumps({"test": test, "when": when}) for test, when in happened]
+            Path(request["out"].replace("{rank}", str(rank))).write_text("".join(f"{line}\n" for line in lines))
+        return spmd.Finished(9, "last words", False, 0.0)
+
+    monkeypatch.setattr(spmd, "launch", launch)
+    found = run(tmp_path, ["a_test.py"], ranks=2, timeout=1.0, tests=["a", "b", "c"])
+    failed = [test for test, result in found.items() if result["outcome"] == "failed"]
+    assert failed == blamed
+    assert all("the job ended with 9\nlast words" in found[test]["why"] for test in failed)
+    assert launches == [["a", "b", "c"], ["b", "c"]][: 1 + len(begun)]
