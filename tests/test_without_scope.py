@@ -12,10 +12,12 @@ import pytest
 
 import kdist
 from kdist import _first_fit
+from kdist.cluster.info import ClusterInfo
 from kdist.keras_hooks.trainer import watch_first_fit
 from kdist.reports.failure import EarlyHook
 from kdist.reports.scope_marks import Marks, OwnScopes, SlowStart, read, read_report
 from tests.helpers import spmd
+from tests.helpers.logs import logged
 
 RUN = [sys.executable, "-m", "kdist.cli.main", "run", "-np", "2"]
 ON_PURPOSE = """
@@ -77,6 +79,21 @@ def test_callbacks_of_a_fit_outside_are_seen_at_any_place():
     model.fit(x, x, verbose=0)
     assert seen == [given, given, None]
     assert keras.Model.fit is fit
+
+
+def test_after_the_warning_fit_is_kerass_own_again(monkeypatch):
+    monkeypatch.setattr(_first_fit, "own_scopes", OwnScopes())
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, fit = np.ones((2, 1)), keras.Model.fit
+    with logged(logging.WARNING) as lines:
+        _first_fit._watch_keras(ClusterInfo(launcher="openmpi", size=2))
+        assert keras.Model.fit is not fit
+        for _ in range(2):
+            model.fit(x, x, verbose=0)
+            assert keras.Model.fit is fit
+    [warning] = lines
+    assert warning.startswith("fit runs outside of kdist.scope(): each of the 2 ranks")
 
 
 def test_a_function_is_called_after_an_import(tmp_path, monkeypatch):
