@@ -153,8 +153,14 @@ def _both_talk(engine, mpi):
     sys.kept = theirs  # until the interpreter ends
 
 
-def keeps_the_others_waiting():
+def keeps_the_others_waiting_and_aborts():
     engine = HorovodEngine()
-    if engine.rank == engine.size - 1:
+    is_last = engine.rank == engine.size - 1
+    if is_last:
         time.sleep(4)
+    engine.barrier()
+    if is_last:
+        time.sleep(1)  # rank 0 writes its timeline
+        print("last words", end="")
+        engine.abort(5)
     engine.barrier()

@@ -68,16 +68,17 @@ def test_horovod_and_mpi4py_in_one_process_end_cleanly(case):
     spmd.run(f"{OWN}:{case}", 2, timeout=90).check()
 
 
-# Horovod's own settings.
+# Horovod's own settings, and the end of a job under mpirun.
 
 
-def test_horovods_timeline_and_stall_check_work(tmp_path):
+def test_horovods_timeline_and_stall_check_work_and_a_rank_that_aborts_ends_all(tmp_path):
     timeline = tmp_path / "timeline.json"
     env = {"HOROVOD_TIMELINE": str(timeline), "HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "TF_CPP_MIN_LOG_LEVEL": "0"}
-    ended = spmd.launch(
-        [sys.executable, "-c", f"from {OWN} import keeps_the_others_waiting as f; f()"], 2, env=env, timeout=90
-    )
-    assert ended.returncode == 0, ended.output
+    script = f"from {OWN} import keeps_the_others_waiting_and_aborts as f; f()"
+    ended = spmd.launch([sys.executable, "-c", script], 2, env=env, timeout=90)
+    assert not ended.timed_out, ended.output
+    assert ended.returncode == 5, ended.output
+    assert "last words" in ended.output
     assert "Missing ranks:" in ended.output
     assert "ALLREDUCE" in timeline.read_text()
 
