@@ -157,6 +157,15 @@ def _salloc(env: Mapping[str, str], arguments: list[str]) -> spmd.Finished:
     return spmd.execute(command, env={**spmd.RANK_ENVIRONMENT, **env}, timeout=TIMEOUT)
 
 
+def _sbatch(env: Mapping[str, str], arguments: list[str]) -> spmd.Finished:
+    run = [sys.executable, "-m", "kdist.cli.main", "run", "--strategy", "collective", *arguments]
+    output = Path(arguments[-1], "output")  # a batch job has a file, and no terminal
+    sizes = ("--nodes=1", f"--ntasks={RANKS}")
+    command = ["sbatch", "--wait", *sizes, f"--output={output}", f"--wrap={shlex.join(run)}"]
+    done = spmd.execute(command, env={**spmd.RANK_ENVIRONMENT, **env}, timeout=TIMEOUT)
+    return dataclasses.replace(done, output=done.output + (output.read_text() if output.exists() else ""))
+
+
 def _by_mpi(flavour: str, launcher: str, command: str) -> Way:
     start = functools.partial(_launched, flavour, launcher)
     name = f"{MPIS[flavour]}, {command.partition(' -')[0]}"
@@ -217,6 +226,15 @@ WAYS = (
         "mpi",
         _salloc,
         functools.partial(_slurm_with, "openmpi"),
+        needs_slurm=True,
+    ),
+    Way(
+        "Slurm, kdist run on one node",
+        f'sbatch -N 1 -n {RANKS} --wrap "kdist run --strategy collective train.py"',
+        "tf_config",
+        "collective",
+        _sbatch,
+        _slurm,
         needs_slurm=True,
     ),
 )
