@@ -26,8 +26,9 @@ class TableReduce(Reduce):
         if not any(table_of(each) for each in [*update.variables, *trained_variables(innermost(update.optimizer))]):
             return super()._reduce_and(update, proceed)
         if not update.optimizer.built:
+            variables = self._variables_of_all_ranks(update.variables)
             with tf.init_scope():
-                update.optimizer.build(update.variables)
+                update.optimizer.build(variables)
         return super()._reduce_and(update, lambda: self._update(update, proceed))
 
     def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:

@@ -51,8 +51,9 @@ class ShardedReduce(Reduce):
                 "move the line that makes it into the scope."
             )
         if not update.optimizer.built:
+            variables = self._variables_of_all_ranks(update.variables)
             with tf.init_scope():
-                update.optimizer.build(update.variables)
+                update.optimizer.build(variables)
         return super()._reduce_and(update, lambda: self._update(sharded_optimizer, update, proceed))
 
     def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:

@@ -175,8 +175,10 @@ class Assignments:
         return self.depends_on_rows(value) or (value.shape.rank == 0 and self._is_number_of_rows([value]))
 
     def depends_on_rows(self, value: tf.Tensor) -> bool:
-        """Returns whether a tensor is computed from a rank's rows, as far as a graph shows it."""
-        return not tf.is_symbolic_tensor(value) or self._dependence.differs([value], value.graph)
+        """Returns whether a tensor is computed from a rank's rows, as far as a graph shows it; eagerly `True`."""
+        if not tf.is_symbolic_tensor(value):
+            return tf.executing_eagerly()  # a constant that a graph has captured does not
+        return self._dependence.differs([value], value.graph)
 
     def _noting_results(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_note(*args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from kdist.gradients.agreement import agreed_gradients
 from kdist.gradients.reducer import GradientReducer
 from kdist.keras_hooks.optimizers import accumulators, innermost, is_update_due
 from kdist.keras_hooks.patching import patched
+from kdist.keras_hooks.variables import key_of
 from kdist.step.buffers import BufferSync
 from kdist.step.learning_rate import EffectiveRate
 from kdist.step.step import Step
@@ -112,7 +113,7 @@ class Reduce(Stage):
         if isinstance(update.optimizer, keras.optimizers.LossScaleOptimizer):
             self._check_loss_scale()
         if not update.optimizer.built:  # as in plain Keras the first update of a step of the user's builds it
-            update.optimizer.build(update.variables)
+            update.optimizer.build(self._variables_of_all_ranks(update.variables))
         update.variables, update.gradients = agreed_gradients(
             self._step.engine, update.optimizer, update.variables, update.gradients
         )
@@ -129,6 +130,21 @@ class Reduce(Stage):
             return proceed()
         finally:
             self._step.applying = False
+
+    def _variables_of_all_ranks(self, variables: list[Any]) -> list[Any]:
+        """Returns the variables of an update, with those that an eager step has left out on this rank alone.
+
+        Collective in an eager step: every rank must call this, in the same order.
+        """
+        if not tf.executing_eagerly() or self._step.engine.size == 1:
+            return variables
+        weights = {key_of(each): each for each in self._step.weights}
+        keys = {key_of(each) for each in variables}
+        everyone = self._step.engine.gather_objects([place for place, key in enumerate(weights) if key in keys])
+        if all(each == everyone[0] for each in everyone):
+            return variables
+        places, known = sorted({place for each in everyone for place in each}), list(weights.values())
+        return [*(known[place] for place in places), *(each for each in variables if key_of(each) not in weights)]
 
     def _check_loss_scale(self) -> None:
         if self._reducer.keeps_residuals:

@@ -41,6 +41,7 @@ class Step:
         weight: `float64` scalar, the weight of this rank's loss: the share, but with local SGD 1 or 0.
         active: `bool` scalar, whether this rank has rows.
         applying: bool, whether an optimizer applies reduced gradients.
+        weights: list, the trainable variables of the model on which the step is open.
         loss_is_weighted: bool, whether the backward pass starts from the loss times the weight, so that gradients are
             this rank's addends.
     """
@@ -53,6 +54,7 @@ class Step:
         self.rows = tf.reshape(shard.rows, ())
         self.active = self.rows > 0
         self.applying = False
+        self.weights: list[Any] = []
         self.loss_is_weighted = False
         self.data = shard.data
         global_rows = shard.global_rows
@@ -152,6 +154,7 @@ class Step:
         A step may be opened again after a trace that failed.
         """
         self.applying = self.loss_is_weighted = False
+        self.weights = model.trainable_variables
         has_other_rows = computes_own_loss(model)
         batch = GlobalBatch(self.engine, self, has_other_rows=has_other_rows)
 

@@ -20,24 +20,27 @@ def gather_rows(
 ) -> tf.Tensor | tf.RaggedTensor | tf.SparseTensor:
     """Concatenates the ranks' rows of one output.
 
-    Scalars are averaged, and those that count rows are summed. What does not depend on the rows, as a table of codes,
-    stays as it is, unless it was made for their number.
+    Scalars are averaged, and integers are summed. What a graph does not compute from the rows, as a table of codes,
+    stays as it is.
 
     Collective: every rank must call this, in the same order.
 
     Args:
         engine: `Engine`, how the ranks communicate.
-        step: `Step`, the step of the output; that of a rank without rows is dropped.
+        step: `Step`, the step of the output, whose graph does not know the number of rows (`with_unknown_numbers`);
+            the output of a rank without rows is dropped.
         output: tensor, `tf.RaggedTensor` or `tf.SparseTensor`, the model's output for this rank's rows.
         widths_differ: bool, whether dimensions after the first may differ between the ranks, as in their batches. The
             result is then ragged in these, and in dimensions that are unknown in a graph; see `as_dense`.
     """
+    if not isinstance(output, (tf.RaggedTensor, tf.SparseTensor)):
+        output = tf.convert_to_tensor(output)
+    if not any(step.depends_on_rows(each) for each in tf.nest.flatten(output, expand_composites=True)):
+        return output
     if isinstance(output, tf.SparseTensor):
         return sparse_rows_of_all_ranks(engine, step, output)
-    if not isinstance(output, tf.RaggedTensor):
-        output = tf.convert_to_tensor(output)
-        if output.shape.rank == 0:
-            return output if output.dtype == tf.string else _scalar(engine, step, output)
+    if not isinstance(output, tf.RaggedTensor) and output.shape.rank == 0:
+        return output if output.dtype == tf.string else _scalar(engine, step, output)
     local = output[: tf.where(step.active, tf.int32.max, 0)]
     if not isinstance(local, tf.RaggedTensor) and local.shape.rank is not None:
         is_graph = not tf.executing_eagerly()
@@ -46,33 +49,16 @@ def gather_rows(
         if open_axes:
             local = tf.RaggedTensor.from_tensor(local, ragged_rank=open_axes[-1])
     if not isinstance(local, tf.RaggedTensor):
-        rows = values_of_all_ranks(engine, [local])[0]
-        return rows if step.depends_on_rows(output) else _unless_it_has_no_rows(engine, step, output, rows)
+        return values_of_all_ranks(engine, [local])[0]
     values, *lengths = values_of_all_ranks(engine, [local.flat_values, *local.nested_row_lengths()])
     return tf.RaggedTensor.from_nested_row_lengths(values, lengths)
-
-
-def _unless_it_has_no_rows(engine: Engine, step: Step, output: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of all ranks if each rank's output is as long as its rows, else the output.
-
-    In a graph of a known batch size, `tf.ones_like(x)` depends on no row.
-    """
-    (lengths,) = engine.allgather([tf.stack([tf.shape(output, tf.int64)[0], step.rows])[tf.newaxis]])
-    is_of_rows = tf.reduce_all((lengths[:, 0] == lengths[:, 1]) | (lengths[:, 1] == 0))
-    return tf.cond(is_of_rows, lambda: rows, lambda: output)
 
 
 def _scalar(engine: Engine, step: Step, value: tf.Tensor) -> tf.Tensor:
     if not value.dtype.is_integer:
         return scalar_of_all_ranks(engine, step, value)
-    (gathered,) = engine.allgather([tf.stack([tf.cast(value, tf.int64), step.rows])[tf.newaxis]])
-    values, active = gathered[:, 0], gathered[:, 1] > 0
-    total = tf.reduce_sum(tf.where(active, values, 0))
-    if not step.depends_on_rows(value):  # it may still be their number, which a graph may know
-        is_number = tf.reduce_all((values == gathered[:, 1]) | ~active)
-        first = values[tf.argmax(tf.cast(active, tf.int32))]
-        total = tf.where(is_number | tf.reduce_any((values != first) & active), total, first)
-    return tf.cast(total, value.dtype)
+    (total,) = engine.allreduce([tf.where(step.active, value, tf.zeros_like(value))])
+    return total
 
 
 def as_dense(predictions: Any, was_dense: Sequence[bool]) -> Any:

@@ -52,7 +52,7 @@ from kdist.strategies.settings import Settings
 from kdist.trainer import saving
 from kdist.trainer.callback_list import replicated_callbacks
 from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
-from kdist.trainer.feeding.given_rows import given_rows
+from kdist.trainer.feeding.given_rows import given_rows, with_unknown_numbers
 from kdist.trainer.predictions import as_dense, gather_rows
 from kdist.trainer.session import ReplicatedSession
 from kdist.trainer.step_function import StepFunction
@@ -275,7 +275,6 @@ class ReplicatedModel:
         if self._extended.step is not None:
             return self._own_step("train_step")(data)  # called in another model's step, on its share
         session, is_shard = self.session, isinstance(data, Shard)
-        is_in_replica = bool(session.verbs) or self._extended.is_in_replica
         kind: Callable[..., TrainStep] = TrainStep
         if session.local_sgd is not None and is_shard:
             kind = functools.partial(LocalSGDStep, local_sgd=session.local_sgd)
@@ -292,7 +291,8 @@ class ReplicatedModel:
             extensions=added_stages(self._model),
             updates=session.new_updates(),
         )
-        with contextlib.nullcontext() if is_in_replica else self._extended.step_replica():
+        # Keras calls it in a replica's context; a callback or a loop of the user's may not.
+        with contextlib.nullcontext() if self._extended.is_in_replica else self._extended.step_replica():
             return self._measured_step("train_step", step, is_whole_pass=not is_shard)
 
     def test_step(self, data: Any) -> Any:
@@ -368,7 +368,9 @@ class ReplicatedModel:
         """Predicts this rank's share, and returns all ranks' predictions in the order of the rows."""
         if self._extended.step is not None:
             return self._own_step("predict_step")(data)
-        step = ForwardStep(self._extended, self._share(data), written=self.session.written, is_traced_alike=False)
+        shard = self._share(data)
+        shard = shard._replace(data=with_unknown_numbers(shard.data))
+        step = ForwardStep(self._extended, shard, written=self.session.written, is_traced_alike=False)
         with step.running(self._model):
             outputs = self._own_step("predict_step")(step.data)
         leaves = keras.tree.flatten(outputs)

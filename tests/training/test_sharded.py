@@ -13,6 +13,7 @@ FEATURES = (
     "moving_average_of_weights",
     "two_optimizers",
     "loss_scale",
+    "a_step_that_returns_the_loss_that_it_scales",
     "custom_train_step",
     "gradient_accumulation",
     "adamw-few-py_dataset",

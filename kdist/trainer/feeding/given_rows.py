@@ -1,4 +1,4 @@
-"""The rows that a replica is given by a loop of the user's own, in `strategy.run(model.train_step, ...)`."""
+"""A step's rows: those that a loop of the user's own gives a replica, and rows whose number the graph does not know."""
 
 from __future__ import annotations
 
@@ -35,6 +35,29 @@ def given_rows(data: Any, rows: Rows) -> Shard:
     for number, leaf in zip(given, kept, strict=True):
         leaves[number] = leaf
     return Shard(tf.nest.pack_sequence_as(data, leaves), count, ())
+
+
+def with_unknown_numbers(data: Any) -> Any:
+    """Returns data of a graph whose numbers of rows are unknown there.
+
+    Ranks with other numbers of rows then trace the same graph, in which what has rows depends on the data.
+
+    Args:
+        data: structure of tensors; eager ones are returned as they are.
+    """
+    rows = Rows(data)
+    leaves = tf.nest.flatten(data)
+    hidden = [_with_unknown_number(leaf) if rows.has_rows(number) else leaf for number, leaf in enumerate(leaves)]
+    return tf.nest.pack_sequence_as(data, hidden)
+
+
+def _with_unknown_number(leaf: Any) -> Any:
+    if isinstance(leaf, tf.RaggedTensor):
+        splits = [_with_unknown_number(each) for each in leaf.nested_row_splits]
+        return tf.RaggedTensor.from_nested_row_splits(_with_unknown_number(leaf.flat_values), splits, validate=False)
+    if not tf.is_symbolic_tensor(leaf) or not leaf.shape.rank or leaf.shape[0] is None:
+        return leaf
+    return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
 
 
 def _spec(leaf: Any) -> Any:

@@ -112,7 +112,10 @@ def a_loop_with_an_optimizer_made_before_the_scope() -> None:
 
 @feature
 def a_loop_that_calls_the_models_own_steps() -> None:
-    """In `strategy.run` on a replica's rows, the last of which some ranks have not, and without it on all rows."""
+    """In `strategy.run` on a replica's rows, the last of which some ranks have not, and without it on all rows.
+
+    And a callback of `fit` does.
+    """
     x, y = rows("ragged")
 
     def normed() -> keras.Model:
@@ -136,8 +139,14 @@ def a_loop_that_calls_the_models_own_steps() -> None:
         logs = [model.train_step((x[at : at + 5], y[at : at + 5])) for at in range(0, len(x), 5)]
         return outcome(model, logs=[{name: float(value) for name, value in each.items()} for each in logs])
 
-    both(in_run)
-    both(by_itself)
+    def in_a_callback(batch: int) -> dict[str, Any]:
+        model = normed()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+        more = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.train_step((x[:5], y[:5])))
+        return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=[more]))
+
+    for script in (in_run, by_itself, in_a_callback):
+        both(script)
 
 
 @feature

@@ -41,21 +41,30 @@ def on_batch() -> None:
 
 @feature
 def predictions_without_rows() -> None:
-    """A mean of the batch, how many rows it has, and a table of codes."""
+    """A mean of the batch, how many rows it has, and tables, some as long as a rank's batch."""
 
     class Codes(keras.Layer):
         def build(self, input_shape: Any) -> None:
             self.codes = self.add_weight(shape=(3, 2), initializer="ones")
+            self.as_long = self.add_weight(shape=(BATCH, 2), initializer="ones")
+            with tf.init_scope():
+                self.captured = tf.constant(3)
 
         def call(self, inputs: Any) -> Any:
-            far = tf.reduce_any(inputs > 1.5)
+            codes = 2.0 * self.codes
             return {
-                "codes": 2.0 * self.codes,
+                "codes": codes,
+                "as long": 2.0 * self.as_long,
+                "ragged codes": tf.RaggedTensor.from_tensor(codes, lengths=[2, 1, 2]),
+                "sparse codes": tf.sparse.from_dense(codes),
                 "alike": tf.ones_like(inputs) * self.codes[0, 0],  # of a graph that knows how many rows there are
+                "scale": keras.ops.zeros_like(inputs) + self.codes[0, 0],
                 "rows": tf.shape(inputs)[0],
-                "number": tf.constant(3),
+                "twice": 2 * tf.shape(inputs)[0],
+                "number": tf.constant(BATCH),
+                "captured": self.captured,
                 "mean": tf.reduce_mean(inputs),
-                "far": far,
+                "far": tf.reduce_any(inputs > 1.5),
             }
 
     class Model(keras.Model):
@@ -66,14 +75,22 @@ def predictions_without_rows() -> None:
         def call(self, inputs: Any) -> Any:
             return self.layer(inputs)
 
-    x = rows("ragged")[0][: size() * BATCH - 1]
+    # The last of three steps has one row less on one rank, or none on all but one.
+    for num_rows in (3 * size() * BATCH - 1, 2 * size() * BATCH + 1):
+        x = np.random.default_rng(0).normal(size=(num_rows, 2))
 
-    def script(batch: int) -> dict[str, Any]:
-        model = Model()
-        model.compile(run_eagerly=False)
-        return {"predicted": model.predict(x, batch_size=batch, verbose=0), "on batch": model.predict_on_batch(x)}
+        def script(batch: int, x: Any = x) -> dict[str, Any]:
+            model = Model()
+            model.compile(run_eagerly=False)
+            predicted = model.predict(x, batch_size=batch, verbose=0)
+            of_dataset = model.predict(tf.data.Dataset.from_tensor_slices(x).batch(batch), verbose=0)
+            last = model.predict_on_batch(x[: size() * BATCH - 1])
+            for each in (predicted, of_dataset, last):
+                each["sparse codes"] = tf.sparse.to_dense(each["sparse codes"])
+                each["ragged codes"] = each["ragged codes"].to_tensor()
+            return {"predicted": predicted, "of a dataset": of_dataset, "on batch": last}
 
-    both(script)
+        both(script)
 
 
 @feature

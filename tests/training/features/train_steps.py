@@ -267,6 +267,20 @@ def gradients_that_some_ranks_alone_have_in_an_eager_step() -> None:
         model.compile(keras.optimizers.Adam(0.05), "mse", run_eagerly=True)
         return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
 
+    class WithOwnStep(Experts):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(data[0], data[1], self(data[0]))
+            pairs = zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+            # The first update builds the optimizer, here for the experts of the rank's rows.
+            self.optimizer.apply_gradients([(gradient, weight) for gradient, weight in pairs if gradient is not None])
+            return {"loss": loss}
+
+    def own_step(batch: int) -> dict[str, Any]:
+        model = WithOwnStep()
+        model.compile(keras.optimizers.Adam(0.05), "mse", run_eagerly=True)
+        return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
     def looped(batch: int) -> dict[str, Any]:
         model, optimizer = Experts(), keras.optimizers.Adam(0.05)
         optimizer.build(model.trainable_weights)
@@ -280,5 +294,5 @@ def gradients_that_some_ranks_alone_have_in_an_eager_step() -> None:
             optimizer.apply_gradients([(gradient, weight) for gradient, weight in pairs if gradient is not None])
         return outcome(model)
 
-    for script in (fitted, looped):
+    for script in (fitted, own_step, looped):
         both(script)
