@@ -141,9 +141,14 @@ class Heartbeat:
             self._beat()
 
     def _accept(self) -> None:
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._add(self._listener.accept()[0], rank=None)
+        if self._listener is None:
+            return
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # as where the process has no file descriptor left: the connection waits
+            time.sleep(_PERIOD / 10)
+            return
+        self._add(connection, rank=None)
 
     def _add(self, connection: socket.socket, rank: int | None) -> _Peer:
         connection.setblocking(False)

@@ -1,5 +1,6 @@
 """Heartbeats between ranks over real sockets, in one process."""
 
+import errno
 import socket
 import time
 
@@ -75,6 +76,24 @@ def test_a_rank_that_dies_ends_the_job(ranks):
     assert "rank 1 died" in root.failures[0]
     until(lambda: other.failures)
     assert "rank 0 died" in other.failures[0], "as far as rank 1 knows"
+
+
+def test_a_connection_that_cannot_be_accepted_is_not_tried_all_the_time(ranks, monkeypatch):
+    root, _ = ranks
+    until(lambda: root.heartbeat._peers)
+    tries = []
+
+    def refuse(self):
+        tries.append(self)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", refuse)
+    host, port = root.heartbeat._listener.getsockname()[:2]
+    with socket.create_connection((host, port)):
+        until(lambda: tries)
+        time.sleep(0.5)
+    assert len(tries) < 50
+    assert root.failures == root.warnings == []
 
 
 def test_a_heartbeat_that_fails_is_told_of_once_and_the_next_ones_detect_failures(ranks, monkeypatch):
