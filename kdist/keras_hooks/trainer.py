@@ -96,6 +96,21 @@ def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
     return list(model._flatten_layers())
 
 
+def keeps_states(model: keras.Model) -> bool:
+    """Returns whether a model has a stateful RNN, whose batch size is fixed."""
+    return bool(_stateful_layers(model))
+
+
+def keeps_states_of_one_row(model: keras.Model) -> bool:
+    """Returns whether a stateful RNN is built for batches of one row: its loop must know that they have one."""
+    states = [tf.nest.flatten(layer.states) for layer in _stateful_layers(model) if layer.built]
+    return any(state[0].shape[0] == 1 for state in states)
+
+
+def _stateful_layers(model: keras.Model) -> list[keras.layers.RNN]:
+    return [layer for layer in layers_of(model) if isinstance(layer, keras.layers.RNN) and layer.stateful]
+
+
 def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     """Returns the seed generators of a model's layers, and Keras' global one, in a fixed order."""
     found = [generator for layer in layers_of(model) for generator in layer._seed_generators]

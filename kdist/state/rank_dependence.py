@@ -89,6 +89,8 @@ class RankDependence:
             is_argument = outer is None
             self._mark(outputs, is_argument or (tf.is_symbolic_tensor(outer) and self.differs([outer], outer.graph)))
             return
+        if _is_static_length(operation):
+            return
         differing = [_key(each) in self._differing for each in inputs]
         if operation.type == "IdentityN":  # of custom gradients: results, then arguments
             for output, differs in zip(outputs, differing, strict=True):
@@ -196,6 +198,16 @@ class RankDependence:
             pending += [each for each in consumers if each not in seen]
             seen.update(consumers)
         return False
+
+
+def _is_static_length(operation: tf.Operation) -> bool:
+    """Returns whether an operation is `tf.shape(x)[n]` of a known length, beside lengths that a graph does not know."""
+    if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":
+        return False
+    start = tf.get_static_value(operation.inputs[1])
+    shape = operation.inputs[0].op.inputs[0].shape
+    is_one = operation.get_attr("shrink_axis_mask") == 1 and not operation.get_attr("new_axis_mask")
+    return is_one and start is not None and shape.rank is not None and shape[int(start[0])] is not None
 
 
 def computed_of(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]:

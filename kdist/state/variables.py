@@ -16,7 +16,7 @@ from kdist.errors import CheckpointError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, optimizers_of, trained_variables
 from kdist.keras_hooks.trainer import seed_generators
-from kdist.keras_hooks.variables import raw_variable
+from kdist.keras_hooks.variables import key_of, raw_variable
 from kdist.state.part import MODEL, DeferredArray, State, StatePart
 
 SLOTS_IN_PARTS = "_kdist_slots_in_parts"
@@ -93,9 +93,9 @@ class ModelState(StatePart):
     @property
     def untracked(self) -> list[str]:
         """The names of variables that an optimizer updates and the model does not track: they are not saved."""
-        tracked = {id(variable) for variable in self._model.variables}
+        tracked = {_key(variable) for variable in self._model.variables}
         trained = [each for optimizer in optimizers_of(self._model) for each in trained_variables(innermost(optimizer))]
-        return [getattr(each, "path", each.name) for each in trained if id(each) not in tracked]
+        return [getattr(each, "path", each.name) for each in trained if _key(each) not in tracked]
 
     def _all(self) -> list[tuple[Any, SlotsInParts | None]]:
         """Returns all variables, each with what holds it in parts."""
@@ -190,9 +190,14 @@ def _byte_blocks(parts: SlotsInParts, variable: Any, receivers: Sequence[int] | 
 
 
 def _built_with(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> list[int] | None:
-    places = {id(variable): place for place, variable in enumerate(model.variables)}
-    trained = trained_variables(innermost(optimizer))
-    return [places[id(v)] for v in trained] if trained and all(id(v) in places for v in trained) else None
+    places = {_key(variable): place for place, variable in enumerate(model.variables)}
+    trained = [_key(each) for each in trained_variables(innermost(optimizer))]
+    return [places[key] for key in trained] if trained and all(key in places for key in trained) else None
+
+
+def _key(variable: Any) -> int:
+    """Returns what a variable of Keras and TensorFlow's own in it share."""
+    return id(variable) if table_of(variable) is not None else key_of(variable)
 
 
 def _as_bytes(array: Any) -> Any:

@@ -127,7 +127,8 @@ class Reduce(Stage):
         update.gradients = [reduced.get(place) for place in range(len(update.gradients))]
         self._step.applying = True  # the strategy refuses updates at any other time, and leaves these alone
         try:
-            return proceed()
+            with self._step.updating():
+                return proceed()
         finally:
             self._step.applying = False
 

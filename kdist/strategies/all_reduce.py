@@ -127,8 +127,12 @@ class AllReduceExtended(StrategyExtendedV1):
     def reduced_replica(self) -> Iterator[None]:
         """Opens a replica context in which an optimizer applies gradients that are already reduced."""
         strategy = self._container_strategy()
-        with strategy.scope(), _ReducedReplicaContext(strategy, self.replica_id):
+        with strategy.scope(), _ReducedReplicaContext(strategy, self.replica_id), self.updating():
             yield
+
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """A context for what follows a reduction, clipping too: ranks compute the same to the bit, also on GPUs."""
+        return ordered_sums() if self.num_replicas > 1 and has_gpu() else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def step_replica(self) -> Iterator[None]:
@@ -196,7 +200,7 @@ class AllReduceExtended(StrategyExtendedV1):
         return self._run_update(var, fn, args, kwargs, group)
 
     def _run_update(self, var: Any, fn: Callable[..., Any], args: tuple, kwargs: dict, group: bool) -> Any:
-        with ordered_sums() if self.num_replicas > 1 and has_gpu() else contextlib.nullcontext():
+        with self.updating():
             result = fn(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)
 

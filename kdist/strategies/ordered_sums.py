@@ -27,6 +27,9 @@ def ordered_sums() -> Iterator[None]:
 
     The values of each index are summed as they come. Optimizers that square the rows before still do so.
     """
+    if _is_open.get():
+        yield
+        return
     _register_conversion()
     token = _is_open.set(True)
     try:

@@ -30,6 +30,8 @@ from kdist.keras_hooks.trainer import (
     build_layers,
     has_own_steps,
     is_built,
+    keeps_states,
+    keeps_states_of_one_row,
     original,
     patch_methods,
     runs_eagerly,
@@ -52,7 +54,7 @@ from kdist.strategies.settings import Settings
 from kdist.trainer import saving
 from kdist.trainer.callback_list import replicated_callbacks
 from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
-from kdist.trainer.feeding.given_rows import given_rows, with_unknown_numbers
+from kdist.trainer.feeding.given_rows import given_rows, with_one_row, with_unknown_numbers
 from kdist.trainer.predictions import as_dense, gather_rows
 from kdist.trainer.session import ReplicatedSession
 from kdist.trainer.step_function import StepFunction
@@ -229,7 +231,7 @@ class ReplicatedModel:
                 self._broadcast_for = waiting  # some may never be used
                 self.session.broadcast_state(name)
         try:
-            self._build(iterator, data_batch)
+            self._build(iterator, with_one_row(data_batch) if keeps_states_of_one_row(self._model) else data_batch)
         except Exception:
             # Without a strategy Keras does not call the model here; one with custom steps may not be callable, and
             # Keras takes sparse targets for dense ones.
@@ -263,6 +265,10 @@ class ReplicatedModel:
 
     def _share(self, data: Any) -> Shard:
         """Returns this rank's rows of what a step was given: its share already, or a batch of the user's."""
+        shard = self._shard_of(data)
+        return shard._replace(data=with_one_row(shard.data)) if keeps_states_of_one_row(self._model) else shard
+
+    def _shard_of(self, data: Any) -> Shard:
         if isinstance(data, Shard):
             return data
         rows = Rows(data)
@@ -292,7 +298,8 @@ class ReplicatedModel:
             updates=session.new_updates(),
         )
         # Keras calls it in a replica's context; a callback or a loop of the user's may not.
-        with contextlib.nullcontext() if self._extended.is_in_replica else self._extended.step_replica():
+        replica = contextlib.nullcontext() if self._extended.is_in_replica else self._extended.step_replica()
+        with self._counting_by_itself(), replica:
             return self._measured_step("train_step", step, is_whole_pass=not is_shard)
 
     def test_step(self, data: Any) -> Any:
@@ -301,7 +308,13 @@ class ReplicatedModel:
             return self._own_step("test_step")(data)
         is_shard = isinstance(data, Shard)
         step = ForwardStep(self._extended, self._share(data), written=self.session.written, is_traced_alike=is_shard)
-        return self._measured_step("test_step", step, is_whole_pass=not is_shard)
+        with self._counting_by_itself():
+            return self._measured_step("test_step", step, is_whole_pass=not is_shard)
+
+    def _counting_by_itself(self) -> contextlib.AbstractContextManager[None]:
+        """A context for a step that a callback calls by itself: the metrics are in the midst of a verb's pass."""
+        is_called_alone = bool(self.session.verbs) and not self._extended.is_in_replica
+        return self.session.metrics.counting_together() if is_called_alone else contextlib.nullcontext()
 
     def _measured_step(self, name: str, step: Step, *, is_whole_pass: bool) -> Any:
         """Runs a step that writes metrics, and sums them over the ranks if this is the whole pass."""
@@ -369,7 +382,8 @@ class ReplicatedModel:
         if self._extended.step is not None:
             return self._own_step("predict_step")(data)
         shard = self._share(data)
-        shard = shard._replace(data=with_unknown_numbers(shard.data))
+        if not keeps_states(self._model):  # of the rows of a batch, whose number its layers know
+            shard = shard._replace(data=with_unknown_numbers(shard.data))
         step = ForwardStep(self._extended, shard, written=self.session.written, is_traced_alike=False)
         with step.running(self._model):
             outputs = self._own_step("predict_step")(step.data)

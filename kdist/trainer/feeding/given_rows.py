@@ -53,11 +53,30 @@ def with_unknown_numbers(data: Any) -> Any:
 
 def _with_unknown_number(leaf: Any) -> Any:
     if isinstance(leaf, tf.RaggedTensor):
-        splits = [_with_unknown_number(each) for each in leaf.nested_row_splits]
-        return tf.RaggedTensor.from_nested_row_splits(_with_unknown_number(leaf.flat_values), splits, validate=False)
+        if not tf.is_symbolic_tensor(leaf.flat_values):
+            return leaf
+        values = _with_unknown_number(leaf.values)
+        if leaf.uniform_row_length is not None:
+            return tf.RaggedTensor.from_uniform_row_length(
+                values, leaf.uniform_row_length, leaf.nrows(), validate=False
+            )
+        return tf.RaggedTensor.from_row_splits(values, _with_unknown_number(leaf.row_splits), validate=False)
     if not tf.is_symbolic_tensor(leaf) or not leaf.shape.rank or leaf.shape[0] is None:
         return leaf
     return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
+
+
+def with_one_row(data: Any) -> Any:
+    """Returns data, or its specs, with one row where a graph does not know the number."""
+    return tf.nest.map_structure(_with_one_row, data)
+
+
+def _with_one_row(leaf: Any) -> Any:
+    is_dense = isinstance(leaf, tf.TensorSpec) or tf.is_symbolic_tensor(leaf)
+    if not is_dense or not leaf.shape.rank or leaf.shape[0] is not None:
+        return leaf
+    shape = [1, *leaf.shape[1:]]
+    return tf.TensorSpec(shape, leaf.dtype) if isinstance(leaf, tf.TensorSpec) else tf.ensure_shape(leaf, shape)
 
 
 def _spec(leaf: Any) -> Any:

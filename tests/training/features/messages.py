@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -13,6 +15,7 @@ import tensorflow as tf
 
 import kdist
 from kdist._engine import open_engine
+from kdist.strategies.ordered_sums import ordered_sums
 from tests.training.features.registry import feature, simple
 from tests.training.fidelity import (
     BATCH,
@@ -85,6 +88,34 @@ def sparse_gradients_as_dense_ones() -> None:
     rtol = 1e-9 if keras.__version__ >= "3.13" else 1e-6  # Keras before adds an epsilon to the count of unmasked steps
     both(script, rtol=rtol, strategy=kdist.AllReduce(sparse_as_dense=True))
     assert applied == {(True, False)} | ({(False, True)} if kdist.is_chief() else set())  # who trains plainly, too
+
+
+@feature
+def sparse_gradients_where_ranks_have_gpus() -> None:
+    """No kernel adds up two rows of one index, which those of GPUs do in no fixed order; nor to clip by norms."""
+    graphs: list[tf.Graph] = []
+
+    def noted() -> contextlib.AbstractContextManager[None]:
+        graphs.append(tf.compat.v1.get_default_graph())
+        return ordered_sums()
+
+    for optimizer in (lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1), lambda: keras.optimizers.SGD(0.1)):
+
+        def script(batch: int) -> dict[str, Any]:
+            model = sequence_model()
+            model.compile(optimizer(), "mse")  # noqa: B023
+            return fit_alone(model, fed("arrays", sequences(), batch))
+
+        with (
+            mock.patch("kdist.strategies.all_reduce.has_gpu", return_value=True),
+            mock.patch("kdist.strategies.all_reduce.ordered_sums", noted),
+        ):
+            both(script)
+    assert graphs
+    for graph in graphs:
+        for op in graph.get_operations():
+            if op.type == "UnsortedSegmentSum" or "Scatter" in op.type:
+                assert op.device.endswith("CPU:0") or op.inputs[1].op.type == "Unique", op
 
 
 @feature

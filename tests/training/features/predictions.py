@@ -61,6 +61,8 @@ def predictions_without_rows() -> None:
                 "scale": keras.ops.zeros_like(inputs) + self.codes[0, 0],
                 "rows": tf.shape(inputs)[0],
                 "twice": 2 * tf.shape(inputs)[0],
+                "width": tf.shape(inputs)[1],
+                "columns": tf.range(tf.shape(inputs)[1]),
                 "number": tf.constant(BATCH),
                 "captured": self.captured,
                 "mean": tf.reduce_mean(inputs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -426,16 +427,20 @@ def states_of_a_stateful_rnn_are_of_its_rows() -> None:
     generator = np.random.default_rng(1)
     x, y = generator.normal(size=(3 * size() * BATCH, 4, 2)), generator.normal(size=(3 * size() * BATCH, 1))
 
-    def script(batch: int) -> dict[str, Any]:
+    def script(batch: int, rows_of_a_rank: int) -> dict[str, Any]:
+        batch = batch // BATCH * rows_of_a_rank
         layers = [keras.layers.GRU(3, stateful=True), keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input(batch_shape=(batch, 4, 2)), *layers])
         deterministic_weights(model)
         model.compile(keras.optimizers.SGD(0.1), "mse")
         history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
-        return {"weights": [np.asarray(each) for each in model.trainable_variables], "history": history.history}
+        predicted = model.predict(x, batch_size=batch, verbose=0)
+        weights = [np.asarray(each) for each in model.trainable_variables]
+        return {"weights": weights, "history": history.history, "predicted": predicted}
 
     with warned() as said:
-        both(script)
+        both(functools.partial(script, rows_of_a_rank=BATCH))
+        both(functools.partial(script, rows_of_a_rank=1))
     assert not said, said
 
 
