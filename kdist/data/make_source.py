@@ -185,7 +185,7 @@ class SourceAdapter(DataAdapter):
 
     def __init__(self, source: Source, before_hook: Callable[[], None], *, is_for_training: bool = True) -> None:
         self.source = source
-        self._is_for_training = is_for_training
+        self.is_for_training = is_for_training
         self._before_hook = before_hook
         self.hooks: list[tuple[str, bytes]] = []
 
@@ -219,7 +219,7 @@ class SourceAdapter(DataAdapter):
 
     def _prepare(self, name: str) -> None:
         source = self.source
-        must_agree = self._is_for_training and name == "on_epoch_begin"
+        must_agree = self.is_for_training and name == "on_epoch_begin"
         # Where each rank has data of its own, only some may have hooks.
         if must_agree or source.has_hooks or source.draws_in_background or source.has_uneven_shards:
             self._before_hook()

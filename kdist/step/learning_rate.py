@@ -41,6 +41,7 @@ class EffectiveRate(RateScale):
         stretch: float, the user's steps in one step: a `LearningRateSchedule` is read at the user's step.
 
     Attributes:
+        rule: `LearningRateRule`, that of the data of the last `fit`.
         is_reported: bool, whether the rate is logged already.
     """
 
@@ -48,10 +49,14 @@ class EffectiveRate(RateScale):
         self.optimizer = optimizer
         self.rule = rule
         self.is_reported = False
-        self._stretch = stretch
+        self._may_be_scaled = rule.factor != 1.0
         self._resumed_share: float | None = None
         self._first_step = _num_steps(optimizer)
-        # Variables, so that a second `fit` changes them without another trace. Infinite: not known yet.
+        self._is_resumed = False
+        # Variables, so that a second `fit` changes them without another trace.
+        self._factor = tf.Variable(rule.factor, dtype=tf.float32, trainable=False, name="kdist_factor")
+        self._stretch = tf.Variable(stretch, dtype=tf.float64, trainable=False, name="kdist_stretch")
+        # Infinite: not known yet.
         self._warmup_steps = tf.Variable(float("inf"), dtype=tf.float32, trainable=False, name="kdist_warmup_steps")
         self._origin = tf.Variable(_num_steps(optimizer), dtype=tf.float64, trainable=False, name="kdist_origin")
         # For a schedule: a step of this job, and the user's step there, which another job may have reached.
@@ -77,6 +82,23 @@ class EffectiveRate(RateScale):
         steps = math.ceil(_number(self._warmup_steps))
         return f"after a warm-up of {steps} step{'s' * (steps != 1)}" if steps else "at once"
 
+    def set_data(self, rule: LearningRateRule, stretch: float) -> None:
+        """Sets the factor and the stretch for the data of a `fit`."""
+        made = _num_steps(self.optimizer)
+        if self.warmup_is_known and made < _number(self._origin):  # the script has set the count of steps back
+            self._origin.assign(made - _number(self._warmup_steps))
+        self.rule = rule
+        self._factor.assign(rule.factor)
+        if stretch != _number(self._stretch):
+            self._steps_made.assign([made, float(self._user_steps(made))])
+            self._stretch.assign(stretch)
+
+    @property
+    def _continues_unknown_steps(self) -> bool:
+        """Whether the optimizer came with steps, as from a file, which a stretched schedule takes for this job's."""
+        is_stretched = self.follows_schedule and _number(self._stretch) != 1.0
+        return is_stretched and self._first_step > 0 and not self._is_resumed
+
     def set_warmup(self, steps: float) -> None:
         """Sets the length of the warm-up, in steps from the origin."""
         if self._resumed_share is not None:  # the same fraction of the new warm-up
@@ -90,7 +112,7 @@ class EffectiveRate(RateScale):
         """Returns the multiplier at a number of steps, a `float32` scalar (see `scaling.warmup_multiplier`)."""
         step = tf.cast(tf.cast(tf.convert_to_tensor(step), tf.float64) - self._origin, tf.float32)
         share = tf.where(self._warmup_steps > 0, tf.math.divide_no_nan(step, self._warmup_steps), 1.0)
-        return 1.0 + (self.rule.factor - 1.0) * tf.clip_by_value(share, 0.0, 1.0)
+        return 1.0 + (self._factor - 1.0) * tf.clip_by_value(share, 0.0, 1.0)
 
     def effective(self) -> float:
         """Returns the rate that the next update uses."""
@@ -104,6 +126,14 @@ class EffectiveRate(RateScale):
     def report(self, why_unchanged: str = "") -> None:
         """Logs the rate; see `EffectiveRates.report`."""
         name, rule = type(self.optimizer).__name__, self.rule
+        if self._continues_unknown_steps:
+            stretch = _number(self._stretch)
+            logger.warning(
+                "the learning rate's schedule goes on from steps that this job has not made. Received: a %s with %d "
+                "steps, as from a file, each of which counts as %g of yours. Fix, if one process made them: divide "
+                "`optimizer.iterations` by %g; BackupAndRestore does without.",
+                name, _num_steps(self.optimizer), stretch, stretch,
+            )  # fmt: skip
         if not rule.is_known:
             logger.warning("learning rate: %s, so it is not scaled; set scale_lr to a rule or a number", rule.why)
             return
@@ -125,7 +155,7 @@ class EffectiveRate(RateScale):
         warmup_steps = _number(self._warmup_steps)
         return {
             "factor": self.rule.factor,
-            "stretch": self._stretch,
+            "stretch": _number(self._stretch),
             "origin": _number(self._origin),
             "warmup_steps": warmup_steps if self.warmup_is_known else None,
             "steps_made": tf.convert_to_tensor(self._steps_made).numpy().tolist(),
@@ -134,9 +164,10 @@ class EffectiveRate(RateScale):
 
     def resume(self, progress: dict[str, Any] | None) -> None:
         """Loads what `progress` has returned on any number of ranks, after the optimizer's iterations are loaded."""
-        made = _num_steps(self.optimizer)
+        made, self._is_resumed = _num_steps(self.optimizer), True
         self._agreed.assign(tf.cast(self._stored(), tf.float64))
-        if progress is not None and [progress["factor"], progress["stretch"]] == [self.rule.factor, self._stretch]:
+        now = [self.rule.factor, _number(self._stretch)]
+        if progress is not None and [progress["factor"], progress["stretch"]] == now:
             self._origin.assign(progress["origin"])
             self._steps_made.assign(progress["steps_made"])
             if progress["warmup_steps"] is not None:
@@ -184,11 +215,11 @@ class EffectiveRate(RateScale):
 
     def scaled(self, rate: Callable[[], Any]) -> tf.Tensor:
         """Returns the rate of the next update: the user's, at the user's step, times the multiplier."""
-        return self.current() if self.is_scaled or self.follows_schedule else rate()
+        return self.current() if self._may_be_scaled or self.follows_schedule else rate()
 
     def momentum_ratio(self) -> tf.Tensor | None:
         """Returns the multiplier divided by the last step's, a `float32` scalar; `None` if nothing is scaled."""
-        if not self.is_scaled:
+        if not self._may_be_scaled:
             return None
         now = tf.convert_to_tensor(iterations(self.optimizer))
         return self.multiplier(now) / self.multiplier(now - 1)
@@ -232,6 +263,7 @@ class EffectiveRates(StatePart):
         self._scale_lr = scale_lr
         self._batches_per_step = batches_per_step
         self._rates: dict[int, EffectiveRate] = {}
+        self._logged_alone: EffectiveRate | None = None
 
     def get(self, optimizer: keras.optimizers.Optimizer) -> EffectiveRate:
         """Returns the effective rate of an innermost optimizer; a `MultiOptimizer` with a factor is an error."""
@@ -243,9 +275,7 @@ class EffectiveRates(StatePart):
                     "with a learning rate for each part. Expected 'auto' or None, which do not scale. Fix: set the "
                     "parts' learning rates, and scale_lr=None."
                 )
-            rule = learning_rate_rule(self._scale_lr, type(optimizer).__name__, self._batches_per_step)
-            # With a larger global batch an epoch has fewer steps: a schedule has to cover the same epochs.
-            stretch = 1.0 if self._scale_lr is None else float(self._batches_per_step)
+            rule, stretch = self._rule_and_stretch(optimizer, self._batches_per_step, self._batches_per_step)
             held = {id(innermost(each)) for each in optimizers_of(self._model)}
             self._rates = {
                 key: rate for key, rate in self._rates.items() if key in held
@@ -253,6 +283,24 @@ class EffectiveRates(StatePart):
             with tf.init_scope():
                 rate = self._rates[id(optimizer)] = EffectiveRate(optimizer, rule, stretch)
         return rate
+
+    def _rule_and_stretch(
+        self, optimizer: keras.optimizers.Optimizer, most: int, mean: float
+    ) -> tuple[LearningRateRule, float]:
+        # With a larger global batch an epoch has fewer steps: a schedule has to cover the same epochs.
+        stretch = 1.0 if self._scale_lr is None else float(mean)
+        return learning_rate_rule(self._scale_lr, type(optimizer).__name__, most), stretch
+
+    def set_data(self, batches_of_step: tuple[int, float] | None) -> None:
+        """Sets what the rates need to know of the data of a `fit`.
+
+        Args:
+            batches_of_step: pair of the most of the user's batches in a step, fewer than usual where an epoch has
+                fewer, and of their mean; or `None` if an epoch's length is unknown.
+        """
+        most, mean = batches_of_step or (self._batches_per_step, self._batches_per_step)
+        for rate in self.all():
+            rate.set_data(*self._rule_and_stretch(rate.optimizer, most, mean))
 
     def set_warmup(self, warmup_epochs: str | float, params: Mapping[str, Any], steps_per_epoch: int | None) -> None:
         """Sets the length of each warm-up that has none, if the steps of an epoch are known or not needed."""
@@ -268,10 +316,12 @@ class EffectiveRates(StatePart):
         used = self.used()
         if logs is None:
             return
+        if len(used) == 1:
+            self._logged_alone = used[0]  # it keeps its key where another optimizer begins later
         for rate in used:
             if rate.is_scaled:
                 key = "effective_learning_rate"
-                logs[key if len(used) == 1 else f"{key}_{rate.optimizer.name}"] = rate.effective()
+                logs[key if rate is self._logged_alone else f"{key}_{rate.optimizer.name}"] = rate.effective()
 
     def used(self) -> list[EffectiveRate]:
         """Returns the rate of the only optimizer, or of those that have made a step."""

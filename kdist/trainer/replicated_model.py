@@ -201,7 +201,11 @@ class ReplicatedModel:
         return name not in self._prepared_optimizers or self._prepared_optimizers[name] is not optimizer
 
     def _make_iterator(self, adapter: Any, **steps: Any) -> ShardedEpochIterator:
-        return self.session.feed.make_iterator(self.session.verbs[-1], adapter, **steps)
+        session = self.session
+        iterator = session.feed.make_iterator(session.verbs[-1], adapter, **steps)
+        if iterator.data_adapter.is_for_training:
+            session.effective_rates.set_data(iterator.data_adapter.source.batches_of_step)
+        return iterator
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if isinstance(iterator, ShardedEpochIterator):

@@ -168,7 +168,10 @@ class RankSynchronization(keras.callbacks.Callback):
             each = f"{batch} x {number} = {batch * number}" if batch else f"{number} of yours"
             once.info(f"batch: {each} on {size} rank{'s' * (size > 1)} (micro_batches={number})")
         elif settings.scale_batch:
+            most, _ = session.feed.training.data_adapter.source.batches_of_step or (size, size)
             each = f"{batch} x {size} ranks = {batch * size}" if batch else f"one of yours x {size} ranks"
+            if most < size:  # an epoch has no more
+                each = f"{most} of yours on {size} ranks, as an epoch has {most}"
             once.info(
                 f"batch: {each}" if sync_every == 1 else f"batch: {batch or 'one of yours'} on each of {size} ranks"
             )

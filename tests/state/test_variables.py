@@ -44,3 +44,18 @@ def test_a_model_with_fewer_variables_is_another_one():
             saved = ModelState(model).state_dict()
     with pytest.raises(CheckpointError, match="of another model or optimizer"):
         ModelState(model).load_state_dict(saved)
+
+
+def test_an_optimizer_that_was_built_with_raw_variables_comes_back():
+    saved = []
+    for _ in range(2):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.optimizer = keras.optimizers.Adam()
+        if not saved:
+            model.optimizer.apply(
+                [weight.value for weight in model.weights], [weight.value for weight in model.weights]
+            )
+            assert ModelState(model).untracked == []
+            saved.append(ModelState(model).state_dict())
+    ModelState(model).load_state_dict(saved[0])
+    assert model.optimizer.built

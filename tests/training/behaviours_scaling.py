@@ -311,16 +311,18 @@ def one_factor_for_several_rates_is_refused() -> None:
 
 
 def schedules_are_stretched() -> None:
-    """N times fewer steps an epoch: a schedule still ends with the run. Its values are multiplied too."""
-    x, y = data()
+    """N times fewer steps an epoch, but for the last: a schedule still ends with the run. Its values are multiplied."""
+    batches = size() + 1
+    x, y = (each[: batches * BATCH] for each in data())
+    stretch = batches / 2
 
     def schedule() -> keras.optimizers.schedules.LearningRateSchedule:
-        return keras.optimizers.schedules.PolynomialDecay(RATE, 4 * steps_of_epoch() * size(), 0.001)
+        return keras.optimizers.schedules.PolynomialDecay(RATE, 4 * batches, 0.001)
 
     class SetByHand(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             optimizer = self.model.optimizer
-            optimizer.learning_rate = size() * float(schedule()(int(optimizer.iterations) * size()))
+            optimizer.learning_rate = size() * float(schedule()(int(int(optimizer.iterations) * stretch)))
 
     fresh()
     plain = mlp()
@@ -333,6 +335,43 @@ def schedules_are_stretched() -> None:
         model.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0)
     compare({"weights": plain.get_weights()}, {"weights": model.get_weights()}, rtol=1e-6)
     assert isinstance(model.optimizer._learning_rate, keras.optimizers.schedules.PolynomialDecay)
+
+
+def a_schedule_of_unknown_steps_is_told_of() -> None:
+    x, y = data()
+    with logged() as lines, kdist.scope(warmup_epochs=0):
+        model = mlp()
+        model.compile(keras.optimizers.SGD(keras.optimizers.schedules.PolynomialDecay(RATE, 1000, 0.001)), "mse")
+        model.optimizer.build(model.trainable_variables)
+        model.optimizer.iterations.assign(10)
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+    told = [line for line in lines if "goes on from steps that this job has not made" in line]
+    assert len(told) == (kdist.is_chief() and size() > 1), lines
+
+
+def an_epoch_of_fewer_batches_than_ranks_grows_no_more() -> None:
+    """The rows of one batch are split: the global batch is the user's, until a `fit` has more of them."""
+    x, y = rows("even")
+    few = max(1, size() - 1)
+
+    def trained(batch: int, rate: float) -> keras.Model:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse")
+        model.fit(x, y, batch_size=batch, epochs=3, shuffle=False, verbose=0)
+        return model
+
+    for batches in {1, few}:
+        fresh()
+        plain = trained(len(x), batches * RATE)
+        fresh()
+        with logged() as lines, kdist.scope(warmup_epochs=0):
+            model = trained(-(-len(x) // batches), RATE)
+            compare({"weights": plain.get_weights()}, {"weights": model.get_weights()}, rtol=1e-6)
+            assert model.history.history.get("effective_learning_rate", [RATE])[-1] == pytest.approx(batches * RATE)
+            model.fit(x, y, batch_size=BATCH, verbose=0)
+        assert model.history.history["effective_learning_rate"][-1] == pytest.approx(size() * RATE)
+        if kdist.is_chief():
+            assert any(f"batch: {batches} of yours on {size()} ranks, as an epoch has {batches}" in x for x in lines)
 
 
 def the_users_rate_is_read_and_set_unscaled() -> None:
@@ -376,6 +415,8 @@ CASES = {
         warmup_of_data_whose_steps_are_unknown,
         one_factor_for_several_rates_is_refused,
         schedules_are_stretched,
+        a_schedule_of_unknown_steps_is_told_of,
+        an_epoch_of_fewer_batches_than_ranks_grows_no_more,
         the_users_rate_is_read_and_set_unscaled,
     )
 }
