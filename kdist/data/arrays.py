@@ -67,11 +67,6 @@ class ArraySource(Source):
         self._resumed_pass: int | None = None
 
     @property
-    def num_batches(self) -> int:
-        """See `Source.num_batches`."""
-        return -(-self.cardinality // self.batch_size)
-
-    @property
     def num_steps(self) -> int:
         """The number of steps in a pass over the arrays."""
         return len(self._rows)

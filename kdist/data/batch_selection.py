@@ -11,7 +11,7 @@ from kdist.data.batch import Rows, Shard, int64
 from kdist.data.graphs.optionals import from_optional
 from kdist.data.graphs.pipeline import Pipeline
 from kdist.data.graphs.tail import Tail, is_map, tail_of
-from kdist.data.groups import element_of, grouped, is_exact
+from kdist.data.groups import element_of, grouped
 from kdist.data.row_selection import select_rows
 from kdist.data.sharding import Plan
 
@@ -44,7 +44,7 @@ def select_batches(pipeline: Pipeline, plan: Plan, rows: Rows) -> Selection:
     Returns:
         A `Selection`.
     """
-    size, exact = rows.size, is_exact(plan)
+    size, exact = rows.size, plan.fills_groups
     tail = tail_of(pipeline, exact=exact, static=size is not None)
     mapped = any(map(is_map, tail.batch_maps))
     known = size is not None or not mapped

@@ -12,11 +12,6 @@ from kdist.data.graphs.optionals import empty_optional, to_optional
 from kdist.data.sharding import Plan
 
 
-def is_exact(plan: Plan) -> bool:
-    """Returns whether groups of `plan.group_size` batches follow each other without a gap."""
-    return plan.steps_per_epoch is None or plan.steps_per_epoch % plan.group_size == 0
-
-
 def pad_epochs(batches: tf.data.Dataset, empty: Callable[[], tf.data.Dataset], plan: Plan) -> tf.data.Dataset:
     """Fills the last group of each epoch, so that groups of `plan.group_size` restart with the epoch.
 
@@ -26,7 +21,7 @@ def pad_epochs(batches: tf.data.Dataset, empty: Callable[[], tf.data.Dataset], p
         plan: `Plan`.
     """
     epoch = plan.steps_per_epoch
-    if epoch is None or is_exact(plan):
+    if epoch is None or plan.fills_groups:
         return batches
     padded = -(-epoch // plan.group_size) * plan.group_size
     choice = tf.data.Dataset.range(padded).map(lambda number: int64(number >= epoch)).repeat()

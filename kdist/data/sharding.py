@@ -70,6 +70,11 @@ class Plan:
         """The steps that the job makes for `steps_per_epoch` of the user's batches."""
         return None if self.steps_per_epoch is None else -(-self.steps_per_epoch // self.group_size)
 
+    @property
+    def fills_groups(self) -> bool:
+        """Whether groups follow each other without a gap, because no epoch ends within one."""
+        return self.steps_per_epoch is None or self.steps_per_epoch % self.group_size == 0
+
     def own_batches_per_epoch(self, rank: int) -> int | None:
         """The batches that a rank takes in an epoch from a stream of its own; `None` if an epoch is one pass."""
         if self.steps_per_epoch is None or not self.scale_batch:
@@ -138,6 +143,23 @@ def num_steps(num_batches: int, plan: Plan) -> int:
         return -(-num_batches // plan.group_size)
     epochs, rest = divmod(num_batches, plan.steps_per_epoch)
     return epochs * plan.job_steps_per_epoch + -(-rest // plan.group_size)
+
+
+def batches_in_steps(num_batches: int | None, plan: Plan) -> tuple[int, float] | None:
+    """Returns how many of the user's batches a step of an epoch takes, at most and on average; `None` if unknown.
+
+    Args:
+        num_batches: int or `None`, those of a pass over the data, if known.
+        plan: `Plan`.
+
+    Example:
+    >>> [batches_in_steps(batches, Plan(num_shards=4)) for batches in (1, 5)]
+    [(1, 1.0), (4, 2.5)]
+    """
+    batches = plan.steps_per_epoch or num_batches
+    if not batches or plan.num_shards == plan.group_size == 1:  # each rank may have data of its own
+        return None
+    return min(plan.group_size, batches), batches / -(-batches // plan.group_size)
 
 
 def num_steps_of_streams(num_batches: Sequence[int], plan: Plan) -> int:

@@ -59,18 +59,9 @@ class Source(abc.ABC):
         return None if self.cardinality is None else sharding.num_steps(self.cardinality, self.plan)
 
     @property
-    def num_batches(self) -> int | None:
-        """The number of the user's batches in a pass over the data; `None` if unknown or endless."""
-        return self.cardinality
-
-    @property
-    def batches_of_step(self) -> tuple[int, float] | None:
-        """How many of the user's batches a step of an epoch takes, at most and on average; `None` if unknown."""
-        plan = self.plan
-        batches = plan.steps_per_epoch or self.num_batches
-        if not batches or plan.num_shards == plan.group_size == 1:  # each rank may have data of its own
-            return None
-        return min(plan.group_size, batches), batches / -(-batches // plan.group_size)
+    def batches_in_steps(self) -> tuple[int, float] | None:
+        """See `sharding.batches_in_steps`."""
+        return sharding.batches_in_steps(self.cardinality and -(-self.cardinality // (self.batch_size or 1)), self.plan)
 
     @abc.abstractmethod
     def dataset(self) -> tf.data.Dataset:

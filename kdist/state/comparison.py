@@ -257,21 +257,16 @@ def check_equal(engine: Engine, named: Mapping[str, Any]) -> None:
     """
     found = first_difference(engine, list(named.values()))
     if found is not None:
+        on_gpus = (
+            " Code of your own that adds up rows of a sparse gradient on a GPU does so in no fixed order: "
+            "kdist.scope(kdist.AllReduce(sparse_as_dense=True)), or TF_DETERMINISTIC_OPS=1."
+        )
+        on_gpus = on_gpus if tf.config.get_visible_devices("GPU") else ""
         raise NotSynchronizedError(
             f"After the first training step {list(named)[found.place]!r} differs between the ranks. Received: other "
             f"values on rank(s) {found.ranks} than on rank {found.root}. Expected reduced gradients in every "
             "update. Fix: update weights through an optimizer that is an attribute of the model "
-            f"(`self.optimizer.apply(...)`), not by `assign`.{_on_gpus()} Versions: Keras {keras.__version__}, "
+            f"(`self.optimizer.apply(...)`), not by `assign`.{on_gpus} Versions: Keras {keras.__version__}, "
             f"TensorFlow {tf.__version__}; if the training step is Keras' own, kdist does not support this version of "
             "Keras."
         )
-
-
-def _on_gpus() -> str:
-    """Returns what else may be wrong where there are GPUs."""
-    if not tf.config.get_visible_devices("GPU"):
-        return ""
-    return (
-        " Code of your own that adds up rows of a sparse gradient on a GPU: TensorFlow does so in no fixed order, and "
-        "ranks round otherwise: kdist.scope(kdist.AllReduce(sparse_as_dense=True)), or TF_DETERMINISTIC_OPS=1."
-    )

@@ -204,8 +204,7 @@ def _is_static_length(operation: tf.Operation) -> bool:
     """Returns whether an operation is `tf.shape(x)[n]` of a known length, beside lengths that a graph does not know."""
     if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":
         return False
-    start = tf.get_static_value(operation.inputs[1])
-    shape = operation.inputs[0].op.inputs[0].shape
+    start, shape = tf.get_static_value(operation.inputs[1]), operation.inputs[0].op.inputs[0].shape
     is_one = operation.get_attr("shrink_axis_mask") == 1 and not operation.get_attr("new_axis_mask")
     return is_one and start is not None and shape.rank is not None and shape[int(start[0])] is not None
 

@@ -291,14 +291,14 @@ class EffectiveRates(StatePart):
         stretch = 1.0 if self._scale_lr is None else float(mean)
         return learning_rate_rule(self._scale_lr, type(optimizer).__name__, most), stretch
 
-    def set_data(self, batches_of_step: tuple[int, float] | None) -> None:
+    def set_data(self, batches_in_steps: tuple[int, float] | None) -> None:
         """Sets what the rates need to know of the data of a `fit`.
 
         Args:
-            batches_of_step: pair of the most of the user's batches in a step, fewer than usual where an epoch has
+            batches_in_steps: pair of the most of the user's batches in a step, fewer than usual where an epoch has
                 fewer, and of their mean; or `None` if an epoch's length is unknown.
         """
-        most, mean = batches_of_step or (self._batches_per_step, self._batches_per_step)
+        most, mean = batches_in_steps or (self._batches_per_step, self._batches_per_step)
         for rate in self.all():
             rate.set_data(*self._rule_and_stretch(rate.optimizer, most, mean))
 

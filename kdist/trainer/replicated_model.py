@@ -204,7 +204,7 @@ class ReplicatedModel:
         session = self.session
         iterator = session.feed.make_iterator(session.verbs[-1], adapter, **steps)
         if iterator.data_adapter.is_for_training:
-            session.effective_rates.set_data(iterator.data_adapter.source.batches_of_step)
+            session.effective_rates.set_data(iterator.data_adapter.source.batches_in_steps)
         return iterator
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:

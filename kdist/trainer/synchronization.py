@@ -168,7 +168,7 @@ class RankSynchronization(keras.callbacks.Callback):
             each = f"{batch} x {number} = {batch * number}" if batch else f"{number} of yours"
             once.info(f"batch: {each} on {size} rank{'s' * (size > 1)} (micro_batches={number})")
         elif settings.scale_batch:
-            most, _ = session.feed.training.data_adapter.source.batches_of_step or (size, size)
+            most, _ = session.feed.training.data_adapter.source.batches_in_steps or (size, size)
             each = f"{batch} x {size} ranks = {batch * size}" if batch else f"one of yours x {size} ranks"
             if most < size:  # an epoch has no more
                 each = f"{most} of yours on {size} ranks, as an epoch has {most}"
