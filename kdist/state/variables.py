@@ -16,7 +16,7 @@ from kdist.errors import CheckpointError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, optimizers_of, trained_variables
 from kdist.keras_hooks.trainer import seed_generators
-from kdist.keras_hooks.variables import key_of, raw_variable
+from kdist.keras_hooks.variables import raw_variable
 from kdist.state.part import MODEL, DeferredArray, State, StatePart
 
 SLOTS_IN_PARTS = "_kdist_slots_in_parts"
@@ -197,7 +197,7 @@ def _built_with(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> li
 
 def _key(variable: Any) -> int:
     """Returns what a variable of Keras and TensorFlow's own in it share."""
-    return id(variable) if table_of(variable) is not None else key_of(variable)
+    return id(variable) if table_of(variable) is not None else id(raw_variable(variable))
 
 
 def _as_bytes(array: Any) -> Any:
