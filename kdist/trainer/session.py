@@ -43,6 +43,11 @@ from kdist.trainer.feeding.feed import Feed
 
 logger = logging.getLogger("kdist")
 
+_SAME_WEIGHTS = (
+    "Expected callbacks that write the same weights on all of them. Fix: write them on every rank; or on some, by "
+    "`model.set_weights` or `model.load_weights`, after which the others get them"
+)
+
 
 class ReplicatedSession(TrainingSession):
     """The state of one model's training that its verbs, steps and callbacks share.
@@ -223,13 +228,23 @@ class ReplicatedSession(TrainingSession):
             for key, each in state.items()
             if key not in others and not is_seed(each) and not is_of_one_rank(model, each) and table_of(each) is None
         ]
-        for variable in make_equal(self.engine, kept):
-            self.written.tell_once(
-                variable,
-                self.engine,
-                "%r differs between the ranks, and is rank 0's on all of them now. Expected steps and callbacks that "
-                f"write the same on all of them. {WAYS_OUT}",
-            )
+        self._make_equal(kept, f"Expected steps and callbacks that write the same on all of them. {WAYS_OUT}")
+
+    def make_weights_equal(self) -> None:
+        """Sets weights to rank 0's values where the ranks differ, with a warning: a callback has written them.
+
+        Collective: every rank must call this, in the same order.
+        """
+        if self.local_sgd is not None and self.local_sgd.is_open:
+            return  # they differ until the next average
+        weights = [each for each in self.model.trainable_variables if table_of(each) is None]
+        kept = [each for each in weights if not is_of_one_rank(self.model, each)]
+        self._make_equal(kept, _SAME_WEIGHTS)
+
+    def _make_equal(self, variables: list[Any], expected: str) -> None:
+        for variable in make_equal(self.engine, variables):
+            message = f"%r differs between the ranks, and is rank 0's on all of them now. {expected}"
+            self.written.tell_once(variable, self.engine, message)
 
     def _loads(self) -> dict[str, Any]:
         return {**loads(optimizers_of(self.model)), **table_loads(self.model)}

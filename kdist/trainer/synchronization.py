@@ -84,6 +84,8 @@ class RankSynchronization(keras.callbacks.Callback):
         self._session.agree_to_stop()
         if "weights" in self._session.votes.agreed:
             self._session.broadcast_loaded_weights()
+        # Not when an epoch ends: a callback may have swapped averages in on the chief, until now.
+        self._compare_weights()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the state, unless this is the validation of `fit`."""
@@ -152,9 +154,14 @@ class RankSynchronization(keras.callbacks.Callback):
         session.make_state_equal()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Exchanges votes; also waits until the files of callbacks are written."""
+        """Exchanges votes, which also waits until the files of callbacks are written, and compares weights."""
         self._session.agree()
         self._session.votes.withdraw("stop")
+        self._compare_weights()
+
+    def _compare_weights(self) -> None:
+        if self._any_callbacks:
+            self._session.make_weights_equal()
 
     def _report_settings(self) -> None:
         """Logs how batches are distributed, and the learning rates."""

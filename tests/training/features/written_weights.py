@@ -1,0 +1,68 @@
+"""Weights that callbacks write by themselves: on one rank, on all ranks alike, or other ones on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+import kdist
+from kdist._engine import open_engine
+from tests.helpers.logs import logged
+from tests.training.features.registry import feature
+from tests.training.fidelity import BATCH, both, fed, fit_alone, fresh, mlp, rows
+
+
+class Writes(keras.callbacks.Callback):
+    """Calls a function of the model at one moment of each epoch, or at each batch."""
+
+    def __init__(self, moment: str, write: Callable[[keras.Model], Any]) -> None:
+        super().__init__()
+        setattr(self, moment, lambda number, logs=None: write(self.model))
+
+
+def held_by_all(model: keras.Model) -> list[Any]:
+    """Returns the weights, which all ranks hold."""
+    held = [np.asarray(each).tolist() for each in model.weights]
+    everyone = open_engine(kdist.cluster_info()).gather_objects(held)
+    assert all(each == held for each in everyone)
+    return held
+
+
+def unlike(model: keras.Model) -> None:
+    kernel = model.layers[0].kernel
+    kernel.assign(kernel + (kdist.rank() + 1.0))
+
+
+@feature
+def weights_that_a_callback_makes_different() -> None:
+    """Before the next epoch, and after the last one, ranks have rank 0's, and a warning names the variable."""
+    x, y = rows("even")
+    for strategy in (kdist.AllReduce(), kdist.AllReduce(sync_every=2), kdist.AllReduce(shard="optimizer")):
+        for moment in ("on_epoch_begin", "on_epoch_end"):
+            fresh()
+            with logged() as said, kdist.scope(strategy, scale_lr=None):
+                model = mlp()
+                model.compile(keras.optimizers.SGD(0.0), "mse")  # so that what was written can be seen
+                kernel = model.layers[0].get_weights()[0]
+                model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[Writes(moment, unlike)])
+            np.testing.assert_allclose(held_by_all(model)[0], kernel + 2.0)  # rank 0 has added 1 twice
+            warnings = [each for each in said if "differs between the ranks" in each]
+            assert [each.split()[0] for each in warnings] == [repr(model.layers[0].kernel.path)] * kdist.is_chief()
+            assert all("model.set_weights" in each for each in warnings)
+
+
+@feature
+def averages_that_the_chief_alone_swaps_in_between_epochs() -> None:
+    """No rank takes them over: they are back when the next epoch begins, but for the rounding of Keras' swap."""
+    x, y = rows("even")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9), "mse")
+        callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if kdist.is_chief() else []
+        return fit_alone(model, fed("arrays", (x, y), batch), callbacks=callbacks)
+
+    both(script)
