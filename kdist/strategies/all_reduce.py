@@ -42,6 +42,7 @@ class AllReduceStrategy(Strategy):
         settings: `Settings` of the open scope, or `None`.
         draws: `AgreedDraws`, what `tf.random` draws in scopes.
         versions: `Versions` of the directories that ranks write.
+        running: list, the sessions of the models whose verbs run, the outermost first.
 
     Example:
     ```python
@@ -60,6 +61,7 @@ class AllReduceStrategy(Strategy):
         self.settings: Any = None
         self.draws = AgreedDraws()
         self.versions = Versions(engine)
+        self.running: list[Any] = []
 
     @property
     def engine(self) -> Engine:

@@ -37,7 +37,8 @@ def wrappers(session: ReplicatedSession) -> dict[str, Callable[..., Any]]:
 
     def load(name: str, *args: Any, **kwargs: Any) -> Any:
         # If only some ranks load, the others get these weights by broadcast.
-        session.votes.cast("weights")
+        for each in session.of_shared_weights():
+            each.votes.cast("weights")
         return original(session.model, name)(*args, **kwargs)
 
     writing = {name: functools.partial(write, name) for name in ("save", "save_weights", "export")}

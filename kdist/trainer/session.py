@@ -115,10 +115,18 @@ class ReplicatedSession(TrainingSession):
     def running(self, verb: str) -> Iterator[None]:
         """A context that is open while a verb runs."""
         self.verbs.append(verb)
+        self.strategy.running.append(self)
         try:
             yield
         finally:
+            self.strategy.running.pop()
             self.verbs.pop()
+
+    def of_shared_weights(self) -> list[ReplicatedSession]:
+        """Returns this session, and those of running verbs whose models share weights with this one's."""
+        own = {id(each) for each in self.model.weights}
+        shared = [each for each in self.strategy.running if any(id(weight) in own for weight in each.model.weights)]
+        return [self, *(each for each in shared if each is not self)]
 
     def new_updates(self) -> list[OptimizerUpdate]:
         """Returns an empty list for the updates of a training step that is traced, or runs eagerly."""

@@ -12,7 +12,7 @@ import kdist
 from kdist._engine import open_engine
 from tests.helpers.logs import logged
 from tests.training.features.registry import feature
-from tests.training.fidelity import BATCH, both, fed, fit_alone, fresh, mlp, rows
+from tests.training.fidelity import BATCH, both, fed, fit_alone, fresh, mlp, rows, size
 
 
 class Writes(keras.callbacks.Callback):
@@ -66,3 +66,34 @@ def averages_that_the_chief_alone_swaps_in_between_epochs() -> None:
         return fit_alone(model, fed("arrays", (x, y), batch), callbacks=callbacks)
 
     both(script)
+
+
+@feature
+def weights_that_a_rank_loads_into_a_part_of_the_model() -> None:
+    """A model within the one that is trained, or one that shares its layers: the other ranks get them in the step."""
+    x, y = rows("even")
+
+    def trained(part_of: Callable[[keras.Model], keras.Model]) -> tuple[keras.Model, list[str]]:
+        def load(model: keras.Model) -> None:
+            if kdist.rank() == size() - 1:
+                part = part_of(model)
+                part.set_weights([np.full(each.shape, 0.25) for each in part.weights])
+
+        fresh()
+        with logged() as said, kdist.scope(scale_lr=None):
+            encoder = mlp()
+            inputs = keras.Input((5,))
+            model = keras.Model(inputs, keras.layers.Dense(2)(encoder(inputs)))
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Writes("on_train_batch_end", load)])
+        return model, said
+
+    def around(model: keras.Model) -> keras.Model:
+        outputs = keras.layers.Dense(1)(model.layers[1](model.inputs[0]))
+        return keras.Model(model.inputs, outputs)
+
+    for part_of in (lambda model: model.layers[1], around):
+        model, said = trained(part_of)
+        held_by_all(model)
+        assert all(np.all(np.asarray(each) == 0.25) for each in model.layers[1].weights)
+        assert not [each for each in said if "differs between the ranks" in each]
