@@ -142,6 +142,13 @@ class LocalSGD:
             averaged = [each.variable for each in self._variables.values()]
             check_equal(self._engine, {path_of(variable): variable for variable in averaged})
 
+    def average_loaded(self) -> None:
+        """Averages weights that all ranks have loaded or set, by the mean: the outer SGD is for changes by training.
+
+        Collective: every rank must call this, in the same order.
+        """
+        self._average(tf.zeros([len(NAMES)]), is_outer_step=False)
+
     def state_dict(self) -> dict[str, dict[int, Any]]:
         """Returns the velocities of the outer SGD, equal on all ranks; see `HasSlots`."""
         velocities = self._velocities.values.items()
@@ -151,7 +158,7 @@ class LocalSGD:
         """Loads what `state_dict` has returned; an empty mapping resets."""
         self._velocities.load(state.get("velocity", {}))
 
-    def _average(self, votes: tf.Tensor) -> tf.Tensor:
+    def _average(self, votes: tf.Tensor, *, is_outer_step: bool = True) -> tf.Tensor:
         """Averages, unless a rank has loaded weights; returns the sum of the votes."""
         averaged = [each for each in self._variables.values() if self._merge_of(each.variable) is not None]
         weights = [each for each in averaged if each.is_weight]
@@ -168,7 +175,7 @@ class LocalSGD:
         )
         loads_weights = counts[NAMES.index("weights")] > 0
         for each, total in zip(weights, sums, strict=True):
-            value = each.common + self._outer_step(each, total, loads_weights)
+            value = each.common + (self._outer_step(each, total, loads_weights) if is_outer_step else total)
             value = value if each.variable.constraint is None else each.variable.constraint(value)
             _set_common(each, value, loads_weights)
         for each, total in zip(statistics, totals, strict=True):
@@ -241,8 +248,8 @@ def _number(value: Any) -> tf.Tensor:
 
 
 def _set_common(averaged: _AveragedVariable, value: tf.Tensor, loads_weights: tf.Tensor) -> None:
-    """Sets the common value of a variable; if a rank has loaded weights, the ranks differ until the broadcast."""
+    """Sets a variable to a new common value; if a rank has loaded weights, it stays what it is on each rank."""
     common, variable = averaged.common, raw_variable(averaged.variable)
     value = value if common.dtype.is_floating or common.dtype.is_complex or value.dtype.is_integer else tf.round(value)
-    common.assign(tf.where(loads_weights, variable, tf.cast(value, common.dtype)))
-    variable.assign(common)
+    common.assign(tf.where(loads_weights, common, tf.cast(value, common.dtype)))
+    variable.assign(tf.where(loads_weights, variable, common))

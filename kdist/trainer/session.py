@@ -258,10 +258,11 @@ class ReplicatedSession(TrainingSession):
         return {**loads(optimizers_of(self.model)), **table_loads(self.model)}
 
     def _broadcast(self, root: int) -> None:
-        for part in self.parts():
-            if part.placement is Placement.WHOLE:
-                variables = [each for each in part.variables() if not is_declared_of_one_rank(each)]
-                broadcast_state(self.engine, variables, root=root)
+        broadcast_state(self.engine, self._whole_state(), root=root)
+
+    def _whole_state(self) -> list[Any]:
+        whole = [part for part in self.parts() if part.placement is Placement.WHOLE]
+        return [each for part in whole for each in part.variables() if not is_declared_of_one_rank(each)]
 
     # Agreement.
 
@@ -286,7 +287,9 @@ class ReplicatedSession(TrainingSession):
         return "stop" in self.votes.agreed
 
     def broadcast_loaded_weights(self) -> None:
-        """Broadcasts the state of the first rank that has loaded weights.
+        """Broadcasts the state of the first rank that has loaded weights; if all have, only that which differs.
+
+        With local SGD, ranks that have all loaded or set weights between two averages take the mean.
 
         Collective: every rank must call this, in the same order.
         """
@@ -294,14 +297,23 @@ class ReplicatedSession(TrainingSession):
         has_loaded, files = (list(each) for each in zip(*gathered, strict=True))
         refuse_differences("the weights loaded by a callback", files)  # parts cannot be broadcast
         self.votes.withdraw("weights")
+        local_sgd = self.local_sgd if self.local_sgd is not None and self.local_sgd.is_open else None
+        if local_sgd is not None and all(has_loaded):
+            local_sgd.average_loaded()
+            return
         within_a_pass = self.accumulation.is_open
         if within_a_pass:
             self.accumulation.end()
-        self._broadcast(root=has_loaded.index(True) if any(has_loaded) else 0)
+        if all(has_loaded):  # as they should, and the same: a checksum is less to send
+            pending = {id(each) for each in self.pending_variables()}
+            state = [each for each in self._whole_state() if id(each) not in pending]
+            self._make_equal([each for each in state if not is_of_one_rank(self.model, each)], _SAME_WEIGHTS)
+        else:
+            self._broadcast(root=has_loaded.index(True) if any(has_loaded) else 0)
         if within_a_pass:
             self.accumulation.begin()
-        if self.local_sgd is not None and self.local_sgd.is_open:
-            self.local_sgd.begin()
+        if local_sgd is not None:
+            local_sgd.begin()
 
     def synchronize(self) -> None:
         """See `TrainingSession.synchronize`."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 
 import kdist
 from kdist._engine import open_engine
+from kdist.state.broadcast import broadcast_state
 from tests.helpers.logs import logged
 from tests.training.features.registry import feature
-from tests.training.fidelity import BATCH, both, fed, fit_alone, fresh, mlp, rows, size
+from tests.training.fidelity import BATCH, both, compare, fed, fit_alone, fresh, mlp, of_the_chief, rows, size
 
 
 class Writes(keras.callbacks.Callback):
@@ -97,3 +100,99 @@ def weights_that_a_rank_loads_into_a_part_of_the_model() -> None:
         held_by_all(model)
         assert all(np.all(np.asarray(each) == 0.25) for each in model.layers[1].weights)
         assert not [each for each in said if "differs between the ranks" in each]
+
+
+def clip(model: keras.Model) -> None:
+    model.set_weights([np.clip(each, -0.3, 0.3) for each in model.get_weights()])
+
+
+@feature
+def weights_that_all_ranks_clip_after_each_step() -> None:
+    """As one process does; the weights are sent as `fit` begins, and no more."""
+    x, y = rows("even")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.Adam(0.05), "mse")
+        return fit_alone(model, fed("arrays", (x, y), batch), callbacks=[Writes("on_train_batch_end", clip)])
+
+    with mock.patch("kdist.trainer.session.broadcast_state", wraps=broadcast_state) as broadcast:
+        both(script)
+    assert broadcast.call_count == 1
+
+
+def averaged_by_hand(every: int) -> dict[str, Any]:
+    """Trains a model for each rank on its own batches, clipped after each step, and averages them.
+
+    Ranks come together after the first step of a `fit`, too: they know at once that weights were written.
+    """
+    x, y = rows("even")
+    models = [compiled() for _ in range(size())]
+    steps = len(x) // BATCH // size()
+    for epoch in range(2):
+        count = 0
+        for step in range(steps):
+            for rank, model in enumerate(models):
+                start = (step * size() + rank) * BATCH
+                model.train_on_batch(x[start : start + BATCH], y[start : start + BATCH])
+                clip(model)
+            count += 1
+            if count < every and step < steps - 1 and (epoch, step) != (0, 0):
+                continue
+            count = 0
+            means = [np.mean(each, axis=0) for each in zip(*(model.get_weights() for model in models), strict=True)]
+            for model in models:
+                model.set_weights(means)
+        for slots in zip(*(model.optimizer.variables for model in models), strict=True):
+            if slots[0].name not in ("iteration", "learning_rate"):
+                mean = np.mean([np.asarray(each) for each in slots], axis=0)
+                for each in slots:
+                    each.assign(mean)
+    return {"weights": models[0].get_weights()}
+
+
+def compiled() -> keras.Model:
+    model = mlp()
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    return model
+
+
+@feature
+def weights_that_all_ranks_that_train_by_themselves_clip() -> None:
+    """The mean is of what all have clipped, and none of their work is lost; an outer SGD takes no part in it."""
+    x, y = rows("even")
+    plain = of_the_chief(functools.partial(averaged_by_hand, 2))
+    for options in ({}, {"outer_learning_rate": 0.7, "outer_momentum": 0.9}):
+        fresh()
+        with kdist.scope(kdist.AllReduce(sync_every=2, **options)):
+            model = compiled()
+            data = fed("arrays", (x, y), BATCH)
+            model.fit(**data, epochs=2, verbose=0, callbacks=[Writes("on_train_batch_end", clip)])
+        held_by_all(model)
+        compare(plain, {"weights": model.get_weights()})
+
+
+@feature
+def weights_that_all_ranks_load() -> None:
+    """Between two averages and without: they hold what was loaded; rank 0's, with a warning, where they differ."""
+    x, y = rows("even")
+    outer = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    ways: list[tuple[kdist.AllReduce, bool]] = [
+        (kdist.AllReduce(), True),
+        (kdist.AllReduce(), False),
+        (kdist.AllReduce(sync_every=3, **outer), True),
+    ]
+    for strategy, is_equal in ways:
+
+        def load(model: keras.Model, is_equal: bool = is_equal) -> None:
+            value = 0.25 if is_equal else 0.25 + kdist.rank()
+            model.set_weights([np.full(each.shape, value) for each in model.weights])
+
+        fresh()
+        with logged() as said, kdist.scope(strategy, scale_lr=None):
+            model = mlp()
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+            model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Writes("on_train_batch_end", load)])
+        assert all(np.all(np.asarray(each) == 0.25) for each in held_by_all(model))
+        warnings = [each for each in said if "differs between the ranks" in each]
+        assert bool(warnings) == (not is_equal and kdist.is_chief())
