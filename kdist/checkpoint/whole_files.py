@@ -28,9 +28,9 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
     file, after a full disk or a kill, never replaces the old one.
 
     Args:
-        version_of: callable that returns the version of this rank's write, of the path of a directory. A directory
-            that already has it is left alone: another rank has written the same, and may be reading it. `None` to
-            replace directories always.
+        version_of: callable that returns the version of this rank's write, of a path. A directory that already has it
+            is left alone: another rank has written the same, and may be reading it. So is a file with
+            `overwrite=False`: Keras would ask whether to replace it. `None` to replace directories always.
         write: callable with a parameter `filepath` or `export_dir`: a file or a directory, or the first of several
             files.
         *args: its arguments.
@@ -42,10 +42,14 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
         return write(*args, **kwargs)  # an open file
     path = os.fspath(bound.arguments[parameter])
     folder, name = os.path.split(path.rstrip(os.sep))
-    asks_before = bound.arguments.get("overwrite") is False and os.path.exists(path)
     has_folder = os.path.isdir(folder or ".") or not name.endswith(_FILES)  # or Keras makes it
-    if "://" in path or not name or asks_before or not has_folder:
+    if "://" in path or not name or not has_folder:
         return write(*args, **kwargs)
+    asks, own = bound.arguments.get("overwrite") is False, Path(folder, name)
+    # Counted once for each write of a rank, also where it finds the file of another.
+    version = version_of(own) if asks and version_of is not None else None
+    if asks and os.path.exists(path):
+        return None if version is not None and _version(own) == version else write(*args, **kwargs)
     os.makedirs(folder or ".", exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder or ".") as scratch:
         bound.arguments[parameter] = os.path.join(scratch, name)
@@ -54,20 +58,27 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
         for each in sorted(os.listdir(scratch), key=lambda each: (each == name, each)):
             source, target = Path(scratch, each), Path(folder, each)
             if source.is_dir():
-                _put(source, target, None if version_of is None else version_of(target))
+                known = version if target == own else None
+                _put(source, target, version_of(target) if known is None and version_of is not None else known)
             else:
+                if target == own:
+                    _mark(source, version)
                 os.replace(source, target)
     return result
+
+
+def _mark(path: Path, version: int | None) -> None:
+    """Keeps a version as the fraction of a second of the time of change: what is saved has no file of kdist's."""
+    if version is not None:
+        os.utime(path, ns=(time.time_ns(), time.time_ns() // MODULUS * MODULUS + version))
 
 
 def _put(source: Path, target: Path, version: int | None) -> None:
     """Moves a directory to its name, unless the directory of that name has the same version.
 
-    The version is kept as the fraction of a second of the time of change: what is saved has no file of kdist's. Where
-    a file system keeps no fractions the directory is replaced.
+    Where a file system keeps no fractions of a second the directory is replaced.
     """
-    if version is not None:
-        os.utime(source, ns=(time.time_ns(), time.time_ns() // MODULUS * MODULUS + version))
+    _mark(source, version)
     with file_lock(target.with_name(f".{target.name}.lock")):
         while version is None or _version(target) != version:
             try:

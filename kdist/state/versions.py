@@ -1,4 +1,4 @@
-"""The versions of directories that all ranks write: equal for the same write on each rank."""
+"""The versions of files and directories that all ranks write: equal for the same write on each rank."""
 
 from __future__ import annotations
 

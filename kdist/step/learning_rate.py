@@ -93,12 +93,6 @@ class EffectiveRate(RateScale):
             self._steps_made.assign([made, float(self._user_steps(made))])
             self._stretch.assign(stretch)
 
-    @property
-    def _continues_unknown_steps(self) -> bool:
-        """Whether the optimizer came with steps, as from a file, which a stretched schedule takes for this job's."""
-        is_stretched = self.follows_schedule and _number(self._stretch) != 1.0
-        return is_stretched and self._first_step > 0 and not self._is_resumed
-
     def set_warmup(self, steps: float) -> None:
         """Sets the length of the warm-up, in steps from the origin."""
         if self._resumed_share is not None:  # the same fraction of the new warm-up
@@ -125,9 +119,8 @@ class EffectiveRate(RateScale):
 
     def report(self, why_unchanged: str = "") -> None:
         """Logs the rate; see `EffectiveRates.report`."""
-        name, rule = type(self.optimizer).__name__, self.rule
-        if self._continues_unknown_steps:
-            stretch = _number(self._stretch)
+        name, rule, stretch = type(self.optimizer).__name__, self.rule, _number(self._stretch)
+        if self.follows_schedule and stretch != 1.0 and self._first_step > 0 and not self._is_resumed:
             logger.warning(
                 "the learning rate's schedule goes on from steps that this job has not made. Received: a %s with %d "
                 "steps, as from a file, each of which counts as %g of yours. Fix, if one process made them: divide "

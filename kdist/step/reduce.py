@@ -139,8 +139,7 @@ class Reduce(Stage):
         """
         if not tf.executing_eagerly() or self._step.engine.size == 1:
             return variables
-        weights = {key_of(each): each for each in self._step.weights}
-        keys = {key_of(each) for each in variables}
+        weights, keys = {key_of(each): each for each in self._step.weights}, {key_of(each) for each in variables}
         everyone = self._step.engine.gather_objects([place for place, key in enumerate(weights) if key in keys])
         if all(each == everyone[0] for each in everyone):
             return variables

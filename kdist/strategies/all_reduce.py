@@ -41,7 +41,7 @@ class AllReduceStrategy(Strategy):
     Attributes:
         settings: `Settings` of the open scope, or `None`.
         draws: `AgreedDraws`, what `tf.random` draws in scopes.
-        versions: `Versions` of the directories that ranks write.
+        versions: `Versions` of the files that ranks write.
         running: list, the sessions of the models whose verbs run, the outermost first.
 
     Example:

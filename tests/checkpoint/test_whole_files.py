@@ -38,6 +38,33 @@ def test_a_directory_of_another_version_is_replaced(tmp_path, version_of):
     assert text_of(path) == "new"
 
 
+def write_or_ask(filepath, text, overwrite=True):
+    """Writes as Keras does, which asks by `input()`."""
+    if not overwrite and Path(filepath).exists():
+        raise EOFError
+    Path(filepath).write_text(text)
+
+
+@pytest.mark.parametrize("write", [write_or_ask, write_directory])
+def test_a_file_that_another_rank_has_just_written_is_not_asked_about(tmp_path, write):
+    """Each rank's count of its writes to a path agrees with the others', whether it wrote or found the file."""
+    path, weights = tmp_path / "saved", [np.ones(3)]
+    ranks = [Versions(SingleEngine()), Versions(SingleEngine())]
+    ranks[1]._job = ranks[0]._job
+
+    def save(rank, text, **kwargs):
+        write_whole(lambda path: ranks[rank].next(path, weights), write, path, text, **kwargs)
+        return (path if path.is_file() else path / "inner" / "file").read_text()
+
+    other = {"overwrite": False} if write is write_or_ask else {}
+    assert [save(0, "first rank", **other), save(1, "second rank", **other)] == ["first rank"] * 2
+    path.rename(tmp_path / "moved")
+    assert [save(1, "second rank", **other), save(0, "first rank", **other)] == ["second rank"] * 2
+    if other:
+        with pytest.raises(EOFError):
+            save(0, "first rank again", **other)
+
+
 def test_a_write_that_fails_leaves_the_old_directory(tmp_path):
     def fail(filepath):
         write_directory(filepath, "half")

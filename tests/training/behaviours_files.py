@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -95,6 +96,29 @@ def functions_that_save() -> None:
         made = [each.name for each in folder().iterdir() if each.name.startswith(f"in_callback-{number}")]
         assert len(made) == 1, made
         assert "-of-0" in made[0]
+
+
+def a_save_that_does_not_overwrite() -> None:
+    """One rank after another: Keras would ask about the file that another rank has just written."""
+    fresh()
+    ways: dict[str, Callable[[Any, Path], Any]] = {
+        "new.keras": lambda model, path: model.save(path, overwrite=False),
+        "new.h5": lambda model, path: model.save(path, overwrite=False),
+        "new.weights.h5": lambda model, path: model.save_weights(path, overwrite=False),
+    }
+    with kdist.scope(), mock.patch("keras.src.utils.io_utils.input", side_effect=EOFError, create=True):
+        model = mlp()
+        for name, save in ways.items():
+            path = folder() / name
+            for rank in range(kdist.size()):
+                if rank == kdist.rank():
+                    save(model, path)
+                kdist.barrier()
+            written = path.stat().st_ino
+            assert set(everyone(written)) == {written}
+            with pytest.raises(EOFError):
+                save(model, path)
+            kdist.barrier()
 
 
 class Breaks(keras.layers.Layer):
@@ -335,6 +359,7 @@ CASES = {
     for function in (
         exported_and_loaded_at_once,
         functions_that_save,
+        a_save_that_does_not_overwrite,
         a_save_that_fails_leaves_the_old_file,
         a_file_is_downloaded_once,
         an_archive_is_extracted_once,
