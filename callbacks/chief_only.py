@@ -9,7 +9,7 @@ import keras
 
 from kdist.callbacks.engine_callback import engine_of
 from kdist.engines.engine import Engine
-from kdist.step.gradient_accumulation import read_state_between_steps
+from kdist.strategies.accumulation import read_state_between_steps
 
 
 def _with_index(method: str) -> Callable[..., None]:

@@ -7,9 +7,10 @@ multiplier, a pure function of the optimizer's steps and a stored origin. Steps 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -87,11 +88,18 @@ class EffectiveRate(RateScale):
         made = _num_steps(self.optimizer)
         if self.warmup_is_known and made < _number(self._origin):  # the script has set the count of steps back
             self._origin.assign(made - _number(self._warmup_steps))
+        if made < _number(self._steps_made[0]):
+            self._steps_made.assign([0.0, 0.0])
         self.rule = rule
         self._factor.assign(rule.factor)
         if stretch != _number(self._stretch):
-            self._steps_made.assign([made, float(self._user_steps(made))])
+            if made > self._first_step or self._is_resumed:  # by this job, with the former stretch
+                self._steps_made.assign([made, float(self._user_steps(made))])
             self._stretch.assign(stretch)
+
+    def anchors(self) -> list[tf.Variable]:
+        """Returns what depends on the optimizer's steps, which are rank 0's on all ranks when a verb begins."""
+        return [self._origin, self._steps_made] if self._may_be_scaled or self.follows_schedule else []
 
     def set_warmup(self, steps: float) -> None:
         """Sets the length of the warm-up, in steps from the origin."""
@@ -257,6 +265,7 @@ class EffectiveRates(StatePart):
         self._batches_per_step = batches_per_step
         self._rates: dict[int, EffectiveRate] = {}
         self._logged_alone: EffectiveRate | None = None
+        self._batches_in_steps: tuple[int, float] | None = None
 
     def get(self, optimizer: keras.optimizers.Optimizer) -> EffectiveRate:
         """Returns the effective rate of an innermost optimizer; a `MultiOptimizer` with a factor is an error."""
@@ -291,9 +300,19 @@ class EffectiveRates(StatePart):
             batches_in_steps: pair of the most of the user's batches in a step, fewer than usual where an epoch has
                 fewer, and of their mean; or `None` if an epoch's length is unknown.
         """
+        self._batches_in_steps = batches_in_steps
         most, mean = batches_in_steps or (self._batches_per_step, self._batches_per_step)
         for rate in self.all():
             rate.set_data(*self._rule_and_stretch(rate.optimizer, most, mean))
+
+    @contextlib.contextmanager
+    def keeping_data(self) -> Iterator[None]:
+        """A context for a `fit` within a `fit`, whose data is another one's."""
+        before = self._batches_in_steps
+        try:
+            yield
+        finally:
+            self.set_data(before)
 
     def set_warmup(self, warmup_epochs: str | float, params: Mapping[str, Any], steps_per_epoch: int | None) -> None:
         """Sets the length of each warm-up that has none, if the steps of an epoch are known or not needed."""

@@ -19,7 +19,7 @@ from kdist.keras_hooks.fit.callbacks import call_in_this_thread
 from kdist.keras_hooks.fit.fit_loop import callback_lists
 from kdist.sharding.table import tables_of
 from kdist.step.extensions import extensions_removed_at_exit
-from kdist.step.gradient_accumulation import read_state_between_steps
+from kdist.strategies.accumulation import read_state_between_steps
 from kdist.trainer.session import ReplicatedSession
 from kdist.trainer.synchronization import EffectiveRateLog, RankSynchronization
 

@@ -158,6 +158,7 @@ class ReplicatedModel:
         with (
             session.running(name),
             session.feed.running_fit() if name == "fit" else contextlib.nullcontext(),
+            session.effective_rates.keeping_data() if name == "fit" and not is_outermost else contextlib.nullcontext(),
             session.feed.outermost_verb() if is_outermost else contextlib.nullcontext(),
             replicated_callbacks(session, name, is_outermost),
             epoch_iterators(self._make_iterator, session.strategy, is_chief=self._engine.rank == 0),
@@ -303,7 +304,7 @@ class ReplicatedModel:
         )
         # Keras calls it in a replica's context; a callback or a loop of the user's may not.
         replica = contextlib.nullcontext() if self._extended.is_in_replica else self._extended.step_replica()
-        with self._counting_by_itself(), replica:
+        with self._counting_by_itself(is_shard=is_shard), replica:
             return self._measured_step("train_step", step, is_whole_pass=not is_shard)
 
     def test_step(self, data: Any) -> Any:
@@ -312,12 +313,13 @@ class ReplicatedModel:
             return self._own_step("test_step")(data)
         is_shard = isinstance(data, Shard)
         step = ForwardStep(self._extended, self._share(data), written=self.session.written, is_traced_alike=is_shard)
-        with self._counting_by_itself():
+        with self._counting_by_itself(is_shard=is_shard):
             return self._measured_step("test_step", step, is_whole_pass=not is_shard)
 
-    def _counting_by_itself(self) -> contextlib.AbstractContextManager[None]:
+    def _counting_by_itself(self, *, is_shard: bool) -> contextlib.AbstractContextManager[None]:
         """A context for a step that a callback calls by itself: the metrics are in the midst of a verb's pass."""
-        is_called_alone = bool(self.session.verbs) and not self._extended.is_in_replica
+        is_within_a_pass = bool(self.session.verbs) and not self._extended.is_in_replica
+        is_called_alone = is_within_a_pass and not is_shard and tf.executing_eagerly()
         return self.session.metrics.counting_together() if is_called_alone else contextlib.nullcontext()
 
     def _measured_step(self, name: str, step: Step, *, is_whole_pass: bool) -> Any:

@@ -30,12 +30,12 @@ from kdist.state.part import Placement, StatePart
 from kdist.state.session import TrainingSession
 from kdist.state.slots import SlotState
 from kdist.state.variables import ModelState
-from kdist.step.gradient_accumulation import LocalAccumulation
 from kdist.step.learning_rate import EffectiveRate, EffectiveRates
 from kdist.step.local_sgd import LocalSGD
 from kdist.step.reduce import Reduce, ReduceWhenDue
 from kdist.step.scale_rate import scaled_rate
 from kdist.step.update import OptimizerUpdate
+from kdist.strategies.accumulation import LocalAccumulation
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
 from kdist.trainer.feeding.data_state import ShardedData

@@ -11,6 +11,7 @@ from kdist.checkpoint.backup import Backup
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.reports.log import once
 from kdist.restarts.report import own_reports
+from kdist.state.broadcast import broadcast_state
 from kdist.state.comparison import check_agreement, check_equal, learning_rates, whole_weights
 from kdist.trainer.session import ReplicatedSession
 
@@ -75,6 +76,7 @@ class RankSynchronization(keras.callbacks.Callback):
             backup.begin()
         session.broadcast_state(self._verb)
         rates = session.effective_rates
+        broadcast_state(session.engine, [variable for rate in rates.all() for variable in rate.anchors()])
         rates.set_warmup(session.settings.warmup_epochs, self.params, self.params.get("steps"))
         if session.engine.rank == 0 and len(rates.all()) == 1:
             self._report_settings()
@@ -172,7 +174,8 @@ class RankSynchronization(keras.callbacks.Callback):
         if not settings.auto_shard:
             once.info(f"data: each of {size} ranks has its own (auto_shard=False)")
         elif (number := settings.micro_batches) is not None:
-            each = f"{batch} x {number} = {batch * number}" if batch else f"{number} of yours"
+            most, _ = session.feed.training.data_adapter.source.batches_in_steps or (number, number)
+            each = f"{batch} x {most} = {batch * most}" if batch else f"{most} of yours"
             once.info(f"batch: {each} on {size} rank{'s' * (size > 1)} (micro_batches={number})")
         elif settings.scale_batch:
             most, _ = session.feed.training.data_adapter.source.batches_in_steps or (size, size)

@@ -16,6 +16,7 @@ from kdist.errors import StrategyError
 from kdist.keras_hooks.optimizers import innermost
 from kdist.restarts.report import own_reports
 from kdist.scaling import LearningRateRule, num_warmup_steps, warmup_multiplier
+from kdist.state.session import session_of
 from kdist.step.learning_rate import EffectiveRate
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere
@@ -347,6 +348,13 @@ def a_schedule_of_unknown_steps_is_told_of() -> None:
         model.fit(x, y, batch_size=BATCH, verbose=0)
     told = [line for line in lines if "goes on from steps that this job has not made" in line]
     assert len(told) == (kdist.is_chief() and size() > 1), lines
+    batches = -(-len(x) // BATCH)
+    stretch = batches / steps_of_epoch()
+    assert not told or f"10 steps, as from a file, each of which counts as {stretch:g} of yours" in told[0]
+    rate = session_of(model).effective_rates.get(model.optimizer)
+    assert rate.effective() == pytest.approx(
+        size() * float(model.optimizer._learning_rate(int(10 * stretch + batches)))
+    )
 
 
 def an_epoch_of_fewer_batches_than_ranks_grows_no_more() -> None:
@@ -372,6 +380,44 @@ def an_epoch_of_fewer_batches_than_ranks_grows_no_more() -> None:
         assert model.history.history["effective_learning_rate"][-1] == pytest.approx(size() * RATE)
         if kdist.is_chief():
             assert any(f"batch: {batches} of yours on {size()} ranks, as an epoch has {batches}" in x for x in lines)
+
+
+def a_fit_in_a_callback_has_a_rate_of_its_own() -> None:
+    """One batch in the inner `fit`; the outer one goes on with its own rate and schedule."""
+    x, y = data()
+    read: list[float] = []
+
+    class Fits(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            history = self.model.fit(x[:BATCH], y[:BATCH], batch_size=BATCH, verbose=0)
+            read.append(history.history.get("effective_learning_rate", [RATE])[-1])
+
+    with kdist.scope(scale_lr="linear", warmup_epochs=0):
+        model = mlp()
+        model.compile(keras.optimizers.SGD(RATE), "mse")
+        history = model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[Fits()])
+    np.testing.assert_allclose(read, [RATE] * 3, rtol=1e-6)
+    np.testing.assert_allclose(history.history["effective_learning_rate"], [size() * RATE] * 3, rtol=1e-6)
+
+
+def a_schedule_that_is_set_back_begins_anew() -> None:
+    """Also after data with other numbers of batches, and where the chief alone has loaded a file of more steps."""
+    schedule = keras.optimizers.schedules.PolynomialDecay(RATE, 1000, 0.001)
+    x, y = data()
+    few, many = slice((size() + 1) * BATCH), slice(2 * size() * BATCH)
+    with kdist.scope(scale_lr=1.0, warmup_epochs=0):
+        model = mlp()
+        model.compile(keras.optimizers.SGD(schedule), "mse")
+        model.fit(x[few], y[few], batch_size=BATCH, epochs=10, verbose=0)
+        rate = session_of(model).effective_rates.get(model.optimizer)
+        assert rate.effective() == pytest.approx(float(schedule(10 * (size() + 1))))
+        model.fit(x[many], y[many], batch_size=BATCH, verbose=0)
+        assert rate.effective() == pytest.approx(float(schedule(10 * (size() + 1) + 2 * size())))
+        if kdist.is_chief():
+            model.optimizer.iterations.assign(0)
+        model.fit(x[few], y[few], batch_size=BATCH, verbose=0)
+        assert rate.effective() == pytest.approx(float(schedule(size() + 1)))
+        assert_equal_everywhere([rate.effective()])
 
 
 def the_users_rate_is_read_and_set_unscaled() -> None:
@@ -417,6 +463,8 @@ CASES = {
         schedules_are_stretched,
         a_schedule_of_unknown_steps_is_told_of,
         an_epoch_of_fewer_batches_than_ranks_grows_no_more,
+        a_fit_in_a_callback_has_a_rate_of_its_own,
+        a_schedule_that_is_set_back_begins_anew,
         the_users_rate_is_read_and_set_unscaled,
     )
 }
