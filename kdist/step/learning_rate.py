@@ -98,7 +98,7 @@ class EffectiveRate(RateScale):
             self._stretch.assign(stretch)
 
     def anchors(self) -> list[tf.Variable]:
-        """Returns what depends on the optimizer's steps, which are rank 0's on all ranks when a verb begins."""
+        """Returns what depends on the optimizer's steps, which are rank 0's on all ranks when a `fit` begins."""
         return [self._origin, self._steps_made] if self._may_be_scaled or self.follows_schedule else []
 
     def set_warmup(self, steps: float) -> None:

@@ -181,7 +181,8 @@ class RankSynchronization(keras.callbacks.Callback):
             most, _ = session.feed.training.data_adapter.source.batches_in_steps or (size, size)
             each = f"{batch} x {size} ranks = {batch * size}" if batch else f"one of yours x {size} ranks"
             if most < size:  # an epoch has no more
-                each = f"{most} of yours on {size} ranks, as an epoch has {most}"
+                given = f"{batch} x {most} = {batch * most}" if batch else f"{most} of yours"
+                each = f"{given}, split over {size} ranks: an epoch has {most} batch{'es' * (most > 1)}"
             once.info(
                 f"batch: {each}" if sync_every == 1 else f"batch: {batch or 'one of yours'} on each of {size} ranks"
             )
