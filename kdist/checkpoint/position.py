@@ -51,11 +51,12 @@ class Position:
             batch_size=source.batch_size,
             extent=source.cardinality,
             steps_per_epoch=plan.steps_per_epoch,
-            num_steps=source.num_steps if source.num_steps is not None else self.num_steps,
+            num_steps=source.num_steps,
         )
         same = ("group_size", "batch_size", "extent", "steps_per_epoch")
         if all(getattr(now, name) == getattr(self, name) for name in same):
-            return now
+            # A pass over data of unknown length has told it; with other steps, it has to tell it again.
+            return now if now.num_steps is not None else dataclasses.replace(now, num_steps=self.num_steps)
         if self.steps_per_epoch is None or plan.steps_per_epoch is None:
             step = _converted(self, now, self.pass_step)
             return dataclasses.replace(now, pass_step=step, epoch_step=step if self.epoch_step else 0)
