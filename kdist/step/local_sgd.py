@@ -23,7 +23,7 @@ from kdist.keras_hooks.variables import (
     statistics_of_keras,
 )
 from kdist.state.assignments import WrittenState
-from kdist.state.comparison import check_equal
+from kdist.state.comparison import check_equal, first_difference
 from kdist.state.slots import Slots
 from kdist.state.votes import NAMES
 from kdist.step.buffers import is_mergeable
@@ -147,7 +147,12 @@ class LocalSGD:
 
         Collective: every rank must call this, in the same order.
         """
-        self._average(tf.zeros([len(NAMES)]), is_outer_step=False)
+        if first_difference(self._engine, [each.variable for each in self._variables.values()]) is not None:
+            for each in self._variables.values():
+                if self._merge_of(each.variable) == "mean":  # of the values: what was common may be infinite
+                    each.common.assign(tf.zeros_like(each.common))
+            self._average(tf.zeros([len(NAMES)]), is_outer_step=False)
+        self.begin()
 
     def state_dict(self) -> dict[str, dict[int, Any]]:
         """Returns the velocities of the outer SGD, equal on all ranks; see `HasSlots`."""

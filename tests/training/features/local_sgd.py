@@ -238,6 +238,36 @@ def weights_that_a_rank_loads_win_over_an_average() -> None:
 
 
 @feature
+def weights_that_all_ranks_load_after_they_have_diverged() -> None:
+    """They are what was loaded, to the bit, and not a mean of differences from weights that are infinite."""
+    x, y = (np.concatenate([each] * 2) for each in rows("even"))
+
+    class Break(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 4:
+                raise FloatingPointError("diverged")
+
+    for unlike in (0.0, 1.0):
+        with kdist.scope(kdist.AllReduce(sync_every=2), scale_lr=None):
+            model = normalised_mlp()
+            model.compile(keras.optimizers.SGD(1e150), "mse")
+            fit = functools.partial(model.fit, x, y, batch_size=BATCH, shuffle=False, verbose=0)
+            good = [each / 3 for each in model.get_weights()]
+            with pytest.raises(FloatingPointError):
+                fit(callbacks=[Break()])
+            assert not all(np.all(np.isfinite(each)) for each in model.get_weights())
+            model.set_weights([each + unlike * kdist.rank() for each in good])
+            model.optimizer.learning_rate = 0.0
+            model.evaluate(x, y, batch_size=BATCH, verbose=0)
+            for weight, loaded in zip(model.weights, good, strict=True):
+                if weight.trainable:
+                    mean = loaded + unlike * (size() - 1) / 2
+                    np.testing.assert_allclose(np.asarray(weight), mean, rtol=1e-6 * unlike)
+            fit()
+            assert all(np.all(np.isfinite(each)) for each in model.get_weights())
+
+
+@feature
 def one_of_the_ranks_that_train_by_themselves_stops() -> None:
     """All stop with the next average or save, and hold the same; what looks into steps of all ranks is refused."""
     x, y = (np.concatenate([each] * 4) for each in rows("even"))
