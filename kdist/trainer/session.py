@@ -247,12 +247,21 @@ class ReplicatedSession(TrainingSession):
             return  # they differ until the next average
         weights = [each for each in self.model.trainable_variables if table_of(each) is None]
         kept = [each for each in weights if not is_of_one_rank(self.model, each)]
-        self._make_equal(kept, _SAME_WEIGHTS)
+        if self._make_equal(kept, _SAME_WEIGHTS):
+            make_equal(self.engine, self._comparable_state())  # averages and slots that follow the weights
 
-    def _make_equal(self, variables: list[Any], expected: str) -> None:
-        for variable in make_equal(self.engine, variables):
+    def _make_equal(self, variables: list[Any], expected: str) -> list[Any]:
+        found = make_equal(self.engine, variables)
+        for variable in found:
             message = f"%r differs between the ranks, and is rank 0's on all of them now. {expected}"
             self.written.tell_once(variable, self.engine, message)
+        return found
+
+    def _comparable_state(self) -> list[Any]:
+        """Returns the state that all ranks have alike, but for learning rates that callbacks have changed."""
+        pending = {id(each) for each in self.pending_variables()}
+        state = [each for each in self._whole_state() if id(each) not in pending]
+        return [each for each in state if not is_of_one_rank(self.model, each)]
 
     def _loads(self) -> dict[str, Any]:
         return {**loads(optimizers_of(self.model)), **table_loads(self.model)}
@@ -305,9 +314,7 @@ class ReplicatedSession(TrainingSession):
         if within_a_pass:
             self.accumulation.end()
         if all(has_loaded):  # as they should, and the same: a checksum is less to send
-            pending = {id(each) for each in self.pending_variables()}
-            state = [each for each in self._whole_state() if id(each) not in pending]
-            self._make_equal([each for each in state if not is_of_one_rank(self.model, each)], _SAME_WEIGHTS)
+            self._make_equal(self._comparable_state(), _SAME_WEIGHTS)
         else:
             self._broadcast(root=has_loaded.index(True) if any(has_loaded) else 0)
         if within_a_pass:

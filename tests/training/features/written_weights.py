@@ -58,6 +58,26 @@ def weights_that_a_callback_makes_different() -> None:
 
 
 @feature
+def slots_follow_weights_that_a_callback_makes_different() -> None:
+    """FTRL computes weights from its slots, and averages follow them: each rank's own would come back in a step."""
+    x, y = rows("even")
+
+    def write(model: keras.Model) -> None:
+        unlike(model)
+        for slot in model.optimizer.variables[2:]:
+            slot.assign(slot + kdist.rank() + 1.0)
+
+    for make in (keras.optimizers.Ftrl, lambda rate: keras.optimizers.SGD(rate, use_ema=True)):
+        with kdist.scope(scale_lr=None):
+            model = mlp()
+            model.compile(make(0.05), "mse")
+            model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[Writes("on_epoch_begin", write)])
+        held_by_all(model)
+        slots = [np.asarray(each).tolist() for each in model.optimizer.variables]
+        assert all(each == slots for each in open_engine(kdist.cluster_info()).gather_objects(slots))
+
+
+@feature
 def averages_that_the_chief_alone_swaps_in_between_epochs() -> None:
     """No rank takes them over: they are back when the next epoch begins, but for the rounding of Keras' swap."""
     x, y = rows("even")
