@@ -18,17 +18,20 @@ import tensorflow as tf
 
 from kdist.errors import StrategyError
 from kdist.keras_hooks.optimizers import (
+    CURRENT_RATE,
     current_learning_rate,
     innermost,
     iterations,
     optimizers_of,
     stored_learning_rate,
 )
+from kdist.keras_hooks.patching import patched
 from kdist.reports.log import once
 from kdist.scaling import LearningRateRule, learning_rate_rule, num_warmup_steps
 from kdist.state.comparison import learning_rates
 from kdist.state.part import State, StatePart
 from kdist.step.scale_rate import RateScale
+from kdist.step.update import Stage, Update
 
 logger = logging.getLogger("kdist")
 
@@ -51,7 +54,7 @@ class EffectiveRate(RateScale):
         self.rule = rule
         self.is_reported = False
         self._may_be_scaled = rule.factor != 1.0
-        self._resumed_share: float | None = None
+        self._resumed_warmup: tuple[float, float] | None = None  # the fraction made, and the length in steps
         self._first_step = _num_steps(optimizer)
         self._is_resumed = False
         # Variables, so that a second `fit` changes them without another trace.
@@ -85,11 +88,10 @@ class EffectiveRate(RateScale):
 
     def set_data(self, rule: LearningRateRule, stretch: float) -> None:
         """Sets the factor and the stretch for the data of a `fit`."""
+        self.notice_fewer_steps()
         made = _num_steps(self.optimizer)
-        if self.warmup_is_known and made < _number(self._origin):  # the script has set the count of steps back
-            self._origin.assign(made - _number(self._warmup_steps))
-        if made < _number(self._steps_made[0]):
-            self._steps_made.assign([0.0, 0.0])
+        if rule.factor != self.rule.factor:
+            self.is_reported = False
         self.rule = rule
         self._factor.assign(rule.factor)
         if stretch != _number(self._stretch):
@@ -97,18 +99,31 @@ class EffectiveRate(RateScale):
                 self._steps_made.assign([made, float(self._user_steps(made))])
             self._stretch.assign(stretch)
 
+    def notice_fewer_steps(self) -> None:
+        """Begins the user's schedule anew, and no warm-up, if the script has set the count of steps back."""
+        made = _num_steps(self.optimizer)
+        if self.warmup_is_known and made < _number(self._origin):
+            self._origin.assign(made - _number(self._warmup_steps))
+        if made < _number(self._steps_made[0]):
+            self._steps_made.assign([0.0, 0.0])
+
     def anchors(self) -> list[tf.Variable]:
         """Returns what depends on the optimizer's steps, which are rank 0's on all ranks when a `fit` begins."""
         return [self._origin, self._steps_made] if self._may_be_scaled or self.follows_schedule else []
 
     def set_warmup(self, steps: float) -> None:
         """Sets the length of the warm-up, in steps from the origin."""
-        if self._resumed_share is not None:  # the same fraction of the new warm-up
-            self._origin.assign(_num_steps(self.optimizer) - self._resumed_share * steps)
-            self._resumed_share = None
+        if self._resumed_warmup is not None:  # the same fraction of the new warm-up
+            self._origin.assign(_num_steps(self.optimizer) - self._resumed_warmup[0] * steps)
+            self._resumed_warmup = None
         elif not self.warmup_is_known:  # nothing was scaled so far
             self._origin.assign(_num_steps(self.optimizer))
         self._warmup_steps.assign(steps)
+
+    def continue_warmup(self) -> None:
+        """Continues a resumed warm-up with its length, where that of an epoch is not known yet."""
+        if self._resumed_warmup is not None:
+            self.set_warmup(self._resumed_warmup[1])
 
     def multiplier(self, step: Any) -> tf.Tensor:
         """Returns the multiplier at a number of steps, a `float32` scalar (see `scaling.warmup_multiplier`)."""
@@ -179,7 +194,8 @@ class EffectiveRate(RateScale):
             self._origin.assign(made if progress is None else progress["origin"])
             return
         length = progress["warmup_steps"]
-        self._resumed_share = min(1.0, (made - progress["origin"]) / length) if length else 1.0
+        share = min(1.0, (made - progress["origin"]) / length) if length else 1.0
+        self._resumed_warmup = share, length * progress["stretch"] / now[1]
         if self.warmup_is_known:
             self.set_warmup(_number(self._warmup_steps))
 
@@ -234,16 +250,51 @@ class EffectiveRate(RateScale):
         """Returns the rate that the next update uses, a scalar tensor."""
         return self._scaled(self._user_rate())
 
+    def unscaled(self, rate: Callable[[], Any]) -> Any:
+        """Returns the user's rate of the next update, at the user's step; `rate` reads it where it is no schedule."""
+        return self._user_rate() if self.follows_schedule else rate()
+
+    def count_as_users(self, before: Any) -> None:
+        """Counts the steps since a number of them as one of the user's each: they were on one batch each."""
+        now, before = (tf.cast(tf.convert_to_tensor(each), tf.float64) for each in (iterations(self.optimizer), before))
+        self._steps_made.assign(tf.stack([now, self._user_steps(before) + now - before]))
+
     def _user_rate(self) -> Any:
         rate = stored_learning_rate(self.optimizer)
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             step = iterations(self.optimizer)
-            return rate(tf.cast(self._user_steps(step), step.dtype))
+            # Not a step too early where the quotient of batches and steps is rounded down.
+            return rate(tf.cast(self._user_steps(step) + 1e-6, step.dtype))
         return current_learning_rate(self.optimizer)
 
     def _scaled(self, rate: Any) -> tf.Tensor:
         rate = tf.convert_to_tensor(rate)
         return rate * tf.cast(self.multiplier(iterations(self.optimizer)), rate.dtype)
+
+
+class UnscaledRate(Stage):
+    """The stage of an update on one of the user's batches, as in `train_on_batch`: the rate is the user's.
+
+    A schedule is read at the user's step, and the update counts as one.
+    """
+
+    slot = "scale rate"
+
+    def __init__(self, rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate]) -> None:
+        self._rate_of = rate_of
+
+    def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        """Runs the update with the user's rate."""
+        optimizer = innermost(update.optimizer)
+        rate = self._rate_of(optimizer)
+        if not rate.follows_schedule:
+            return proceed()
+        before = tf.identity(iterations(optimizer))
+        read = getattr(optimizer, CURRENT_RATE)
+        with patched(optimizer, CURRENT_RATE, lambda: rate.unscaled(read)):
+            done = proceed()
+        rate.count_as_users(before)
+        return done
 
 
 def _num_steps(optimizer: keras.optimizers.Optimizer) -> float:
@@ -284,6 +335,8 @@ class EffectiveRates(StatePart):
             }  # without those of an earlier compile
             with tf.init_scope():
                 rate = self._rates[id(optimizer)] = EffectiveRate(optimizer, rule, stretch)
+                if self._batches_in_steps is not None:  # made within a `fit`
+                    rate.set_data(*self._rule_and_stretch(optimizer, *self._batches_in_steps))
         return rate
 
     def _rule_and_stretch(
@@ -305,6 +358,11 @@ class EffectiveRates(StatePart):
         for rate in self.all():
             rate.set_data(*self._rule_and_stretch(rate.optimizer, most, mean))
 
+    def notice_fewer_steps(self) -> None:
+        """Notices that a callback has set the count of an optimizer's steps back, on all ranks."""
+        for rate in self.all():
+            rate.notice_fewer_steps()
+
     @contextlib.contextmanager
     def keeping_data(self) -> Iterator[None]:
         """A context for a `fit` within a `fit`, whose data is another one's."""
@@ -317,10 +375,12 @@ class EffectiveRates(StatePart):
     def set_warmup(self, warmup_epochs: str | float, params: Mapping[str, Any], steps_per_epoch: int | None) -> None:
         """Sets the length of each warm-up that has none, if the steps of an epoch are known or not needed."""
         if steps_per_epoch is None and warmup_epochs:
+            for rate in self.all():
+                rate.continue_warmup()
             return
         steps = num_warmup_steps(warmup_epochs, params.get("epochs", 1), steps_per_epoch or 0)
         for rate in self.all():
-            if not rate.warmup_is_known:
+            if not rate.warmup_is_known and rate.is_scaled:
                 rate.set_warmup(steps)
 
     def add_to_logs(self, logs: dict[str, Any] | None) -> None:

@@ -17,7 +17,7 @@ from kdist.state.assignments import WrittenState
 from kdist.state.votes import Votes
 from kdist.step.buffers import BufferSync
 from kdist.step.fused_sgd import FusedSGD
-from kdist.step.learning_rate import EffectiveRate
+from kdist.step.learning_rate import EffectiveRate, UnscaledRate
 from kdist.step.reduce import Reduce, Weigh
 from kdist.step.scale_rate import ScaleRate
 from kdist.step.step import Step
@@ -123,7 +123,7 @@ class TrainStep(ForwardStep):
         return [
             Weigh(self),
             self._reduction(buffers),
-            *([ScaleRate(self._rate_of)] if self._scaled else []),
+            (ScaleRate if self._scaled else UnscaledRate)(self._rate_of),
             FusedSGD(),
             *self._extensions,
         ]

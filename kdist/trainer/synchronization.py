@@ -76,6 +76,7 @@ class RankSynchronization(keras.callbacks.Callback):
             backup.begin()
         session.broadcast_state(self._verb)
         rates = session.effective_rates
+        rates.notice_fewer_steps()
         broadcast_state(session.engine, [variable for rate in rates.all() for variable in rate.anchors()])
         rates.set_warmup(session.settings.warmup_epochs, self.params, self.params.get("steps"))
         if session.engine.rank == 0 and len(rates.all()) == 1:
@@ -88,6 +89,7 @@ class RankSynchronization(keras.callbacks.Callback):
             self._session.broadcast_loaded_weights()
         # Not when an epoch ends: a callback may have swapped averages in on the chief, until now.
         self._compare_weights()
+        self._session.effective_rates.notice_fewer_steps()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the state, unless this is the validation of `fit`."""
@@ -181,8 +183,8 @@ class RankSynchronization(keras.callbacks.Callback):
             most, _ = session.feed.training.data_adapter.source.batches_in_steps or (size, size)
             each = f"{batch} x {size} ranks = {batch * size}" if batch else f"one of yours x {size} ranks"
             if most < size:  # an epoch has no more
-                given = f"{batch} x {most} = {batch * most}" if batch else f"{most} of yours"
-                each = f"{given}, split over {size} ranks: an epoch has {most} batch{'es' * (most > 1)}"
+                given = f"{batch} x {most} = {batch * most}, split over" if batch else f"{most} of yours on"
+                each = f"{given} {size} ranks: an epoch has {most} batch{'es' * (most > 1)}"
             once.info(
                 f"batch: {each}" if sync_every == 1 else f"batch: {batch or 'one of yours'} on each of {size} ranks"
             )

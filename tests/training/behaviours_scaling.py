@@ -129,10 +129,14 @@ def a_schedule_goes_on_in_steps_while_gradients_accumulate() -> None:
     of_two.set_warmup(10)
     optimizer._iterations.assign(6)
     np.testing.assert_allclose(of_two.effective(), float(schedule(12)) * 1.6, rtol=1e-6)
-    of_four = EffectiveRate(optimizer, LearningRateRule(4.0, "linear", "4 ranks"), 4.0)
-    of_four.resume(of_two.progress())
-    of_four.set_warmup(5)
-    np.testing.assert_allclose(of_four.effective(), float(schedule(12)) * (1 + 3 * 0.6), rtol=1e-6)
+    for is_known in (True, False):  # the length of an epoch
+        of_four = EffectiveRate(optimizer, LearningRateRule(4.0, "linear", "4 ranks"), 4.0)
+        of_four.resume(of_two.progress())
+        if is_known:
+            of_four.set_warmup(5)
+        else:
+            of_four.continue_warmup()
+        np.testing.assert_allclose(of_four.effective(), float(schedule(12)) * (1 + 3 * 0.6), rtol=1e-6)
 
 
 def adam_sqrt() -> None:
@@ -384,6 +388,124 @@ def an_epoch_of_fewer_batches_than_ranks_grows_no_more() -> None:
             assert any(told in line for line in lines), lines
 
 
+def whole_batches_that_are_fewer_than_ranks_are_not_split() -> None:
+    x, y = data()
+    dataset = tf.data.Dataset.from_tensor_slices((x[:BATCH], y[:BATCH])).batch(BATCH)
+    with logged() as lines, kdist.scope(warmup_epochs=0):
+        model = mlp()
+        model.compile("sgd", "mse")
+        model.fit(dataset, verbose=0)
+    told = f"batch: 1 of yours on {size()} ranks: an epoch has 1 batch"
+    assert not kdist.is_chief() or any(line == told for line in lines), lines
+
+
+def a_first_fit_of_few_batches_leaves_the_warmup_to_the_next() -> None:
+    """It is not scaled: what is scaled begins slowly, and is told of."""
+    x, y = data()
+    read: list[float] = []
+
+    class Reads(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            read.append(session_of(self.model).rates()[0].effective())
+
+    fresh()
+    with logged() as lines, kdist.scope(warmup_epochs=1):
+        model = mlp()
+        model.compile(keras.optimizers.SGD(RATE), "mse")
+        model.fit(x[:BATCH], y[:BATCH], batch_size=BATCH, verbose=0)
+        history = model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[Reads()])
+    assert read[0] == pytest.approx(RATE)
+    assert history.history["effective_learning_rate"] == pytest.approx([size() * RATE])
+    told = [line for line in lines if line.startswith("learning rate of SGD")]
+    expected = ["unchanged", f"{RATE:g} x {size()}"] if kdist.is_chief() else []
+    assert len(told) == len(expected), lines
+    assert all(part in line for part, line in zip(expected, told, strict=True)), lines
+
+
+def a_rate_that_is_made_within_a_fit_knows_its_data() -> None:
+    """Of an optimizer that `build` makes, which Keras calls for the first batch."""
+
+    class Late(TwoOptimizers):
+        def build(self, shape: Any) -> None:
+            super().build(shape)
+            self.one = keras.optimizers.SGD(RATE, name="one")
+
+    x, y = data()
+    with kdist.scope(scale_lr="linear", warmup_epochs=0):
+        model = Late()
+        model.compile()
+        model.fit(x[:BATCH], y[:BATCH], batch_size=BATCH, verbose=0)
+        assert session_of(model).rate_of(model.one).effective() == pytest.approx(RATE)
+
+
+def rates_keep_their_keys_in_the_logs() -> None:
+    """Also with a callback that scales, where the second optimizer begins in the second epoch."""
+
+    class Late(TwoOptimizers):
+        def train_step(self, batch: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(batch[0]) ** 2)
+            layers = [self.first, self.second][: 1 + (int(self.one.iterations) >= steps_of_epoch())]
+            sources = [[each.value for each in layer.trainable_variables] for layer in layers]
+            optimizers = (self.one, self.other)
+            for layer, optimizer, gradients in zip(layers, optimizers, tape.gradient(loss, sources), strict=False):
+                optimizer.apply(gradients, layer.trainable_variables)
+            return {"loss": loss}
+
+    x, y = data()
+    schedule = kdist.callbacks.LearningRateSchedule({0: 0.5})
+    with kdist.scope(scale_lr="linear", warmup_epochs=0):
+        model = Late()
+        model.compile(run_eagerly=True)
+        history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[schedule]).history
+    names = sorted(name for name in history if name.startswith("effective"))
+    assert names == ["effective_learning_rate", "effective_learning_rate_other"], names
+    np.testing.assert_allclose(history["effective_learning_rate"], [0.5 * size() * RATE] * 2, rtol=1e-6)
+    np.testing.assert_allclose(history["effective_learning_rate_other"], [0.5 * size() * RATE], rtol=1e-6)
+
+
+def a_schedule_reads_the_users_steps_in_train_on_batch() -> None:
+    """A batch that is split is one of the user's steps, before a `fit`, after it, and between two."""
+    schedule = keras.optimizers.schedules.PolynomialDecay(RATE, 200, 0.001)
+    x, y = (each[: (size() + 1) * BATCH] for each in data())
+    one = slice(BATCH)
+    with kdist.scope(scale_lr=1.0, warmup_epochs=0):
+        model = mlp()
+        model.compile(keras.optimizers.SGD(schedule), "mse")
+        rate, steps = session_of(model).rate_of(model.optimizer), 0
+        for _ in range(2):
+            for _ in range(3):
+                before = model.get_weights()
+                model.train_on_batch(x[one], y[one])
+                steps += 1
+                assert rate.effective() == pytest.approx(float(schedule(steps)), rel=1e-6)
+            model.fit(x, y, batch_size=BATCH, epochs=4, verbose=0)
+            steps += 4 * (size() + 1)
+            assert rate.effective() == pytest.approx(float(schedule(steps)), rel=1e-6)
+        before = model.get_weights()
+        model.train_on_batch(x[one], y[one])
+
+    def plain_step() -> list[np.ndarray]:
+        plain = mlp()
+        plain.compile(keras.optimizers.SGD(float(schedule(steps))), "mse")
+        plain.set_weights(before)
+        plain.train_on_batch(x[one], y[one])
+        return plain.get_weights()
+
+    compare({"weights": of_the_chief(plain_step)}, {"weights": model.get_weights()}, rtol=1e-6)
+
+
+def a_stretched_schedule_is_at_the_users_step_at_each_epochs_end() -> None:
+    """Also where the quotient of batches and steps is rounded down, as 14 / 5 is: 45 steps of it are 126 - 1e-14."""
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([125.5], [1.0, 0.5])
+    optimizer = keras.optimizers.SGD(schedule)
+    optimizer.build(mlp().trainable_variables)
+    rate = EffectiveRate(optimizer, LearningRateRule(1.0, "fixed", "none"), 14 / 5)
+    optimizer._iterations.assign(45)
+    assert 45 * (14 / 5) < 126
+    assert rate.effective() == 0.5
+
+
 def a_fit_in_a_callback_has_a_rate_of_its_own() -> None:
     """One batch in the inner `fit`; the outer one goes on with its own rate and schedule."""
     x, y = data()
@@ -420,6 +542,15 @@ def a_schedule_that_is_set_back_begins_anew() -> None:
         model.fit(x[few], y[few], batch_size=BATCH, verbose=0)
         assert rate.effective() == pytest.approx(float(schedule(size() + 1)))
         assert_equal_everywhere([rate.effective()])
+        model.fit(x[many], y[many], batch_size=BATCH, epochs=5, verbose=0)
+
+        def restart(epoch: int, logs: Any) -> None:
+            if epoch == 1:
+                model.optimizer.iterations.assign(0)
+
+        callbacks = [keras.callbacks.LambdaCallback(on_epoch_begin=restart)]
+        model.fit(x[few], y[few], batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks)
+        assert rate.effective() == pytest.approx(float(schedule(size() + 1)))
 
 
 def the_users_rate_is_read_and_set_unscaled() -> None:
@@ -465,6 +596,12 @@ CASES = {
         schedules_are_stretched,
         a_schedule_of_unknown_steps_is_told_of,
         an_epoch_of_fewer_batches_than_ranks_grows_no_more,
+        whole_batches_that_are_fewer_than_ranks_are_not_split,
+        a_first_fit_of_few_batches_leaves_the_warmup_to_the_next,
+        a_rate_that_is_made_within_a_fit_knows_its_data,
+        rates_keep_their_keys_in_the_logs,
+        a_schedule_reads_the_users_steps_in_train_on_batch,
+        a_stretched_schedule_is_at_the_users_step_at_each_epochs_end,
         a_fit_in_a_callback_has_a_rate_of_its_own,
         a_schedule_that_is_set_back_begins_anew,
         the_users_rate_is_read_and_set_unscaled,
