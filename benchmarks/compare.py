@@ -13,7 +13,7 @@ threads are waited for. Ratios are taken within a turn.
 Each process is pinned to one core of its own and computes with one thread. Each rank has a batch of the same size, so
 that two ranks have twice the rows a step. A contender whose package is missing is left out. One that fails, is not done
 in time, or whose ranks end with different weights is reported, and the others go on. DIR gets compare.md, compare.json
-and compare.png, also when the run is interrupted.
+and compare.svg, also when the run is interrupted.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def write(out: Path, record: dict[str, Any]) -> None:
     (out / "compare.md").write_text(text)
     print(text)
     try:
-        draw(record, out / "compare.png")
+        draw(record, out / "compare.svg")
     except ModuleNotFoundError as error:
         say(f"no plot: {error}")
 

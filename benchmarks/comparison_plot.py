@@ -30,12 +30,12 @@ def draw(record: dict[str, Any], path: Path, note: str = "") -> None:
 
     Args:
         record: dict, what stands in `compare.json`.
-        path: path, the file.
+        path: path, the file, an SVG.
         note: str, what a reader of the numbers must know.
     """
     import matplotlib
 
-    matplotlib.use("agg")
+    matplotlib.use("svg")
     from matplotlib import pyplot as plt
 
     found, models = Throughputs(record), record["models"]
@@ -43,6 +43,7 @@ def draw(record: dict[str, Any], path: Path, note: str = "") -> None:
     if OURS not in names:
         return
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": INK})
+    plt.rcParams.update({"svg.hashsalt": "kdist"})
     figure, (speeds, speedups) = plt.subplots(2, 1, figsize=(10, 7), layout="constrained")
     bars(speeds, models, names, lambda name, model: found.ratios(name, OURS, model))
     bars(speedups, models, names, lambda name, model: found.ratios(name, CONTENDERS[name].base, model))
@@ -61,7 +62,7 @@ def draw(record: dict[str, Any], path: Path, note: str = "") -> None:
     figure.legend(handles, titles, loc="outside upper left", frameon=False, ncols=3, fontsize=9)
     caption = f"Bars: medians of the turns; whiskers: quartiles. {note}".strip()
     figure.supxlabel(caption, fontsize=9, color=INK, x=0.02, ha="left")
-    figure.savefig(path, dpi=150, facecolor=PAPER)
+    figure.savefig(path, metadata={"Date": None}, facecolor=PAPER)  # it changes only if what it shows does
     plt.close(figure)
 
 

@@ -1,6 +1,7 @@
 """Draws the guide's pictures: `python docs/pictures/draw.py [DIRECTORY]`; needs matplotlib."""
 
 import itertools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,16 @@ def step(path: Path) -> None:
     save(figure, path)
 
 
+def speed(path: Path) -> None:
+    """The speed of kdist and its peers on two processes, as `benchmarks/compare.py` has measured them."""
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    sys.path.insert(0, str(benchmarks))
+    import comparison_plot
+
+    record = json.loads((benchmarks / "results" / "compare.json").read_text())
+    comparison_plot.draw(record, path, "Two cores of a virtual machine, one a process; steady steps.")
+
+
 def canvas(width: float, height: float) -> tuple[Any, Any]:
     """Returns a figure without axes, in inches."""
     figure, axes = plt.subplots(figsize=(width, height))
@@ -120,7 +131,7 @@ def save(figure: Any, path: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
-    for draw in (effective_rate, choose, step):
+    for draw in (effective_rate, choose, step, speed):
         draw(folder / f"{draw.__name__}.svg")
 
 
