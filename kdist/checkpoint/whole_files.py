@@ -25,7 +25,7 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
     """Writes under a temporary name in the same directory, and renames the result when it is complete.
 
     A reader finds the old content or all of the new, also if several ranks write the same file at once. An incomplete
-    file, after a full disk or a kill, never replaces the old one.
+    file, after a full disk or a kill, never replaces the old one. A symbolic link stays: what it leads to is replaced.
 
     Args:
         version_of: callable that returns the version of this rank's write, of a path. A directory that already has it
@@ -42,21 +42,22 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
         return write(*args, **kwargs)  # an open file
     path = os.fspath(bound.arguments[parameter])
     folder, name = os.path.split(path.rstrip(os.sep))
-    has_folder = os.path.isdir(folder or ".") or not name.endswith(_FILES)  # or Keras makes it
+    own = _behind_links(folder, name)
+    has_folder = own.parent.is_dir() or not name.endswith(_FILES)  # or Keras makes it
     if "://" in path or not name or not has_folder:
         return write(*args, **kwargs)
-    asks, own = bound.arguments.get("overwrite") is False, Path(folder, name)
+    asks = bound.arguments.get("overwrite") is False
     # Counted once for each write of a rank, also where it finds the file of another.
     version = version_of(own) if asks and version_of is not None else None
     if asks and os.path.exists(path):
         return None if version is not None and _version(own) == version else write(*args, **kwargs)
-    os.makedirs(folder or ".", exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder or ".") as scratch:
+    own.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=own.parent) as scratch:
         bound.arguments[parameter] = os.path.join(scratch, name)
         result = write(*bound.args, **bound.kwargs)
         # The index of a sharded model comes last.
         for each in sorted(os.listdir(scratch), key=lambda each: (each == name, each)):
-            source, target = Path(scratch, each), Path(folder, each)
+            source, target = Path(scratch, each), _behind_links(folder, each)
             if source.is_dir():
                 known = version if target == own else None
                 _put(source, target, version_of(target) if known is None and version_of is not None else known)
@@ -65,6 +66,11 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
                     _mark(source, version)
                 os.replace(source, target)
     return result
+
+
+def _behind_links(folder: str, name: str) -> Path:
+    """Returns where a file or directory is, or will be: a rename would replace a link, and not what it leads to."""
+    return Path(os.path.realpath(os.path.join(folder, name)))
 
 
 def _mark(path: Path, version: int | None) -> None:

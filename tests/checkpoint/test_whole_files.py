@@ -84,6 +84,30 @@ def test_the_directory_around_is_made_as_keras_makes_it(tmp_path):
         write_whole(None, lambda filepath: Path(filepath).write_text("x"), tmp_path / "missing" / "model.keras")
 
 
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    """As Keras writes through links. The new files are made beside the old ones: a rename needs one file system."""
+    real, links = tmp_path / "real", tmp_path / "links"
+    links.mkdir()
+    (links / "latest.keras").symlink_to("../real/step3.keras")  # whose directory Keras does not make
+    with pytest.raises(FileNotFoundError, match="latest"):
+        write_whole(None, write_or_ask, links / "latest.keras", "new")
+    real.mkdir()
+    (links / "saved").symlink_to(real / "run3")
+    for text in ("old", "new"):
+        write_whole(None, write_or_ask, links / "latest.keras", text)
+        write_whole(None, write_directory, f"{links}/saved/", text)
+    assert sorted(each.name for each in real.iterdir()) == ["run3", "step3.keras"]
+    assert (real / "step3.keras").read_text() == (real / "run3" / "inner" / "file").read_text() == "new"
+    assert all(each.is_symlink() for each in links.iterdir())
+
+    def write_in_parts(filepath):  # as `save_weights` with `max_shard_size`
+        for name in (filepath.name, "part_0"):
+            (filepath.parent / name).write_text("new")
+
+    write_whole(None, lambda filepath: write_in_parts(Path(filepath)), links / "latest.keras")
+    assert sorted(each.name for each in links.iterdir()) == ["latest.keras", "part_0", "saved"]
+
+
 def test_an_open_file_is_written_to():
     file = io.BytesIO()
     write_whole(None, lambda filepath: filepath.write(b"x"), file)
