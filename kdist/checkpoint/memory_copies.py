@@ -41,7 +41,7 @@ class MemoryCopies:
         self._backup_dir = os.path.abspath(backup_dir)
         # By the host's name, too: containers of one machine may share its memory file system.
         what = f"{platform.node()}:{self._backup_dir}"
-        digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(os.fsencode(what), digest_size=8).hexdigest()
         self._directory = directory_of(job)
         self._files = [self._directory / f"{digest}-{place}" for place in range(_NUM_FILES)]
         self._damaged: set[Path] = set()

@@ -62,7 +62,7 @@ class JobFailure:
         if match := _REPORT.match(line):
             self._has_other = self._report is not None
             if self._report is None:
-                self._report = match[1].decode(), match[2].decode()
+                self._report = match[1].decode(errors="replace"), match[2].decode(errors="replace")
                 self.is_known = True
         if self._report is None or self._has_other:
             return

@@ -91,7 +91,7 @@ class OwnScopes:
         """
         if self.directory is not None:
             try:
-                with (self.directory / _REPORT).open("x", encoding="utf-8") as file:
+                with (self.directory / _REPORT).open("x", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(report)
             except FileExistsError:
                 return False

@@ -79,17 +79,19 @@ def test_other_ranks_report_after_a_delay(tmp_path):
 
 
 def test_one_of_several_ranks_reports(tmp_path):
-    """The others write to their files what no terminal shows: it has no mark."""
+    """The others write to their files what no terminal shows: it has no mark. UTF-8 cannot write every text."""
     ranks = [
         "from pathlib import Path",
         "from kdist.reports.scope_marks import own_scopes",
         f"own_scopes.directory, failure._DELAY_OF_CONSEQUENCES = Path({str(tmp_path)!r}), 0.5",
     ]
-    first, second = (script(tmp_path, "os._exit(code)", 2, "\n".join([*ranks, "raise ValueError('a')"])) for _ in "ab")
+    raised = "\n".join([*ranks, r"raise ValueError('a\ud800')"])
+    first, second = (script(tmp_path, "os._exit(code)", 2, raised) for _ in "ab")
     assert first.output.startswith("\n[kdist] rank 2 of 4 on host"), "it begins a line"
     assert second.output.startswith("kdist, another rank having reported a failure: rank 2 of 4 on host")
     assert REPORT_PREFIX not in second.output
     assert first.output.count("ValueError: a") == second.output.count("ValueError: a") == 1
+    assert r"ValueError: a\ud800" in (tmp_path / "report").read_text()
     assert (first.returncode, second.returncode) == (1, 1)
     denied = script(tmp_path, "os._exit(code)", 2, "sys.excepthook.may_report = lambda: False\nraise ValueError('a')")
     assert "ValueError" not in denied.output

@@ -84,6 +84,9 @@ def test_the_summary():
     assert summary(labelled) == raised + HINT
     said = "[kdist] rank 0 of 2 on host vm exited with code 1: give --epochs\n"
     assert summary(said) == f"rank 0 of 2 on host vm exited with code 1: give --epochs; the job's exit code is 1{HINT}"
+    failure = JobFailure()
+    failure.read(said.replace("give", "donn\xe9es").strip().encode("latin-1"))
+    assert "code 1: donn\ufffdes --epochs; " in failure.summary(1)
     exited = "[kdist] rank 0 of 2 on host vm exited with code 7\n"
     assert summary(exited) == f"rank 0 of 2 on host vm exited with code 7; the job's exit code is 1{HINT}"
 
