@@ -53,6 +53,11 @@ class JobFailure:
         self._line_number = ""
         self._fix = ""
 
+    @property
+    def has_lost_host(self) -> bool:
+        """Whether a launcher has reported that a host was lost."""
+        return self._said is not None and self._said.rank is None
+
     def read(self, line: bytes) -> None:
         """Reads the next line that ranks print. The first report counts, with the traceback that follows it.
 

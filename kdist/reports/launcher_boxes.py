@@ -10,7 +10,7 @@ from kdist.reports.output import without_startup_lines
 _WIDTH_OF_MPIRUN = 74
 _RULE = re.compile(rb"-{60,}\r?\n")
 _RULE_OF_MPIRUN = re.compile(rb"-{%d}\r?\n" % _WIDTH_OF_MPIRUN)
-_OF_MPIRUN = re.compile(rb"prterun|mpirun|MPI_ABORT|PRTE")
+_OF_MPIRUN = re.compile(rb"prterun|mpirun|MPI_ABORT|PRTE|\bORTE\b")
 _SAYS_NOTHING = re.compile(rb"Primary job\s+terminated normally, but")  # a box of Open MPI 4; another one follows it
 _ERROR_OF_MPIRUN = re.compile(rb"\[[^\]\s]+:\d+\] PMIX ERROR")
 _MAX_LINES = 40  # of a box; with more it is none

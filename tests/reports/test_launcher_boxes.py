@@ -115,8 +115,9 @@ def test_the_summary_of_a_rank_that_only_mpirun_reports():
     assert summary(f"{exited}{REPORT}").startswith("rank 1 of 2 on host vm raised ValueError in train.py:12")
 
 
-def test_the_summary_of_a_host_that_was_lost():
-    lost = f"{RULE}PRTE has lost communication with a remote daemon.\n  Remote daemon: [p@0,1] on node b\n{RULE}"
+@pytest.mark.parametrize("runtime", ["PRTE", "ORTE"])  # of Open MPI 5 and 4
+def test_the_summary_of_a_host_that_was_lost(runtime):
+    lost = f"{RULE}{runtime} has lost communication with a remote daemon.\n  Remote daemon: [p@0,1] on node b\n{RULE}"
     assert filtered(f"a\n{lost}", 7) == "a\n"
     assert summary(lost) == f"host b was lost; the job's exit code is 1{HINT}\nFix: {FIX_OF_A_HOST}"
     assert "; the output of each rank is in logs\n" in summary(lost, "logs")

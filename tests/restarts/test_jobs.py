@@ -94,6 +94,15 @@ def test_a_host_is_lost_and_comes_back(tmp_path):
     assert resized.difference(tmp_path, "arrays") < resized.TOLERANCE
 
 
+def test_a_host_that_is_lost_is_no_success(tmp_path):
+    """Open MPI exits with 0, and no rank is on the host of `kdist run`."""
+    agent = ("--launcher-args", f"--prtemca plm_ssh_agent {SimulatedHosts(tmp_path).agent()}")
+    done = run("-H", "beta:1,gamma:1", *agent, QUICK, "lose", str(tmp_path), timeout=120)
+    assert done.returncode == 1, done.output
+    assert "kdist: a host was lost, but " in done.output
+    assert "kdist: host beta was lost; the job's exit code is 1" in done.output
+
+
 @pytest.mark.parametrize("launcher", ["collective", pytest.param("mpich", marks=needs.mpich)])
 def test_it_ends_without_progress(launcher, tmp_path):
     python = os.environ["KDIST_TEST_MPICH_PYTHON"] if launcher == "mpich" else sys.executable

@@ -50,14 +50,15 @@ class JobToStart:
     name: str
 
     @property
-    def has_hosts(self) -> bool:
-        """Whether the user has named hosts."""
-        return bool(self.options.hosts or self.options.hostfile)
+    def may_lose_hosts(self) -> bool:
+        """Whether its launcher may start ranks on other hosts than this one."""
+        has_hosts = bool(self.options.hosts or self.options.hostfile)
+        return self.node is None and (has_hosts or is_elsewhere(os.environ))
 
     @property
     def is_on_several_hosts(self) -> bool:
         """Whether ranks may be on another host than this one."""
-        return self.has_hosts or self.node is not None or is_elsewhere(os.environ)
+        return self.node is not None or self.may_lose_hosts
 
 
 @contextlib.contextmanager
@@ -115,7 +116,7 @@ def started(
             begin=begin.close,
             standby=waiting,
             notice=notice,
-            has_hosts=what.has_hosts,
+            may_lose_hosts=what.may_lose_hosts,
         )
 
 
@@ -134,7 +135,7 @@ class StartedJob:
         begin: function that lets its ranks begin, if they wait.
         standby: `Standby` or `None`, where they wait.
         notice: `_Notice`, which is passed on to its ranks.
-        has_hosts: bool, whether it may lose a host.
+        may_lose_hosts: bool, whether its launcher may start ranks on other hosts.
     """
 
     command: Command
@@ -147,7 +148,7 @@ class StartedJob:
     begin: Callable[[], object]
     standby: Standby | None
     notice: _Notice
-    has_hosts: bool
+    may_lose_hosts: bool
 
     @property
     def is_running(self) -> bool:
@@ -198,12 +199,14 @@ class StartedJob:
         return bool(problem)
 
     def _reported(self, code: int, *, is_explained: bool) -> int:
-        """Says how the job has ended, and returns its exit code, which is not 0 if a rank was lost."""
+        """Says how the job has ended, and returns its exit code, which is not 0 if a rank or a host was lost."""
         names = os.listdir(self.running) if os.path.isdir(self.running) else []  # something may have cleaned /tmp
         lost = sorted((name for name in names if name.isdigit()), key=int)
-        if code == 0 and lost and self.has_hosts:
-            # Open MPI exits with 0 after it lost a host and killed the ranks of the others.
-            tell(f"rank {', '.join(lost)} failed, but {self.command.argv[0]} reported success", after_output=True)
+        lost = lost if self.may_lose_hosts else []
+        # Open MPI exits with 0 after it lost a host and killed the ranks of the others. There may be no rank here.
+        if code == 0 and (lost or self.failure.has_lost_host):
+            what = f"rank {', '.join(lost)} failed" if lost else "a host was lost"
+            tell(f"{what}, but {self.command.argv[0]} reported success", after_output=True)
             code, is_explained = 1, True
         for reported in scope_marks.read_report(self.running).encode().splitlines():
             self.failure.read(reported)
