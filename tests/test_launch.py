@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -138,6 +141,31 @@ def test_the_cause_says_what_is_known_beyond_the_exception(error, held, told, tm
         functions._raise(tmp_path / rank_program.ERROR.format(0), 2, held)
     assert str(raised.value) == str(error)
     assert re.findall("^kdist: ", str(raised.value.__cause__), re.MULTILINE) == ["kdist: "] * told
+
+
+class Target(io.StringIO):
+    """What a script may put in the place of `sys.stdout`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        if not text.isascii() or not isinstance(self.error, UnicodeError):
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("error", [BrokenPipeError(), UnicodeEncodeError("ascii", "é", 0, 1, "no"), None])
+def test_output_that_cannot_be_written_does_not_stop_the_ranks(error, monkeypatch):
+    """They write more than a pipe holds."""
+    target = None if error is None else Target(error)
+    monkeypatch.setattr(sys, "stdout", target)
+    code = "import sys; [sys.stdout.buffer.write(b'\\xc3\\xa9' * 1000) for _ in range(200)]"
+    assert functions._run([sys.executable, "-c", code], os.environ, failed=lambda: False) == (0, "")
+    if isinstance(error, UnicodeError):
+        assert target.getvalue() == r"\xe9" * 200_000
 
 
 def test_what_is_no_function_is_refused():

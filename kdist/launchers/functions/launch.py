@@ -171,8 +171,16 @@ def _copy(source: IO[bytes], target: TextIO, shown: Callable[[str], bool]) -> No
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     while piece := os.read(source.fileno(), _READ_BYTES):
         if shown(text := decoder.decode(piece)):
-            target.write(text)
-            target.flush()
+            with contextlib.suppress(Exception):  # of a target that is closed, or the user's: ranks must not wait
+                _write(target, text)
+
+
+def _write(target: TextIO, text: str) -> None:
+    try:
+        target.write(text)
+    except UnicodeEncodeError:
+        target.write(text.encode("ascii", "backslashreplace").decode())
+    target.flush()
 
 
 def _errors(directory: Path) -> list[Path]:
