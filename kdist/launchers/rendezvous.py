@@ -187,6 +187,7 @@ def _lead(
         if problem := _problem(participant, hello, hellos):
             _refuse([*channels.values(), channel], problem)
         hellos[hello["rank"]], channels[hello["rank"]] = hello, channel
+    server.close()  # who comes later, as to a next job at this port, tries again
     infos = [ParticipantInfo(hellos[rank]["addresses"], hellos[rank]["payload"]) for rank in range(participant.count)]
     for channel in channels.values():  # one that has gone in this moment is found lost at once
         channel.write(participants=infos)
@@ -238,19 +239,28 @@ def _refuse(channels: Iterable[Channel], problem: str) -> NoReturn:
 def _follow(
     participant: Participant, deadline: float, timeout: float, stack: contextlib.ExitStack
 ) -> tuple[list[ParticipantInfo], dict[int, Channel]]:
-    connection = _connected(participant, deadline, timeout)
-    channel = Channel(connection)
-    stack.callback(channel.close)
-    channel.write(**_hello(participant, connection.getsockname()[0]))
-    # Participant 0 gives up first, and says why.
-    answer = channel.read(timeout=max(1.0, deadline - time.monotonic()) + 10.0)
     one = participant.texts.one
-    if answer is None:
-        raise LaunchError(
-            f"{one.capitalize()} 0 has ended before all {one}s had come. Received: a closed connection to "
-            f"{participant.host}:{participant.port} on {one} {participant.rank}. Expected the addresses of all {one}s. "
-            f"Fix: look at what {one} 0 says."
-        )
+    is_logged = False
+    while True:
+        connection = _connected(participant, deadline, timeout)
+        channel = Channel(connection)
+        stack.callback(channel.close)
+        channel.write(**_hello(participant, connection.getsockname()[0]))
+        # Participant 0 gives up first, and says why.
+        answer = channel.read(timeout=max(1.0, deadline - time.monotonic()) + 10.0)
+        if answer is not None:
+            break
+        channel.close()
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"{one.capitalize()} 0 has ended before all {one}s had come. Received: a closed connection to "
+                f"{participant.host}:{participant.port} on {one} {participant.rank}. Expected the addresses of all "
+                f"{one}s. Fix: look at what {one} 0 says."
+            )
+        if not is_logged:  # it may be started anew, or what listened may be of another job
+            is_logged = True
+            _LOG.warning("%s 0 has closed its connection to %s %d, which tries again", one, one, participant.rank)
+        time.sleep(_RETRY)
     if "error" in answer:
         raise LaunchError(answer["error"])
     return [ParticipantInfo(*each) for each in answer["participants"]], {0: channel}

@@ -78,6 +78,20 @@ def test_participants_meet_over_ipv6():
     assert all(each.addresses[0].startswith("[::1]:") for each in first)
 
 
+def test_a_participant_comes_again_until_all_have_come_and_then_the_port_is_free():
+    """What listened there first was of another job."""
+    (port,) = free_ports(1)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        with socket.create_server(("127.0.0.1", port)) as other:
+            other.settimeout(30.0)
+            second = threads.submit(meet, participant(1, port))
+            other.accept()[0].close()
+        with rendezvous(participant(0, port), 30.0) as (infos, _):
+            assert second.result(60) == infos
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+
+
 def test_another_number_of_participants_is_told_of():
     (port,) = free_ports(1)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
