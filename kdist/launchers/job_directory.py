@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from kdist.errors import LaunchError
 from kdist.restarts import request
 
 _PREFIX = "kdist-"
@@ -64,14 +65,26 @@ class Owner:
 
 @contextlib.contextmanager
 def job_directory() -> Iterator[str]:
-    """Yields a new directory for a job, and removes it afterwards; before that, those that killed jobs have left."""
+    """Yields a new directory for a job, and removes it afterwards; before that, those that killed jobs have left.
+
+    Raises:
+        LaunchError: if there is no place for it.
+    """
     now: Owner | None = None
     with contextlib.suppress(OSError, ValueError):
         now = Owner.of_this_process()
         _remove_abandoned(now)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as path:
+    try:
+        directory = tempfile.TemporaryDirectory(prefix=_PREFIX)
+    except OSError as error:
+        raise LaunchError(
+            f"The directory of the job cannot be made. Received: {error}. Expected a temporary directory that can be "
+            "written to, with room. Fix: make room, or set TMPDIR to another directory."
+        ) from error
+    with directory as path:
         if now is not None:
-            Path(path, _OWNER).write_text(json.dumps(dataclasses.asdict(now)))
+            with contextlib.suppress(OSError):  # a full disk: what a kill leaves is small then
+                Path(path, _OWNER).write_text(json.dumps(dataclasses.asdict(now)))
         with _renewed(Path(path)):
             yield path
 

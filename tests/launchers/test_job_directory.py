@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from kdist.errors import LaunchError
 from kdist.launchers import job_directory as job_directory_module
 from kdist.launchers.job_directory import Owner, job_directory
 from kdist.restarts import request
+from tests.callbacks.full_disk import full_disk
 
 HOLD = """
 from kdist.launchers.job_directory import job_directory
@@ -34,6 +36,18 @@ def test_it_is_removed():
     with job_directory() as path:
         assert Path(path).is_dir()
     assert not Path(path).exists()
+
+
+def test_a_full_disk_does_not_end_the_job():
+    with full_disk(), job_directory() as path:
+        assert Path(path).is_dir()
+    assert not Path(path).exists()
+
+
+def test_a_temporary_directory_that_cannot_be_used_is_told_of(temporary, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
+    with pytest.raises(LaunchError, match=r"(?s)missing.*Fix: .*TMPDIR"), job_directory():
+        pass
 
 
 def test_its_files_stay_young(monkeypatch):
