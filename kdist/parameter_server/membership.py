@@ -16,6 +16,7 @@ from kdist.parameter_server.connection import Cluster, task_name
 logger = logging.getLogger("kdist")
 
 _LOSS_TIMEOUT = 2.0  # seconds
+_PAUSE = 0.1  # seconds before a connection is accepted again
 
 
 class Membership:
@@ -124,7 +125,10 @@ class Membership:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if self._is_closed:
+                    return
+                time.sleep(_PAUSE)  # too many open files, say: the connection waits
+                continue
             threading.Thread(target=self._follow, args=(connection,), name="kdist-membership", daemon=True).start()
 
     def _follow(self, connection: socket.socket) -> None:

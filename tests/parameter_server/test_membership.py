@@ -1,6 +1,7 @@
 """Connections between the chief and the other tasks, over real sockets: joining, losses, and how the chief ends."""
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -149,6 +150,23 @@ def test_a_client_of_another_protocol_is_no_task(membership):
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises(ClusterError, match="worker 0"):
             chief.wait_for_all()
+
+
+def test_a_connection_that_cannot_be_accepted_at_once_is_tried_again(membership, monkeypatch):
+    cluster = cluster_of()
+    chief = membership(cluster)
+    tries, accept = [], socket.socket.accept
+
+    def accept_later(self):
+        tries.append(self)
+        if len(tries) < 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    tasks = [ChiefConnection(cluster, job, 0, SOON) for job in ("worker", "ps")]
+    chief.wait_for_all()
+    assert len(tries) >= len(tasks)
 
 
 def test_a_lost_ps_ends_training_at_once_and_a_lost_worker_does_not(membership):
