@@ -49,11 +49,20 @@ class _LineFilter:
         for line in lines:
             shown += self._show(line + b"\n")[self._num_shown :]
             self._num_shown = 0
-        self._line = rest
         beginning = self._shown_beginning(rest)
         shown += beginning[self._num_shown :]
-        self._num_shown = max(self._num_shown, len(beginning))
+        self._line, self._num_shown = rest, max(self._num_shown, len(beginning))
+        if beginning:
+            self._forget_before(rest.rfind(b"\r"))
         return shown
+
+    def _forget_before(self, end: int) -> None:
+        """Keeps of the last line, shown as far as it can be, its label and the end: a progress bar has no length."""
+        label = _LABELLED.match(self._line)
+        begin = label.end() if label else 0
+        if end > begin:
+            self._line = self._line[:begin] + self._line[end:]
+            self._num_shown = len(self._shown_beginning(self._line))
 
     def finish(self) -> bytes:
         """Returns what was held back and is shown in the end."""

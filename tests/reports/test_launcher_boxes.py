@@ -191,6 +191,22 @@ def test_a_progress_bar_is_shown_as_it_grows():
     assert shown == [b"\r", b"1/2 \r", b"", b"2/2\n"]
 
 
+@pytest.mark.parametrize(("kind", "label"), [(BoxFilter, b""), (UnlabelledFilter, b"[0]<stderr>:")])
+def test_of_a_long_progress_bar_the_end_is_kept(kind, label):
+    lines, shown, bar = kind(JobFailure()), b"", label
+    for number in range(1000):
+        update = b"\r" + label + b"%d/1000" % number
+        bar += update
+        shown += lines.feed(update if shown else label + update)
+        assert len(lines._line) < 50
+    bar += b" done\n"
+    shown += lines.feed(b" done\n")
+    assert shown == bar.replace(label, b"")
+    report = b"".join(label + line for line in REPORT.encode().splitlines(keepends=True))
+    assert lines.feed(report) == REPORT.encode()
+    assert lines._failure.is_known
+
+
 def test_what_horovodrun_says_is_shown_where_no_rank_is_named():
     words = "Traceback (most recent call last):\n  File\nValueError: no slots\n"
     assert filtered(RANK_0 + "\n" + words, 7, UnlabelledFilter) == OF_RANK_0 + "\n" + words
