@@ -12,9 +12,9 @@ ALL = ["--rendezvous", "alpha:29400", "--nnodes", "2", "--node-rank", "1", "-np"
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}
 
 
-def node_of(line: list[str], env: dict[str, str] | None = None) -> object:
+def node_of(line: list[str], env: dict[str, str] | None = None, *more: str) -> nodes.Node | None:
     options = make_parser().parse_args(["run", *line, "train.py"])
-    return nodes.node_of(options, ["/here/train.py", "--epochs", "2"], env or {})
+    return nodes.node_of(options, ["/here/train.py", "--epochs", "2", *more], env or {})
 
 
 def test_a_node_is_what_the_arguments_say() -> None:
@@ -24,6 +24,14 @@ def test_a_node_is_what_the_arguments_say() -> None:
     assert node_of(["--rendezvous", "alpha", "-np", "3"], STEP) == node
     assert node_of(["--rendezvous", "alpha", "-np", "3", "--nnodes", "2"], {"JOB_COMPLETION_INDEX": "1"}) == node
     assert node_of(["-np", "3"]) is None
+
+
+def test_nodes_with_many_arguments_send_few_characters() -> None:
+    texts = ["x" * 2_000_000, "x" * 2_000_000 + "y", "x" * 2_000_000]
+    one, other, same = (node.job for text in texts if (node := node_of(ALL, None, text)) is not None)
+    assert len(one) < 250
+    assert one == same != other
+    assert one.startswith("train.py --epochs 2 xxx")
 
 
 def test_a_task_of_srun_on_each_node_is_no_rank() -> None:

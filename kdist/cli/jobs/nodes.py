@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from kdist.errors import LaunchError
 from kdist.launchers.nodes import START_TIMEOUT, Node
 
 _PORT = 29400
+_MAX_JOB = 200  # characters of the script and its arguments
 _NAMES = {  # the arguments, and what services that start a program on each node tell it
     "nnodes": ("SLURM_STEP_NUM_NODES",),
     "node_rank": ("SLURM_NODEID", "JOB_COMPLETION_INDEX"),
@@ -71,12 +73,20 @@ def node_of(options: argparse.Namespace, words: Sequence[str], env: Mapping[str,
             f"No number of ranks given. Received: -np {options.np} with --rendezvous. Expected the number "
             "of this node's ranks. Fix: -np N."
         )
-    return Node(rank, count, host, port, options.np, shlex.join([os.path.basename(words[0]), *words[1:]]))
+    job = shlex.join([os.path.basename(words[0]), *words[1:]])
+    return Node(rank, count, host, port, options.np, _shortened(job))
 
 
 def is_one_of_nodes(options: argparse.Namespace, env: Mapping[str, str]) -> bool:
     """Returns whether `srun` has started this command once on each node, so that its tasks are no ranks."""
     return options.rendezvous is not None and in_step(env) and "TF_CONFIG" not in env
+
+
+def _shortened(job: str) -> str:
+    """Returns what nodes compare of a job: one word of a command holds 128 KiB, and the whole command much more."""
+    if len(job) <= _MAX_JOB:
+        return job
+    return f"{job[:_MAX_JOB]}... (SHA-256: {hashlib.sha256(os.fsencode(job)).hexdigest()[:16]})"
 
 
 def _check_others(options: argparse.Namespace) -> None:
