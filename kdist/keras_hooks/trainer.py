@@ -216,3 +216,8 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean | None:
     """Returns the metric in which Keras' steps count rows, or `None`."""
     return getattr(model, "_loss_tracker", None)
+
+
+def output_losses(model: keras.Model) -> list[keras.metrics.Mean]:
+    """Returns the metrics of the losses of a model's outputs, which Keras logs where there are several."""
+    return [metric for metric in getattr(getattr(model, "_compile_loss", None), "metrics", []) if metric is not None]
