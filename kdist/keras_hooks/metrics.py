@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
 from kdist.keras_hooks.patching import patched
-from kdist.keras_hooks.trainer import loss_tracker, output_losses
+from kdist.keras_hooks.trainer import is_output_loss, loss_tracker
 
 _KERAS_METRICS, _KERAS_LOSSES = "keras.src.metrics.", "keras.src.losses."
 # Functions of Keras whose value is not one per row; hinges ask whether all targets are 0 or 1.
@@ -162,9 +162,9 @@ def weighted_scalars(
                 sample_weight = tf.cast(weight(), self.dtype)
         elif sample_weight is not None and self is loss_tracker(model):
             sample_weight = loss_weight(tf.convert_to_tensor(sample_weight))
-        elif sample_weight is not None and not tf.executing_eagerly():
-            if any(self is each for each in output_losses(model)):  # of a fixed length, of rows or of others
-                sample_weight = tf.cast(sample_weight, self.dtype) * tf.cast(weight(), self.dtype)
+        elif sample_weight is not None and not tf.executing_eagerly() and is_output_loss(model, self):
+            # The output's length, as fixed in the graph: in one process it weighs each step alike.
+            sample_weight = tf.cast(sample_weight, self.dtype) * tf.cast(weight(), self.dtype)
         return original(self, values, sample_weight=sample_weight)
 
     # The class, as `MeanMetricWrapper` calls its parent's method.

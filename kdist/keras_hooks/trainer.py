@@ -218,6 +218,6 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean | None:
     return getattr(model, "_loss_tracker", None)
 
 
-def output_losses(model: keras.Model) -> list[keras.metrics.Mean]:
-    """Returns the metrics of the losses of a model's outputs, which Keras logs where there are several."""
-    return [metric for metric in getattr(getattr(model, "_compile_loss", None), "metrics", []) if metric is not None]
+def is_output_loss(model: keras.Model, metric: keras.metrics.Metric) -> bool:
+    """Returns whether a metric is that of the loss of one of a model's outputs, which Keras logs of several."""
+    return any(metric is each for each in getattr(getattr(model, "_compile_loss", None), "metrics", []))

@@ -314,9 +314,9 @@ def scopes_that_cannot_be() -> None:
         {"scale_lr": -1.0},
         {"warmup_epochs": -1},
     ):
-        with mock.patch.dict(os.environ), pytest.raises(StrategyError):
+        with mock.patch.dict(os.environ):
             os.environ.pop("KDIST_STRATEGY", None)  # by which a job says its engine
-            with kdist.scope(**wrong):  # type: ignore[arg-type]
+            with pytest.raises(StrategyError), kdist.scope(**wrong):  # type: ignore[arg-type]
                 pass
     with pytest.raises(StrategyError):
         kdist.AllReduce(engine="nccl")  # type: ignore[arg-type]
