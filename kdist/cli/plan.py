@@ -20,6 +20,7 @@ from kdist.cli.jobs.message import tell
 from kdist.cli.jobs.parser import count
 from kdist.errors import KDistError
 from kdist.launchers.process import received_signals
+from kdist.launchers.start import module_command
 from kdist.planning.memory import Sizes
 from kdist.planning.plan import make_plan
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 3
 """The exit code where no strategy fits."""
+
+_CHILD = "kdist.planning.child"  # which imports TensorFlow
 
 # Freed memory goes back to the system: only then is the peak that of what is held.
 _SETTINGS = {"TF_ENABLE_ONEDNN_OPTS": "0", "MALLOC_MMAP_THRESHOLD_": "65536", "CUDA_VISIBLE_DEVICES": "-1"}
@@ -101,7 +104,7 @@ def _child(way: str, words: Sequence[str], is_module: bool, timeout: float) -> t
     """Returns what a process of the script found, or `None` and why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        command = [sys.executable, "-m", "kdist.planning.child", way, str(report), "module" if is_module else "script"]
+        command = [*module_command(sys.executable, _CHILD), way, str(report), "module" if is_module else "script"]
         env = {name: value for name, value in os.environ.items() if name != "KDIST_STRATEGY"}
         env |= {"TF_CPP_MIN_LOG_LEVEL": "3", **_SETTINGS}
         code, output = _run([*command, *words], env, timeout)

@@ -1,4 +1,4 @@
-"""A guard process, `python -m kdist.launchers.guard`: it ends the job if what holds its pipe is killed."""
+"""A guard process: it ends the job if what holds its pipe is killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,3 @@ def main() -> None:
         logging.basicConfig(format="[kdist] %(message)s")
         _LOG.warning("`kdist run` was killed: ending its job")
         end_session(int(leader))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""A TensorFlow cluster, `python -m kdist.launchers.local_cluster`: N ranks by TF_CONFIG, without MPI.
+"""The launcher of a TensorFlow cluster: N ranks by TF_CONFIG, without MPI.
 
 It replaces `mpirun`: it starts the ranks, ends all of them when one fails, and exits with the code of that one. The
 ranks are on this machine, or with `--nnodes` on several, on each of which it is started.
@@ -15,7 +15,6 @@ import os
 import platform
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -26,6 +25,7 @@ from kdist.launchers.hosts.host import check_slots
 from kdist.launchers.hosts.ports import free_ports
 from kdist.launchers.nodes import START_TIMEOUT, Node, joined
 from kdist.launchers.process import stop_signals
+from kdist.launchers.start import module_command
 from kdist.restarts.launcher_words import killed_by
 from kdist.restarts.report import Failure, Kind, append_failure
 
@@ -79,7 +79,7 @@ def build(
     roles += ("--reports", reports) if reports else ()
     if node is not None:
         roles += ("--node", json.dumps(dataclasses.asdict(node)), "--start-timeout", str(start_timeout))
-    return Command((python, "-m", "kdist.launchers.local_cluster", "-np", str(np), *roles, *program), env)
+    return Command((*module_command(python, __name__), "-np", str(np), *roles, *program), env)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code of the first rank that failed (128 plus the signal's number if killed by one), or 0.
     """
-    parser = argparse.ArgumentParser(prog="python -m kdist.launchers.local_cluster", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="kdist.launchers.local_cluster", allow_abbrev=False)
     parser.add_argument("-np", type=int, required=True)
     parser.add_argument("--ps", type=int, default=0)
     parser.add_argument("--reports")
@@ -266,7 +266,3 @@ def _terminate(ranks: _Ranks) -> None:
                     os.kill(pid, signal.SIGKILL)
             return
         time.sleep(0.02)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,10 +16,12 @@ from typing import IO
 
 from kdist.errors import LaunchError
 from kdist.launchers.command import Command
+from kdist.launchers.start import module_command
 from kdist.restarts.event_lines import Filter
 
 _LOG = logging.getLogger("kdist")
 
+_GUARD = "kdist.launchers.guard"  # which imports this module
 _GRACE = 10.0  # seconds that the launcher has to end its ranks before SIGKILL
 _GRACE_OF_RANKS = 2.0  # seconds that ranks have to exit after their launcher
 
@@ -186,7 +188,7 @@ def guard() -> Iterator[Callable[[int], None]]:
         A function of the process id of the session's leader.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "kdist.launchers.guard"], stdin=subprocess.PIPE, start_new_session=True, text=True
+        [*module_command(sys.executable, _GUARD)], stdin=subprocess.PIPE, start_new_session=True, text=True
     )
     try:
         yield functools.partial(_send_leader, process)

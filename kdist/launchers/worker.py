@@ -1,4 +1,4 @@
-"""The program of each rank, `python -m kdist.launchers.worker`: it runs the script and ends the job if that fails."""
+"""The program of each rank: it runs the script, and ends the job if that fails."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from typing import NoReturn
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.launchers.standby import wait
+from kdist.launchers.start import module_command
 from kdist.reports import breakpoint_hook, failure, first_failure
 from kdist.reports.output import redirect
 from kdist.reports.scope_marks import own_scopes
@@ -64,7 +65,7 @@ def program(
     options += ("--supervised", supervised) if supervised else ()
     options += ("--standby", standby) if standby else ()
     options += ("--resizes",) if resizes else ()
-    return (python, "-m", "kdist.launchers.worker", *options, *(("-m",) if module else ()), *command)
+    return (*module_command(python, __name__), *options, *(("-m",) if module else ()), *command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -160,7 +161,7 @@ def _ended_well(file: Path | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m kdist.launchers.worker", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="kdist.launchers.worker", allow_abbrev=False)
     parser.add_argument("--output", metavar="DIR")
     parser.add_argument("--running", metavar="DIR")
     parser.add_argument("--tee", action="store_true")
@@ -174,15 +175,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(command: Sequence[str], is_module: bool) -> None:
     sys.argv = list(command)
+    script = os.path.abspath(command[0])
+    is_folder = not is_module and (os.path.isdir(script) or zipfile.is_zipfile(script))
+    if not (is_folder or getattr(sys.flags, "safe_path", False)):  # `runpy` puts a folder there itself
+        sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.realpath(script)))
     if is_module:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         return
-    script = os.path.abspath(command[0])
-    if os.path.isdir(script) or zipfile.is_zipfile(script) or script.endswith(".pyc"):
+    if is_folder or script.endswith(".pyc"):
         runpy.run_path(command[0], run_name="__main__")
         return
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
     # Not `runpy.run_path`: its `__file__` may be relative, and it restores `__main__` when the script has finished.
     main_module = types.ModuleType("__main__")
     loader = importlib.machinery.SourceFileLoader("__main__", script)
@@ -196,7 +198,3 @@ def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
     return trace
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,4 @@
-"""One process of `kdist plan`: runs the script up to its first verb, and writes the sizes that it finds there.
-
-python -m kdist.planning.child count|measure REPORT script|module NAME [ARGS...]
-"""
+"""One process of `kdist plan`: runs the script up to its first verb, and writes the sizes that it finds there."""
 
 from __future__ import annotations
 
@@ -23,7 +20,13 @@ from kdist.planning.weights import model_sizes, slots, unallocated
 COUNT, MEASURE = "count", "measure"
 
 
-def main(way: str, report: str, kind: str, name: str, arguments: Sequence[str]) -> None:
+def main() -> None:
+    """Runs `run` on the arguments of the process: `count|measure REPORT script|module NAME [ARGS...]`."""
+    way, report, kind, name, *arguments = sys.argv[1:]
+    run(way, report, kind, name, arguments)
+
+
+def run(way: str, report: str, kind: str, name: str, arguments: Sequence[str]) -> None:
     """Runs the script and writes the report.
 
     Args:
@@ -34,7 +37,8 @@ def main(way: str, report: str, kind: str, name: str, arguments: Sequence[str]) 
         arguments: sequence of str, those of the script.
     """
     sys.argv = [name, *arguments]
-    sys.path[0] = os.path.dirname(os.path.abspath(name)) if kind == "script" else os.getcwd()
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.path.dirname(os.path.realpath(name)) if kind == "script" else os.getcwd())
     try:
         with unallocated() if way == COUNT else contextlib.nullcontext():
             try:
@@ -71,8 +75,3 @@ def _sizes(call: FirstCall, way: str) -> Sizes:
         sizes = dataclasses.replace(sizes, slots=slots(call.model))
     held = sizes.weights + sizes.slots + sizes.trained
     return dataclasses.replace(sizes, process=max(0, base - held - call.data), row=row, source="measured")
-
-
-if __name__ == "__main__":
-    _way, _report, _kind, _name, *_arguments = sys.argv[1:]
-    main(_way, _report, _kind, _name, _arguments)

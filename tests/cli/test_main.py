@@ -110,8 +110,8 @@ def test_an_allocation_of_this_host_alone_is_local(script, capsys, allocated):
     allocated({**SBATCH, "SLURM_NTASKS": "1"})
     for options, command in (
         ([], "mpirun -np 4 --bind-to none --map-by slot --oversubscribe "),
-        (["--strategy", "collective"], "-m kdist.launchers.local_cluster -np 4 "),
-        (["--strategy", "parameter_server", "--ps", "2"], "-m kdist.launchers.local_cluster -np 4 --ps 2 "),
+        (["--strategy", "collective"], "/start.py kdist.launchers.local_cluster -np 4 "),
+        (["--strategy", "parameter_server", "--ps", "2"], "/start.py kdist.launchers.local_cluster -np 4 --ps 2 "),
     ):
         assert cli.main(["run", "-np", "4", *options, "--dry-run", script]) == 0
         assert command in capsys.readouterr().out
@@ -183,14 +183,14 @@ def test_starting_ranks_loads_neither_tensorflow_nor_mpi(arguments):
 )
 def test_ways_to_name_a_script(words, script, capsys):
     assert cli.main(["run", "-np", "2", "--dry-run", *(script if word == "SCRIPT" else word for word in words)]) == 0
-    assert capsys.readouterr().out.endswith(f"-m kdist.launchers.worker {script} --epochs 5\n")
+    assert capsys.readouterr().out.endswith(f"/start.py kdist.launchers.worker {script} --epochs 5\n")
 
 
 @pytest.mark.starts_processes  # `mpirun --version`
 @pytest.mark.parametrize("words", [["-m", "this", "-np", "3"], ["python", "-m", "this", "-np", "3"]])
 def test_ways_to_name_a_module(words, capsys):
     assert cli.main(["run", "-np", "2", "--dry-run", *words]) == 0
-    assert capsys.readouterr().out.endswith("-m kdist.launchers.worker -m this -np 3\n")
+    assert capsys.readouterr().out.endswith("/start.py kdist.launchers.worker -m this -np 3\n")
 
 
 def test_a_script_that_is_called_python_is_a_script(tmp_path, monkeypatch):

@@ -52,6 +52,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kdist.launchers.start import module_command
 from tests.helpers.rank_main import BEFORE_CASES, cases_of
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +116,7 @@ def _kdist_run(python: str, ranks: int) -> list[str]:
 
 
 def _local_cluster(python: str, ranks: int) -> list[str]:
-    return [python, "-m", "kdist.launchers.local_cluster", "-np", str(ranks)]
+    return [*module_command(python, "kdist.launchers.local_cluster"), "-np", str(ranks)]
 
 
 def _srun(python: str, ranks: int) -> list[str]:

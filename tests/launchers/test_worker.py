@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from kdist.launchers.start import module_command
 from kdist.restarts import request
 from tests.helpers import spmd
 
+WORKER = module_command(sys.executable, "kdist.launchers.worker")
 LOOK = """
 import json, sys
 main = sys.modules["__main__"]
 def annotated(x: int): "Postponed annotations must not leak in from the worker."
-print(json.dumps([sys.argv, sys.path[0], __name__, __file__, __package__, main.__dict__ is globals(),
+print(json.dumps([sys.argv, sys.path, __name__, __file__, __package__, main.__dict__ is globals(),
                   __spec__ and __spec__.name, sorted(set(globals()) - {"neighbour", "__annotations__"}),
                   str((lambda f: f.__annotations__)(annotated))]))
 """
@@ -33,7 +35,7 @@ def project(tmp_path):
 def both(project, *arguments):
     """Runs Python with the arguments, and the worker with the same."""
     python = spmd.execute([sys.executable, *arguments], cwd=project, timeout=60)
-    worker = spmd.execute([sys.executable, "-m", "kdist.launchers.worker", *arguments], cwd=project, timeout=60)
+    worker = spmd.execute([*WORKER, *arguments], cwd=project, timeout=60)
     return python, worker
 
 
@@ -90,7 +92,7 @@ def test_a_rank_has_a_file_until_it_succeeds(project, line, left):
     running = project / "running"
     running.mkdir()
     (project / "end.py").write_text(f"import os; assert os.listdir({str(running)!r}) == ['0']\n{line}")
-    command = [sys.executable, "-m", "kdist.launchers.worker", "--running", str(running), "end.py"]
+    command = [*WORKER, "--running", str(running), "end.py"]
     asked = Path(request.path_of(running, request.NOTICE))  # on this host, which may not be that of `kdist run`
     asked.touch()
     spmd.execute(command, cwd=project, timeout=60)
@@ -100,6 +102,6 @@ def test_a_rank_has_a_file_until_it_succeeds(project, line, left):
 
 def test_a_rank_of_another_host_has_no_file(project):
     (project / "end.py").write_text("print('ended')")
-    command = [sys.executable, "-m", "kdist.launchers.worker", "--running", str(project / "elsewhere"), "end.py"]
+    command = [*WORKER, "--running", str(project / "elsewhere"), "end.py"]
     done = spmd.execute(command, cwd=project, timeout=60)
     assert (done.returncode, done.output) == (0, "ended\n")

@@ -18,6 +18,7 @@ from kdist._suggestions import with_suggestions
 from kdist.errors import EngineError, LaunchError
 from kdist.launchers.functions import rank_program
 from kdist.launchers.process import guard
+from kdist.launchers.start import module_command
 from kdist.reports.output import SAID
 
 T = TypeVar("T")
@@ -94,7 +95,8 @@ def launch(
         options += [] if strategy is None else ["--strategy", strategy]
         options += [] if hosts is None else ["-H", hosts]
         options += [] if output is None else ["--output", str(output)]
-        command = [sys.executable, "-m", "kdist", "run", *options, "-m", rank_program.__name__, name]
+        command = [*module_command(sys.executable, "kdist.cli.main"), "run", *options]
+        command += ["-m", rank_program.__name__, name]
         code, held = _run(command, {**os.environ, **(env or {})}, failed=lambda: any(_errors(directory)))
         if errors := _errors(directory):
             _raise(errors[0], np, held)
