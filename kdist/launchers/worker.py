@@ -65,7 +65,11 @@ def program(
     options += ("--supervised", supervised) if supervised else ()
     options += ("--standby", standby) if standby else ()
     options += ("--resizes",) if resizes else ()
-    return (*module_command(python, __name__), *options, *(("-m",) if module else ()), *command)
+    # mpirun would take what follows a word that is a colon for another program.
+    places = [place for place, word in enumerate(command) if word == ":"]
+    options += ("--colons", ",".join(map(str, places))) if places else ()
+    words = ["colon" if word == ":" else word for word in command]
+    return (*module_command(python, __name__), *options, *(("-m",) if module else ()), *words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     is_module, command = options.module is not None, options.module or options.command
+    for place in filter(None, options.colons.split(",")):
+        command[int(place)] = ":"
     if not command:
         _parser().error("a script or -m MODULE is required")
     if options.standby:
@@ -168,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--supervised", metavar="JOB")
     parser.add_argument("--standby", metavar="HOST,...:PORT:TOKEN")
     parser.add_argument("--resizes", action="store_true")
+    parser.add_argument("--colons", metavar="PLACE,...", default="")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser

@@ -45,9 +45,9 @@ def run(*arguments, ranks=2, timeout=60, env=None):
 
 
 def test_only_the_output_of_rank_0_is_shown(script):
-    done = run("--strategy", "mpi", script, "mpi", "--epochs", "5", ranks=3)
+    done = run("--strategy", "mpi", script, "mpi", "--epochs", "5", ":", "x", ranks=3)
     assert done.returncode == 0, done.output
-    assert "out 0 of 3 ['mpi', '--epochs', '5'] mpi" in done.output
+    assert "out 0 of 3 ['mpi', '--epochs', '5', ':', 'x'] mpi" in done.output
     assert "err 0" in done.output
     assert "out 1" not in done.output
     assert "err 1" not in done.output

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kdist.launchers.start import module_command
+from kdist.launchers import worker
 from kdist.restarts import request
 from tests.helpers import spmd
 
-WORKER = module_command(sys.executable, "kdist.launchers.worker")
+WORKER = worker.program(sys.executable, ())
 LOOK = """
 import json, sys
 main = sys.modules["__main__"]
@@ -35,17 +35,19 @@ def project(tmp_path):
 def both(project, *arguments):
     """Runs Python with the arguments, and the worker with the same."""
     python = spmd.execute([sys.executable, *arguments], cwd=project, timeout=60)
-    worker = spmd.execute([*WORKER, *arguments], cwd=project, timeout=60)
-    return python, worker
+    is_module = arguments[:1] == ("-m",)
+    program = worker.program(sys.executable, arguments[is_module:], module=is_module)
+    return python, spmd.execute(program, cwd=project, timeout=60)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["scripts/look.py", "--epochs", "5", "-m"], ["-m", "package.look", "--output", "-h"]]
+    "arguments",
+    [["scripts/look.py", "--epochs", ":", "-m"], ["-m", "package.look", "--output", "-h", ":", ":", "colon"]],
 )
 def test_the_same_modules_and_arguments(project, arguments):
-    python, worker = both(project, *arguments)
-    assert json.loads(worker.output) == json.loads(python.output)
-    assert (worker.returncode, python.returncode) == (0, 0)
+    python, ours = both(project, *arguments)
+    assert json.loads(ours.output) == json.loads(python.output)
+    assert (ours.returncode, python.returncode) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -61,21 +63,21 @@ def test_the_same_modules_and_arguments(project, arguments):
 )
 def test_the_same_exit(project, line):
     (project / "end.py").write_text(line)
-    python, worker = both(project, "end.py")
-    assert worker.returncode == python.returncode
-    assert worker.output.replace(str(project) + "/", "") == python.output.replace(str(project) + "/", "")
+    python, ours = both(project, "end.py")
+    assert ours.returncode == python.returncode
+    assert ours.output.replace(str(project) + "/", "") == python.output.replace(str(project) + "/", "")
 
 
 def test_an_interrupt_has_no_report(project):
     (project / "end.py").write_text("raise KeyboardInterrupt")
-    _, worker = both(project, "end.py")
-    assert (worker.returncode, worker.output) == (130, "")
+    _, ours = both(project, "end.py")
+    assert (ours.returncode, ours.output) == (130, "")
 
 
 def test_missing_arguments(project):
-    _, worker = both(project)
-    assert worker.returncode == 2
-    assert "a script or -m MODULE" in worker.output
+    _, ours = both(project)
+    assert ours.returncode == 2
+    assert "a script or -m MODULE" in ours.output
 
 
 @pytest.mark.parametrize(
