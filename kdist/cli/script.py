@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -59,14 +60,8 @@ def parse(words: Sequence[str], module: Sequence[str] | None = None) -> tuple[li
     if module:
         return list(module), True
     rest = list(words[1:] if words[:1] == ["--"] else words)
-    if rest and _PYTHON.fullmatch(os.path.basename(rest[0])):
-        if os.path.isabs(rest[0]) and os.path.dirname(rest[0]) != os.path.dirname(sys.executable):
-            raise LaunchError(
-                f"The ranks run in the environment of kdist. Received: {rest[0]}. Expected {sys.executable}, or none. "
-                f"Fix: omit it; for another Python, `{rest[0]} -m kdist run ...`."
-            )
-        if os.path.isabs(rest[0]) or not os.path.exists(rest[0]):  # a name on PATH, and no file here
-            rest = rest[1:]
+    if rest and _is_python(rest[0]):
+        rest = rest[1:]
     while rest[:1] == [_UNBUFFERED]:
         rest = rest[1:]
     if rest[:1] == ["-m"] and len(rest) > 1:
@@ -77,6 +72,23 @@ def parse(words: Sequence[str], module: Sequence[str] | None = None) -> tuple[li
             "or set its variable (PYTHONWARNINGS, PYTHONOPTIMIZE, ...)."
         )
     return rest, False
+
+
+def _is_python(word: str) -> bool:
+    """Returns whether a word is this Python, and not a script of that name; raises if it is another Python."""
+    if not _PYTHON.fullmatch(os.path.basename(word)):
+        return False
+    if os.sep not in word:
+        return not os.path.exists(word)  # a name on PATH, and no file here
+    if not os.path.isabs(word) and not (os.path.isfile(word) and os.access(word, os.X_OK)):
+        return False
+    with contextlib.suppress(OSError):
+        if os.path.samefile(os.path.dirname(word), os.path.dirname(sys.executable)):
+            return True
+    raise LaunchError(
+        f"The ranks run in the environment of kdist. Received: {word}. Expected {sys.executable}, or none. Fix: omit "
+        f"it; for another Python, `{word} -m kdist run ...`."
+    )
 
 
 def check_exists(script: str, otherwise: str = "") -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ import kdist
 from kdist.cli import main as cli
 from kdist.cli.main import make_parser
 from kdist.cli.script import file_of, parse
+from kdist.errors import LaunchError
 from tests.helpers import spmd
 
 
@@ -197,6 +199,18 @@ def test_a_script_that_is_called_python_is_a_script(tmp_path, monkeypatch):
     (tmp_path / "python").write_text("")
     monkeypatch.chdir(tmp_path)
     assert parse(["python", "x"]) == (["python", "x"], False)
+    assert parse(["./python", "x"]) == (["./python", "x"], False)
+
+
+def test_an_interpreter_may_be_named_by_a_relative_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(sys.executable))
+    assert parse(["./python", "train.py", "x"]) == (["train.py", "x"], False)
+    other = tmp_path / "bin" / "python"
+    other.parent.mkdir()
+    other.touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match=r"environment of kdist.*`.*bin/python -m kdist run"):
+        parse(["bin/python", "train.py"])
 
 
 def test_the_file_of_a_module_is_found_without_an_import(tmp_path, monkeypatch):
