@@ -143,7 +143,7 @@ def _run(options: argparse.Namespace, configs: Sequence[str], first: int) -> int
     def start(rank: int) -> None:
         process = subprocess.Popen(
             options.program,
-            env={**env, "TF_CONFIG": configs[rank]},
+            env=env if len(configs) == 1 else {**env, "TF_CONFIG": configs[rank]},  # one process is no cluster
             stdin=None if rank == 0 else subprocess.DEVNULL,
         )
         ranks[process.pid] = rank, process

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from kdist.restarts.event_lines import Filter
 _LOG = logging.getLogger("kdist")
 
 _GUARD = "kdist.launchers.guard"  # which imports this module
+_STDIN = 0
 _GRACE = 10.0  # seconds that the launcher has to end its ranks before SIGKILL
 _GRACE_OF_RANKS = 2.0  # seconds that ranks have to exit after their launcher
 
@@ -69,7 +71,7 @@ def started(
     Raises:
         LaunchError: if the launcher cannot be started.
     """
-    with guard() as guard_session:
+    with guard() as guard_session, _terminal_set_back() if reads_input else contextlib.nullcontext():
         try:
             # In a session of its own: Ctrl-C in a terminal reaches only this process, and all ranks can be found.
             process = subprocess.Popen(
@@ -91,6 +93,22 @@ def started(
             yield job
         finally:
             job.end()
+
+
+@contextlib.contextmanager
+def _terminal_set_back() -> Iterator[None]:
+    """Sets the terminal back in the end: a job that is ended at a prompt leaves it without an echo."""
+    try:
+        settings = termios.tcgetattr(_STDIN)
+    except termios.error:  # it is none
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(termios.error, OSError):
+            if os.tcgetpgrp(_STDIN) == os.getpgrp():  # the system stops a process of the background that does it
+                termios.tcsetattr(_STDIN, termios.TCSANOW, settings)
 
 
 class Job:

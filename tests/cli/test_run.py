@@ -1,8 +1,14 @@
 """`kdist run` under the real mpirun: exit codes, output, and the end of a job after a failure."""
 
+import fcntl
+import os
 import re
+import select
 import shlex
+import subprocess
 import sys
+import termios
+import time
 
 import pytest
 
@@ -92,6 +98,47 @@ def test_a_breakpoint_on_one_rank_reads_the_terminal(tmp_path):
     assert done.returncode == 0, done.output
     assert "after 42" in done.output
     assert "420" in done.output
+
+
+def test_one_rank_reads_what_is_typed(tmp_path):
+    """At a terminal, of whose session the ranks are not."""
+    (tmp_path / "ask.py").write_text("print('said', input('say: '))\nbreakpoint()\nprint('after')\n")
+    terminal, of_job = os.openpty()
+    job = subprocess.Popen(
+        [*KDIST, "run", "-np", "1", str(tmp_path / "ask.py")],
+        env={**os.environ, **spmd.RANK_ENVIRONMENT},
+        stdin=of_job,
+        stdout=of_job,
+        stderr=of_job,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    seen = b""
+
+    def type_at(prompt, keys):
+        nonlocal seen
+        limit = time.monotonic() + 30 * spmd.PATIENCE
+        while prompt not in seen:
+            assert time.monotonic() < limit, seen.decode()
+            if select.select([terminal], [], [], 0.1)[0]:
+                seen += os.read(terminal, 4096)
+        seen = seen.partition(prompt)[2]
+        os.write(terminal, keys)
+
+    try:
+        has_echo = termios.tcgetattr(terminal)[3] & termios.ECHO
+        type_at(b"say: ", b"hello\n")
+        type_at(b"said hello", b"")
+        type_at(b"(Pdb) ", b"p 6 * 7 * 10\n")
+        type_at(b"420", b"")
+        type_at(b"(Pdb) ", b"\x03")
+        assert job.wait(30 * spmd.PATIENCE) == 130
+        assert termios.tcgetattr(terminal)[3] & termios.ECHO == has_echo
+    finally:
+        job.kill()  # its guard ends the rank
+        job.wait()
+        os.close(of_job)
+        os.close(terminal)
 
 
 @pytest.mark.parametrize("how", ["raise wait", "mpi raise wait"])

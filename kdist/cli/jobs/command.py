@@ -183,6 +183,11 @@ class _Job:
     reports: str | None = None  # where a launcher of kdist reports which rank failed first
 
 
+def _automatically(job: _Job) -> Command:
+    # One process here needs no mpirun, which does not pass on what is typed: it is in a session of its own.
+    return _by_local_cluster(job) if job.np == 1 and job.local and not job.extra else _by_mpirun(job)
+
+
 def _by_mpirun(job: _Job) -> Command:
     return _by_this_mpirun(mpirun.find(sys.executable, os.environ.get("PATH")), job)
 
@@ -251,6 +256,8 @@ def _by_horovodrun(job: _Job) -> Command:
 
 # The launchers of the strategies for which mpirun is not the first choice.
 _BUILDERS: Mapping[str, Callable[[_Job], Command]] = {
+    "auto": _automatically,
+    "single": _automatically,
     "collective": _by_local_cluster,
     "horovod": _by_horovodrun,
     PARAMETER_SERVER: _by_roles,
