@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from kdist._engine import open_engine
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
+from kdist.reports.scope_marks import own_scopes
 
 _log = logging.getLogger("kdist")
 
@@ -27,7 +28,8 @@ def cluster_info() -> ClusterInfo:
     Raises:
         ClusterError: if the variables are malformed or contradict each other.
     """
-    return detect(os.environ)
+    # `kdist plan` runs the script in one process, within an allocation or beside a `TF_CONFIG`, too.
+    return ClusterInfo() if own_scopes.is_planned else detect(os.environ)
 
 
 def rank() -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from kdist._process import cluster_info
 from kdist._user_code import user_line
-from kdist.cluster import detect
 from kdist.errors import KDistError
 from kdist.reports.log import show_log
 
@@ -56,7 +55,7 @@ class ScopeContext(contextlib.ContextDecorator, contextlib.AbstractContextManage
         from kdist.reports import failure
 
         with contextlib.suppress(KDistError):  # of the launcher's variables
-            info = detect(os.environ)
+            info = cluster_info()
             if info.size > 1 and not isinstance(sys.excepthook, failure.FailureHook):
                 failure.install(end_job, info.rank, info.size)
 
@@ -64,7 +63,7 @@ class ScopeContext(contextlib.ContextDecorator, contextlib.AbstractContextManage
         if self._was_entered or sys.is_finalizing():
             return
         with contextlib.suppress(KDistError):  # of the launcher's variables
-            info = detect(os.environ)
+            info = cluster_info()
             if info.size > 1 and info.is_chief:
                 show_log(info)
                 _LOG.warning(

@@ -227,17 +227,23 @@ def test_what_the_optimizer_or_the_layers_do_not_allow_is_not_planned():
         assert ['shard="optimizer"' in each for each in strategies] == [not refused, False]
 
 
-def planned(tmp_path, source, *options):
-    (tmp_path / "train.py").write_text(source)
+def planned(tmp_path, source, *options, env=None):
+    """Runs `kdist plan` of a link to a script, beside which a module lies."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text(source)
+    (tmp_path / "project" / "neighbour.py").touch()
+    (tmp_path / "train.py").symlink_to(tmp_path / "project" / "train.py")
     command = [sys.executable, "-m", "kdist", "plan", "-np", "2", *options, str(tmp_path / "train.py")]
-    return spmd.execute(command, timeout=200)
+    return spmd.execute(command, timeout=200, env=env)
 
 
 @pytest.mark.starts_processes
 @pytest.mark.timeout(220)
 def test_a_script_that_does_not_fit_is_planned_and_not_trained(tmp_path):
     script = SCRIPT.replace("kdist.scope()", 'kdist.scope("mpi", micro_batches=3)')
-    done = planned(tmp_path, script, "--memory", "10MB", "--json")
+    script = f"import neighbour, kdist\nassert kdist.size() == 1\n{script}"
+    cluster = {"cluster": {"worker": ["a.invalid:1", "b.invalid:1"]}, "task": {"type": "worker", "index": 0}}
+    done = planned(tmp_path, script, "--memory", "10MB", "--json", env={"TF_CONFIG": json.dumps(cluster)})
     assert done.returncode == 3, done.output
     assert "TRAINED" not in done.output
     found = json.loads(done.output[done.output.index("{") :])
