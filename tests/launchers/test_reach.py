@@ -29,12 +29,12 @@ def test_the_program_that_reaches_hosts(arguments, env, expected):
     assert reach.agent(arguments, env) == expected
 
 
-@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "[::1]", socket.gethostname()])
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "[::1]", socket.gethostname(), socket.getfqdn()])
 def test_this_host(name):
     assert reach.is_this_host(name)
 
 
-@pytest.mark.parametrize("name", ["192.0.2.1", "no-such-host.invalid"])
+@pytest.mark.parametrize("name", ["192.0.2.1", "no-such-host.invalid", f"{socket.gethostname()}.other.invalid"])
 def test_other_hosts(name):
     assert not reach.is_this_host(name)
 

@@ -51,7 +51,9 @@ def is_this_host(name: str) -> bool:
     Args:
         name: str, a name or an address.
     """
-    if name.partition(".")[0] == socket.gethostname().partition(".")[0]:
+    own = socket.gethostname()
+    # Not by the first part alone: there is a `node1` in another domain, too.
+    if name in (own, own.partition(".")[0]) or name == socket.getfqdn():
         return True
     with contextlib.suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(name.strip("[]"), 0, type=socket.SOCK_DGRAM):
