@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kdist.cluster.info import ClusterInfo
+from kdist.cluster.own_rank import take_rank
 from kdist.cluster.slurm import has_pmi
 from kdist.engines.engine import Engine
 from kdist.errors import ClusterError, EngineNotFoundError, KDistError, ScopeError
@@ -202,6 +203,7 @@ def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:
             f"job of {info.launcher} ({info.reason}). Expected tasks that do not wait for each other. Fix: remove "
             "it; the code in the scope and after it runs on the chief only."
         )
+    take_rank(info, os.environ)
     engine = _MAKERS[name](info, start_timeout)
     if engine.size != info.size:
         raise ClusterError(

@@ -21,6 +21,7 @@ from kdist._process import cluster_info
 from kdist._scope_context import ScopeContext
 from kdist._suggestions import with_suggestions
 from kdist.cluster.info import ClusterInfo
+from kdist.cluster.own_rank import take_rank
 from kdist.errors import ScopeError, StrategyError
 from kdist.reports.log import once, show_log, warnings_at_users_lines
 from kdist.reports.scope_marks import own_scopes
@@ -428,6 +429,7 @@ def _parameter_server(info: ClusterInfo, asked: Any, chosen: Mapping[str, Any]) 
         logger.warning("parameter-server training ignores %s: see kdist.ParameterServer", ", ".join(unused))
     cluster, job, index = find_role(info, options, lambda: open_engine(info, "mpi"))
     if _state.role is None:
+        take_rank(info, os.environ)
         _state.role = take_role(cluster, job, index, info=info, options=options)
     with scopes_outlive_clear_session(), _state.role.scope(options) as strategy:
         yield strategy

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +30,20 @@ def case_who_am_i() -> None:
     assert (kdist.local_rank(), kdist.local_size()) == (engine.local_rank, engine.local_size)
     assert kdist.is_chief() == (engine.rank == 0)
     assert kdist.cluster_info().reason
+
+
+def case_what_a_rank_starts_is_not_that_rank() -> None:
+    _engine()
+    if kdist.rank() == 0:
+        code = "import kdist\nwith kdist.scope(): print('opened')"
+        alone = {**os.environ, "KDIST_STRATEGY": "single"}
+        refused, opened = (
+            subprocess.run([sys.executable, "-c", code], env=env, timeout=120, capture_output=True, text=True)
+            for env in (None, alone)
+        )
+        assert refused.returncode, refused
+        assert "was started by that rank" in refused.stderr, refused
+        assert opened.stdout == "opened\n", opened
 
 
 def case_barrier_waits_for_the_last() -> None:

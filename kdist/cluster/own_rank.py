@@ -1,0 +1,38 @@
+"""Which process is a rank: what a rank has started has inherited the launcher's variables, and is none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+from kdist.cluster.info import ClusterInfo
+from kdist.errors import ClusterError
+
+_VARIABLE = "_KDIST_RANK"  # in the environment, which only processes that are started from now on inherit
+
+
+def take_rank(info: ClusterInfo, env: MutableMapping[str, str]) -> None:
+    """Takes this process for the rank of its variables, if there are several, and lets those that it starts know.
+
+    A process that starts the script and opens no scope, as a wrapper, leaves the rank to the script.
+
+    Args:
+        info: `ClusterInfo`.
+        env: mapping of variable name to value, as `os.environ`.
+
+    Raises:
+        ClusterError: if a process that started this one, or forked it, is that rank.
+    """
+    if info.size == 1:
+        return
+    rank = f"{info.launcher} {info.rank} {info.size}"
+    taken, _, process = env.get(_VARIABLE, "").rpartition(" ")
+    if taken == rank and process != str(os.getpid()):
+        raise ClusterError(
+            "This process has the variables of a rank, and was started by that rank. Received: those of rank "
+            f"{info.rank} of {info.size} ({info.launcher}), which process {process} is; this is process {os.getpid()}. "
+            "Expected one process a rank: the others wait for no second one. Fix: start it with KDIST_STRATEGY=single "
+            'in its environment, as subprocess.run([...], env={**os.environ, "KDIST_STRATEGY": "single"}), or without '
+            f"the launcher's variables and {_VARIABLE}."
+        )
+    env[_VARIABLE] = f"{rank} {os.getpid()}"
