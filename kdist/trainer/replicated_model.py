@@ -305,7 +305,7 @@ class ReplicatedModel:
         # Keras calls it in a replica's context; a callback or a loop of the user's may not.
         replica = contextlib.nullcontext() if self._extended.is_in_replica else self._extended.step_replica()
         with self._counting_by_itself(is_shard=is_shard), replica:
-            return self._measured_step("train_step", step, is_whole_pass=self._is_whole_pass(is_shard=is_shard))
+            return self._measured_step("train_step", step, is_whole_pass=not is_shard)
 
     def test_step(self, data: Any) -> Any:
         """Evaluates this rank's share of a batch."""
@@ -314,20 +314,13 @@ class ReplicatedModel:
         is_shard = isinstance(data, Shard)
         step = ForwardStep(self._extended, self._share(data), written=self.session.written, is_traced_alike=is_shard)
         with self._counting_by_itself(is_shard=is_shard):
-            return self._measured_step("test_step", step, is_whole_pass=self._is_whole_pass(is_shard=is_shard))
+            return self._measured_step("test_step", step, is_whole_pass=not is_shard)
 
     def _counting_by_itself(self, *, is_shard: bool) -> contextlib.AbstractContextManager[None]:
         """A context for a step that a callback calls by itself: the metrics are in the midst of a verb's pass."""
-        is_called_alone = self._is_of_a_callback and not is_shard and tf.executing_eagerly()
+        is_within_a_pass = bool(self.session.verbs) and not self._extended.is_in_replica
+        is_called_alone = is_within_a_pass and not is_shard and tf.executing_eagerly()
         return self.session.metrics.counting_together() if is_called_alone else contextlib.nullcontext()
-
-    def _is_whole_pass(self, *, is_shard: bool) -> bool:
-        """Returns whether a step's metrics are summed at its end: in a callback's graph the verb's pass does that."""
-        return not is_shard and (tf.executing_eagerly() or not self._is_of_a_callback)
-
-    @property
-    def _is_of_a_callback(self) -> bool:
-        return bool(self.session.verbs) and not self._extended.is_in_replica
 
     def _measured_step(self, name: str, step: Step, *, is_whole_pass: bool) -> Any:
         """Runs a step that writes metrics, and sums them over the ranks if this is the whole pass."""

@@ -152,15 +152,7 @@ def a_loop_that_calls_the_models_own_steps() -> None:
         history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
         return outcome(model, history)
 
-    def in_a_callbacks_graph(batch: int) -> dict[str, Any]:
-        model = normed()
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
-        test = tf.function(lambda: model.test_step((tf.constant(x[:3]), tf.constant(y[:3]))))
-        callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: test() if batch == 1 else None)
-        history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
-        return outcome(model, history)
-
-    for script in (in_run, by_itself, in_a_callback, in_a_callbacks_graph):
+    for script in (in_run, by_itself, in_a_callback):
         both(script)
 
 
