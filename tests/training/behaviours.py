@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -26,6 +30,14 @@ def assert_equal_everywhere(value: Any) -> Any:
 
 def weights_of(model: keras.Model) -> list[Any]:
     return [np.asarray(v).tolist() for v in model.weights]
+
+
+@contextlib.contextmanager
+def no_strategy_in_environment() -> Iterator[None]:
+    """A context without the variable by which a job says its engine, which another strategy would contradict."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("KDIST_STRATEGY", None)
+        yield
 
 
 class Recorder(keras.Model):

@@ -12,7 +12,7 @@ import tensorflow as tf
 import kdist
 from kdist.errors import MismatchError, NotSynchronizedError, StrategyError
 from tests.helpers.logs import logged
-from tests.training.behaviours import assert_equal_everywhere, everyone, weights_of
+from tests.training.behaviours import assert_equal_everywhere, everyone, no_strategy_in_environment, weights_of
 from tests.training.behaviours_refusals import refused
 from tests.training.features.loops import WAYS, loop, share
 from tests.training.fidelity import BATCH, fresh, mlp, rows, size
@@ -130,7 +130,7 @@ def an_update_that_is_not_wrapped() -> None:
 
 def a_loop_in_one_process_is_keras_own() -> None:
     fresh()
-    with kdist.scope("single"):
+    with no_strategy_in_environment(), kdist.scope("single"):
         optimizer = keras.optimizers.SGD(0.1)
         assert "apply" not in vars(optimizer)
         assert keras.optimizers.Optimizer.apply.__module__.startswith("keras.")

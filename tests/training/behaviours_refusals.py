@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -18,7 +16,7 @@ import tensorflow as tf
 import kdist
 from kdist.errors import DataError, MismatchError, NotSynchronizedError, ScopeError, StrategyError
 from tests.helpers.logs import logged
-from tests.training.behaviours import assert_equal_everywhere, everyone
+from tests.training.behaviours import assert_equal_everywhere, everyone, no_strategy_in_environment
 from tests.training.fidelity import BATCH, mlp, rows
 
 
@@ -314,10 +312,8 @@ def scopes_that_cannot_be() -> None:
         {"scale_lr": -1.0},
         {"warmup_epochs": -1},
     ):
-        with mock.patch.dict(os.environ):
-            os.environ.pop("KDIST_STRATEGY", None)  # by which a job says its engine
-            with pytest.raises(StrategyError), kdist.scope(**wrong):  # type: ignore[arg-type]
-                pass
+        with no_strategy_in_environment(), pytest.raises(StrategyError), kdist.scope(**wrong):  # type: ignore[arg-type]
+            pass
     with pytest.raises(StrategyError):
         kdist.AllReduce(engine="nccl")  # type: ignore[arg-type]
     kdist.barrier()
