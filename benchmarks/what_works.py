@@ -21,12 +21,14 @@ from typing import Any
 
 from machine import versions
 
+from kdist.launchers.start import module_command
+
 ROWS, BATCH, EPOCHS = 100, 32, 3
 LIMIT = 180  # seconds
 BESIDE = Path(sys.executable).parent
 
 MPI = [str(BESIDE / "mpirun"), "-np", "2", "--oversubscribe", "--bind-to", "none"]
-CLUSTER = [sys.executable, "-m", "kdist.launchers.local_cluster", "-np", "2"]
+CLUSTER = [*module_command(sys.executable, "kdist.launchers.local_cluster"), "-np", "2"]
 HOROVOD = [str(BESIDE / "horovodrun"), "-np", "2", "--gloo"]
 
 

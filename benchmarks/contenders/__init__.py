@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kdist.launchers.hosts.ports import free_ports
+from kdist.launchers.start import module_command
 
 # What `kdist run` sets for its ranks, and all contenders have alike: what pages cost is none's merit.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -109,7 +110,7 @@ def launch_line(launcher: str, ranks: int) -> list[str]:
     if launcher == "horovodrun":
         return [program("horovodrun"), *np, "--gloo"]
     if launcher == "local_cluster":
-        return [sys.executable, "-m", "kdist.launchers.local_cluster", *np]
+        return [*module_command(sys.executable, "kdist.launchers.local_cluster"), *np]
     if launcher == "torchrun":
         address = ["--master-addr", "127.0.0.1", "--master-port", str(free_ports(1)[0])]
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *address, "--no-python"]
