@@ -44,7 +44,7 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
     folder, name = os.path.split(path.rstrip(os.sep))
     own = _behind_links(folder, name)
     has_folder = own.parent.is_dir() or not name.endswith(_FILES)  # or Keras makes it
-    if "://" in path or not name or not has_folder:
+    if "://" in path or not name or not has_folder or (os.path.islink(path) and not _may_replace(own)):
         return write(*args, **kwargs)
     asks = bound.arguments.get("overwrite") is False
     # Counted once for each write of a rank, also where it finds the file of another.
@@ -71,6 +71,12 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
 def _behind_links(folder: str, name: str) -> Path:
     """Returns where a file or directory is, or will be: a rename would replace a link, and not what it leads to."""
     return Path(os.path.realpath(os.path.join(folder, name)))
+
+
+def _may_replace(path: Path) -> bool:
+    """Returns whether a file may be replaced where it can be written: one that is read-only is not."""
+    is_writable = not path.exists() or os.access(path, os.W_OK)
+    return is_writable and (not path.parent.is_dir() or os.access(path.parent, os.W_OK))
 
 
 def _mark(path: Path, version: int | None) -> None:
