@@ -17,7 +17,6 @@ from kdist.errors import LaunchError
 from kdist.launchers import process
 from kdist.launchers.command import Command
 from kdist.launchers.hosts import reach
-from kdist.launchers.hosts.allocation import is_elsewhere
 from kdist.launchers.job_directory import job_directory
 from kdist.launchers.nodes import Node
 from kdist.launchers.process import Job
@@ -52,8 +51,7 @@ class JobToStart:
     @property
     def may_lose_hosts(self) -> bool:
         """Whether its launcher may start ranks on other hosts than this one."""
-        has_hosts = bool(self.options.hosts or self.options.hostfile)
-        return self.node is None and (has_hosts or is_elsewhere(os.environ))
+        return self.node is None and bool(self.options.hosts or self.options.hostfile)
 
     @property
     def is_on_several_hosts(self) -> bool:
