@@ -149,7 +149,8 @@ class LocalSGD:
         """
         if first_difference(self._engine, [each.variable for each in self._variables.values()]) is not None:
             for each in self._variables.values():
-                if self._merge_of(each.variable) == "mean":  # of the values: what was common may be infinite
+                # Of the values: what was common may be infinite. What nobody trains is not sent.
+                if self._merge_of(each.variable) == "mean" and not each.is_frozen:
                     each.common.assign(tf.zeros_like(each.common))
             self._average(tf.zeros([len(NAMES)]), is_outer_step=False)
         self.begin()
