@@ -57,6 +57,7 @@ class EffectiveRate(RateScale):
         self._resumed_warmup: tuple[float, float] | None = None  # the fraction made, and the length in steps
         self._first_step = _num_steps(optimizer)
         self._is_resumed = False
+        self._is_told_of_steps = False
         # Variables, so that a second `fit` changes them without another trace.
         self._factor = tf.Variable(rule.factor, dtype=tf.float32, trainable=False, name="kdist_factor")
         self._stretch = tf.Variable(stretch, dtype=tf.float64, trainable=False, name="kdist_stretch")
@@ -77,6 +78,11 @@ class EffectiveRate(RateScale):
     def warmup_is_known(self) -> bool:
         """Whether the length of the warm-up is known."""
         return bool(tf.math.is_finite(self._warmup_steps))
+
+    @property
+    def may_warm_up(self) -> bool:
+        """Whether a warm-up begins, or goes on: what is not scaled leaves it to a later `fit`."""
+        return self.is_scaled or self._resumed_warmup is not None
 
     @property
     def warmup_description(self) -> str:
@@ -101,7 +107,10 @@ class EffectiveRate(RateScale):
 
     def notice_fewer_steps(self) -> None:
         """Begins the user's schedule anew, and no warm-up, if the script has set the count of steps back."""
+        if not self._may_be_scaled and not self.follows_schedule:
+            return
         made = _num_steps(self.optimizer)
+        self._first_step = min(self._first_step, made)
         if self.warmup_is_known and made < _number(self._origin):
             self._origin.assign(made - _number(self._warmup_steps))
         if made < _number(self._steps_made[0]):
@@ -133,7 +142,7 @@ class EffectiveRate(RateScale):
 
     def effective(self) -> float:
         """Returns the rate that the next update uses."""
-        return float(self._scaled(self._user_rate()))
+        return float(self._scaled(self.user_rate()))
 
     @property
     def is_used(self) -> bool:
@@ -143,13 +152,15 @@ class EffectiveRate(RateScale):
     def report(self, why_unchanged: str = "") -> None:
         """Logs the rate; see `EffectiveRates.report`."""
         name, rule, stretch = type(self.optimizer).__name__, self.rule, _number(self._stretch)
-        if self.follows_schedule and stretch != 1.0 and self._first_step > 0 and not self._is_resumed:
+        is_of_a_file = self._first_step > 0 and not self._is_resumed
+        if self.follows_schedule and stretch != 1.0 and is_of_a_file and not self._is_told_of_steps:
+            self._is_told_of_steps = True
             logger.warning(
-                "the learning rate's schedule goes on from steps that this job has not made. Received: a %s with %d "
-                "steps, as from a file, each of which counts as %g of yours. Fix, if one process made them: divide "
-                "`optimizer.iterations` by %g; BackupAndRestore does without.",
-                name, _num_steps(self.optimizer), stretch, stretch,
-            )  # fmt: skip
+                f"the learning rate's schedule goes on from steps that this job has not made. Received: a {name} with "
+                f"{_num_steps(self.optimizer):.0f} steps, as from a file, each of which counts as {stretch:g} of "
+                f"yours. Fix, if one process made them: divide `optimizer.iterations` by {stretch:g}; "
+                "BackupAndRestore does without."
+            )
         if not rule.is_known:
             logger.warning("learning rate: %s, so it is not scaled; set scale_lr to a rule or a number", rule.why)
             return
@@ -248,18 +259,15 @@ class EffectiveRate(RateScale):
 
     def current(self) -> tf.Tensor:
         """Returns the rate that the next update uses, a scalar tensor."""
-        return self._scaled(self._user_rate())
-
-    def unscaled(self, rate: Callable[[], Any]) -> Any:
-        """Returns the user's rate of the next update, at the user's step; `rate` reads it where it is no schedule."""
-        return self._user_rate() if self.follows_schedule else rate()
+        return self._scaled(self.user_rate())
 
     def count_as_users(self, before: Any) -> None:
         """Counts the steps since a number of them as one of the user's each: they were on one batch each."""
         now, before = (tf.cast(tf.convert_to_tensor(each), tf.float64) for each in (iterations(self.optimizer), before))
         self._steps_made.assign(tf.stack([now, self._user_steps(before) + now - before]))
 
-    def _user_rate(self) -> Any:
+    def user_rate(self) -> Any:
+        """Returns the user's rate of the next update, that of a schedule at the user's step."""
         rate = stored_learning_rate(self.optimizer)
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             step = iterations(self.optimizer)
@@ -290,8 +298,7 @@ class UnscaledRate(Stage):
         if not rate.follows_schedule:
             return proceed()
         before = tf.identity(iterations(optimizer))
-        read = getattr(optimizer, CURRENT_RATE)
-        with patched(optimizer, CURRENT_RATE, lambda: rate.unscaled(read)):
+        with patched(optimizer, CURRENT_RATE, rate.user_rate):
             done = proceed()
         rate.count_as_users(before)
         return done
@@ -316,7 +323,7 @@ class EffectiveRates(StatePart):
         self._batches_per_step = batches_per_step
         self._rates: dict[int, EffectiveRate] = {}
         self._logged_alone: EffectiveRate | None = None
-        self._batches_in_steps: tuple[int, float] | None = None
+        self._in_steps: tuple[int, float] = batches_per_step, 1.0  # what is not a step of `fit` counts once
 
     def get(self, optimizer: keras.optimizers.Optimizer) -> EffectiveRate:
         """Returns the effective rate of an innermost optimizer; a `MultiOptimizer` with a factor is an error."""
@@ -328,15 +335,14 @@ class EffectiveRates(StatePart):
                     "with a learning rate for each part. Expected 'auto' or None, which do not scale. Fix: set the "
                     "parts' learning rates, and scale_lr=None."
                 )
-            rule, stretch = self._rule_and_stretch(optimizer, self._batches_per_step, self._batches_per_step)
+            rule, _ = self._rule_and_stretch(optimizer, self._batches_per_step, 1.0)
             held = {id(innermost(each)) for each in optimizers_of(self._model)}
             self._rates = {
                 key: rate for key, rate in self._rates.items() if key in held
             }  # without those of an earlier compile
             with tf.init_scope():
-                rate = self._rates[id(optimizer)] = EffectiveRate(optimizer, rule, stretch)
-                if self._batches_in_steps is not None:  # made within a `fit`
-                    rate.set_data(*self._rule_and_stretch(optimizer, *self._batches_in_steps))
+                rate = self._rates[id(optimizer)] = EffectiveRate(optimizer, rule, 1.0)
+                rate.set_data(*self._rule_and_stretch(optimizer, *self._in_steps))
         return rate
 
     def _rule_and_stretch(
@@ -353,10 +359,9 @@ class EffectiveRates(StatePart):
             batches_in_steps: pair of the most of the user's batches in a step, fewer than usual where an epoch has
                 fewer, and of their mean; or `None` if an epoch's length is unknown.
         """
-        self._batches_in_steps = batches_in_steps
-        most, mean = batches_in_steps or (self._batches_per_step, self._batches_per_step)
+        self._in_steps = batches_in_steps or (self._batches_per_step, self._batches_per_step)
         for rate in self.all():
-            rate.set_data(*self._rule_and_stretch(rate.optimizer, most, mean))
+            rate.set_data(*self._rule_and_stretch(rate.optimizer, *self._in_steps))
 
     def notice_fewer_steps(self) -> None:
         """Notices that a callback has set the count of an optimizer's steps back, on all ranks."""
@@ -366,7 +371,7 @@ class EffectiveRates(StatePart):
     @contextlib.contextmanager
     def keeping_data(self) -> Iterator[None]:
         """A context for a `fit` within a `fit`, whose data is another one's."""
-        before = self._batches_in_steps
+        before = self._in_steps
         try:
             yield
         finally:
@@ -380,7 +385,7 @@ class EffectiveRates(StatePart):
             return
         steps = num_warmup_steps(warmup_epochs, params.get("epochs", 1), steps_per_epoch or 0)
         for rate in self.all():
-            if not rate.warmup_is_known and rate.is_scaled:
+            if not rate.warmup_is_known and rate.may_warm_up:
                 rate.set_warmup(steps)
 
     def add_to_logs(self, logs: dict[str, Any] | None) -> None:

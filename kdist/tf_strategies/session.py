@@ -108,6 +108,7 @@ class ScaledSession(TrainingSession):
             warmup.set_params(callbacks.params)
             warmup.set_model(self.model)
             callbacks.callbacks.append(warmup)
+        self._rates.set_data(None)
         for rate in self._rates.all():
             if rate.is_scaled or rate.follows_schedule:
                 patch(rate.optimizer, CURRENT_RATE, functools.partial(_rate_in_update, rate, self._num_fits))

@@ -185,6 +185,8 @@ class ReplicatedModel:
             session.agree()  # a rank may have loaded weights since
             if not session.verbs:
                 session.votes.withdraw("stop")  # the flag says it, which the script may set back
+        if name == "train_on_batch":
+            session.effective_rates.notice_fewer_steps()
         # In a callback of `fit` the metrics are in the midst of a pass.
         is_nested = bool(session.verbs)
         with session.metrics.counting_together() if is_nested else contextlib.nullcontext(), session.running(name):
