@@ -53,7 +53,10 @@ class Part:
 
     def of(self, value: Any) -> Any:
         """Returns this rank's rows of a tensor or array of the weight's shape."""
-        return tf.reshape(value, self.view)[self.start : self.stop]
+        rows = tf.reshape(value, self.view)
+        if not self.is_cut:  # no slices: TensorFlow 2.21's optimizer of graphs takes empty ones for others of them
+            return rows if self.stop else tf.zeros([0, *self.view[1:]], rows.dtype)
+        return rows[self.start : self.stop]
 
     def of_slices(self, slices: tf.IndexedSlices) -> Any:
         """Returns this rank's rows of a sparse gradient, each reading of a row by itself."""
