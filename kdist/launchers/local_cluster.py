@@ -50,6 +50,7 @@ def build(
     reports: str | None = None,
     node: Node | None = None,
     start_timeout: float = START_TIMEOUT,
+    is_cluster: bool = True,
 ) -> Command:
     """Builds the command that starts a job.
 
@@ -62,6 +63,7 @@ def build(
         reports: str or `None`, the directory in which it reports which rank failed first.
         node: `Node` or `None`, this machine's place among several; `np` ranks are started on it.
         start_timeout: float, seconds in which all nodes must come.
+        is_cluster: bool, whether the ranks are told of each other by `TF_CONFIG`; one process alone need not be.
 
     Returns:
         A `Command`.
@@ -77,6 +79,7 @@ def build(
         )
     roles: tuple[str, ...] = ("--ps", str(ps)) if ps else ()
     roles += ("--reports", reports) if reports else ()
+    roles += () if is_cluster else ("--no-cluster",)
     if node is not None:
         roles += ("--node", json.dumps(dataclasses.asdict(node)), "--start-timeout", str(start_timeout))
     return Command((*module_command(python, __name__), "-np", str(np), *roles, *program), env)
@@ -95,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-np", type=int, required=True)
     parser.add_argument("--ps", type=int, default=0)
     parser.add_argument("--reports")
+    parser.add_argument("--no-cluster", action="store_true")
     parser.add_argument("--node", type=json.loads)
     parser.add_argument("--start-timeout", type=float, default=START_TIMEOUT)
     parser.add_argument("program", nargs=argparse.REMAINDER)
@@ -143,7 +147,7 @@ def _run(options: argparse.Namespace, configs: Sequence[str], first: int) -> int
     def start(rank: int) -> None:
         process = subprocess.Popen(
             options.program,
-            env=env if len(configs) == 1 else {**env, "TF_CONFIG": configs[rank]},  # one process is no cluster
+            env=env if options.no_cluster else {**env, "TF_CONFIG": configs[rank]},
             stdin=None if rank == 0 else subprocess.DEVNULL,
         )
         ranks[process.pid] = rank, process

@@ -185,7 +185,9 @@ class _Job:
 
 def _automatically(job: _Job) -> Command:
     # One process here needs no mpirun, which does not pass on what is typed: it is in a session of its own.
-    return _by_local_cluster(job) if job.np == 1 and job.local and not job.extra else _by_mpirun(job)
+    if job.np > 1 or not job.local or job.extra:
+        return _by_mpirun(job)
+    return local_cluster.build(sys.executable, job.program, np=1, env=job.env, reports=job.reports, is_cluster=False)
 
 
 def _by_mpirun(job: _Job) -> Command:
