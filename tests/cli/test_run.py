@@ -1,5 +1,6 @@
 """`kdist run` under the real mpirun: exit codes, output, and the end of a job after a failure."""
 
+import contextlib
 import fcntl
 import os
 import re
@@ -132,7 +133,12 @@ def test_one_rank_reads_what_is_typed(tmp_path):
         type_at(b"(Pdb) ", b"p 6 * 7 * 10\n")
         type_at(b"420", b"")
         type_at(b"(Pdb) ", b"\x03")
-        assert job.wait(30 * spmd.PATIENCE) == 130
+        for _ in range(3 * int(spmd.PATIENCE)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(10)
+                break
+            os.write(terminal, b"\x03")  # once of some thirty times, on a busy machine, the first one had no effect
+        assert job.wait(10) == 130
         assert termios.tcgetattr(terminal)[3] & termios.ECHO == has_echo
     finally:
         job.kill()  # its guard ends the rank
