@@ -17,6 +17,7 @@ from kdist.errors import LaunchError
 from kdist.launchers import process
 from kdist.launchers.command import Command
 from kdist.launchers.hosts import reach
+from kdist.launchers.hosts.allocation import is_elsewhere
 from kdist.launchers.job_directory import job_directory
 from kdist.launchers.nodes import Node
 from kdist.launchers.process import Job
@@ -49,14 +50,14 @@ class JobToStart:
     name: str
 
     @property
-    def may_lose_hosts(self) -> bool:
-        """Whether its launcher may start ranks on other hosts than this one."""
+    def has_hosts(self) -> bool:
+        """Whether the user has named hosts, on which its launcher starts ranks."""
         return self.node is None and bool(self.options.hosts or self.options.hostfile)
 
     @property
     def is_on_several_hosts(self) -> bool:
         """Whether ranks may be on another host than this one."""
-        return self.node is not None or self.may_lose_hosts
+        return self.has_hosts or self.node is not None or is_elsewhere(os.environ)
 
 
 @contextlib.contextmanager
@@ -114,7 +115,7 @@ def started(
             begin=begin.close,
             standby=waiting,
             notice=notice,
-            may_lose_hosts=what.may_lose_hosts,
+            has_hosts=what.has_hosts,
         )
 
 
@@ -133,7 +134,7 @@ class StartedJob:
         begin: function that lets its ranks begin, if they wait.
         standby: `Standby` or `None`, where they wait.
         notice: `_Notice`, which is passed on to its ranks.
-        may_lose_hosts: bool, whether its launcher may start ranks on other hosts.
+        has_hosts: bool, whether the user has named hosts: files that ranks leave say then that one was lost.
     """
 
     command: Command
@@ -146,7 +147,7 @@ class StartedJob:
     begin: Callable[[], object]
     standby: Standby | None
     notice: _Notice
-    may_lose_hosts: bool
+    has_hosts: bool
 
     @property
     def is_running(self) -> bool:
@@ -200,7 +201,7 @@ class StartedJob:
         """Says how the job has ended, and returns its exit code, which is not 0 if a rank or a host was lost."""
         names = os.listdir(self.running) if os.path.isdir(self.running) else []  # something may have cleaned /tmp
         lost = sorted((name for name in names if name.isdigit()), key=int)
-        lost = lost if self.may_lose_hosts else []
+        lost = lost if self.has_hosts else []
         # Open MPI exits with 0 after it lost a host and killed the ranks of the others. There may be no rank here.
         if code == 0 and (lost or self.failure.has_lost_host):
             what = f"rank {', '.join(lost)} failed" if lost else "a host was lost"
