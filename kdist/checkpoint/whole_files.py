@@ -74,7 +74,7 @@ def _behind_links(folder: str, name: str) -> Path:
 
 
 def _may_replace(path: Path) -> bool:
-    """Returns whether a file may be replaced where it can be written: one that is read-only is not."""
+    """Returns whether a file is not read-only, nor its directory; one that is not there yet may be made."""
     is_writable = not path.exists() or os.access(path, os.W_OK)
     return is_writable and (not path.parent.is_dir() or os.access(path.parent, os.W_OK))
 

@@ -216,6 +216,24 @@ def gradients_of_large_models() -> None:
 
 
 @case
+def weights_of_one_shape_that_are_whole_at_several_ranks() -> None:
+    """Each rank has all of some and nothing of others: TensorFlow took an empty slice of one for all of another."""
+    generator = np.random.default_rng(0)
+    n = 2 * size() * BATCH
+    x, y = generator.normal(size=(n, 8)), generator.normal(size=(n, 8))
+
+    def script(batch: int) -> dict[str, Any]:
+        layers = [keras.layers.Dense(8, "tanh") for _ in range(2 * size())]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        fidelity.deterministic_weights(model)
+        model.compile(ALL_OPTIMIZERS["lamb"](), "mse")
+        return fit_alone(model, fed("arrays", (x, y), batch))
+
+    with messages_of_large_models():
+        both(script, strategy=SHARD)
+
+
+@case
 def gradients_of_16_bits_in_parts() -> None:
     """Near what they are in full, not equal, and to the bit the same on all ranks."""
     x, y = fidelity.sequences()
