@@ -157,6 +157,34 @@ def _lead(
             f"{error}. Expected a port that is free on its host. Fix: {texts.port_fix}."
         ) from error
     channels: dict[int, Channel] = {}
+    try:
+        hellos = _all_hellos(participant, server, channels, deadline, timeout, stack)
+    except LaunchError:  # which those that have come know
+        raise
+    except BaseException:  # Ctrl-C, or a scheduler's signal: the others would try again
+        _tell(
+            channels.values(),
+            f"{texts.one.capitalize()} 0 was ended before all {texts.one}s had come. Received: the end of "
+            f"{participant.host}:{participant.port}. Expected the addresses of all {texts.one}s. Fix: start all again.",
+        )
+        raise
+    server.close()  # who comes later, as to a next job at this port, tries again
+    infos = [ParticipantInfo(hellos[rank]["addresses"], hellos[rank]["payload"]) for rank in range(participant.count)]
+    for channel in channels.values():  # one that has gone in this moment is found lost at once
+        channel.write(participants=infos)
+    return infos, channels
+
+
+def _all_hellos(
+    participant: Participant,
+    server: socket.socket,
+    channels: dict[int, Channel],
+    deadline: float,
+    timeout: float,
+    stack: contextlib.ExitStack,
+) -> dict[int, dict[str, Any]]:
+    """Waits until all participants have come, adds their channels, and returns what each has said of itself."""
+    texts = participant.texts
     hellos: dict[int, dict[str, Any]] = {0: _hello(participant, participant.host)}
     warn_at = time.monotonic() + _WAIT_IS_LONG
     while len(hellos) < participant.count:
@@ -187,11 +215,7 @@ def _lead(
         if problem := _problem(participant, hello, hellos):
             _refuse([*channels.values(), channel], problem)
         hellos[hello["rank"]], channels[hello["rank"]] = hello, channel
-    server.close()  # who comes later, as to a next job at this port, tries again
-    infos = [ParticipantInfo(hellos[rank]["addresses"], hellos[rank]["payload"]) for rank in range(participant.count)]
-    for channel in channels.values():  # one that has gone in this moment is found lost at once
-        channel.write(participants=infos)
-    return infos, channels
+    return hellos
 
 
 def _is_of(participant: Participant, hello: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
@@ -231,9 +255,13 @@ def _problem(participant: Participant, hello: Mapping[str, Any], hellos: Mapping
 
 
 def _refuse(channels: Iterable[Channel], problem: str) -> NoReturn:
+    _tell(channels, problem)
+    raise LaunchError(problem)
+
+
+def _tell(channels: Iterable[Channel], problem: str) -> None:
     for channel in channels:
         channel.write(error=problem)
-    raise LaunchError(problem)
 
 
 def _follow(

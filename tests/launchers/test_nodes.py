@@ -173,6 +173,20 @@ def test_node_0_can_be_ended_while_it_waits_for_others(nodes: Nodes) -> None:
     assert [code for code, _ in nodes.ended()] == [128 + signal.SIGTERM] * 2
 
 
+def test_nodes_that_wait_end_with_node_0(nodes: Nodes) -> None:
+    """Where it is ended by a signal: they would else try again until the time limit, as it may be started anew."""
+    nodes.start("pass", 0, count=3, timeout=600)
+    nodes.start("pass", 1, count=3, timeout=600)
+    first = nodes.started[0]
+    assert first.stdout is not None
+    assert "node 0 waits for node 2" in first.stdout.readline()  # so node 1 has come
+    first.send_signal(signal.SIGTERM)
+    (code, _), (other, said) = nodes.ended()
+    assert code == 128 + signal.SIGTERM
+    assert other == 1
+    assert "Node 0 was ended before all nodes had come" in said, said
+
+
 def test_what_else_finds_the_port_is_ignored(nodes: Nodes) -> None:
     nodes.start("", 0)
     deadline = time.monotonic() + LIMIT
