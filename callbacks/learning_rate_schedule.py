@@ -73,7 +73,6 @@ class LearningRateSchedule(keras.callbacks.Callback):
             self._table = tf.Variable([1.0], shape=[None], dtype=tf.float64, trainable=False, name="kdist_multipliers")
             # Counts steps; an optimizer's iterations count its updates, of which a step may make several or none.
             self._place = tf.Variable(0, dtype=tf.int64, trainable=False, name="kdist_multipliers_place")
-        self._logged_alone: keras.optimizers.Optimizer | None = None
         self._corrected: set[int] = set()  # the optimizers whose velocities the step has rescaled
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -119,11 +118,12 @@ class LearningRateSchedule(keras.callbacks.Callback):
                 if (rates[id(each)].is_used if id(each) in rates else int(iterations(each)) > 0)
             ]
         for optimizer in optimizers:
-            if len(optimizers) == 1:
-                self._logged_alone = optimizer  # it keeps its key where another one begins later
-            key = "effective_learning_rate" + ("" if optimizer is self._logged_alone else f"_{optimizer.name}")
             rate = rates.get(id(optimizer))
-            own = float(optimizer.learning_rate) if rate is None else rate.effective()
+            if rate is None:
+                key = "effective_learning_rate" + (f"_{optimizer.name}" if len(optimizers) > 1 else "")
+                own = float(optimizer.learning_rate)
+            else:
+                key, own = rate.log_key, rate.effective()
             logs[key] = logs.get(key, own) * float(self.multiplier_now())
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

@@ -18,20 +18,17 @@ import tensorflow as tf
 
 from kdist.errors import StrategyError
 from kdist.keras_hooks.optimizers import (
-    CURRENT_RATE,
     current_learning_rate,
     innermost,
     iterations,
     optimizers_of,
     stored_learning_rate,
 )
-from kdist.keras_hooks.patching import patched
 from kdist.reports.log import once
 from kdist.scaling import LearningRateRule, learning_rate_rule, num_warmup_steps
 from kdist.state.comparison import learning_rates
 from kdist.state.part import State, StatePart
 from kdist.step.scale_rate import RateScale
-from kdist.step.update import Stage, Update
 
 logger = logging.getLogger("kdist")
 
@@ -46,12 +43,14 @@ class EffectiveRate(RateScale):
 
     Attributes:
         rule: `LearningRateRule`, that of the data of the last `fit`.
+        is_logged_alone: bool, whether it was the only one in logs: it keeps its key where another one begins later.
         is_reported: bool, whether the rate is logged already.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, rule: LearningRateRule, stretch: float) -> None:
         self.optimizer = optimizer
         self.rule = rule
+        self.is_logged_alone = False
         self.is_reported = False
         self._may_be_scaled = rule.factor != 1.0
         self._resumed_warmup: tuple[float, float] | None = None  # the fraction made, and the length in steps
@@ -73,6 +72,11 @@ class EffectiveRate(RateScale):
     def is_scaled(self) -> bool:
         """Whether updates use another rate than the user's."""
         return self.rule.factor != 1.0
+
+    @property
+    def log_key(self) -> str:
+        """The key of the effective rate in an epoch's logs."""
+        return "effective_learning_rate" + ("" if self.is_logged_alone else f"_{self.optimizer.name}")
 
     @property
     def warmup_is_known(self) -> bool:
@@ -280,30 +284,6 @@ class EffectiveRate(RateScale):
         return rate * tf.cast(self.multiplier(iterations(self.optimizer)), rate.dtype)
 
 
-class UnscaledRate(Stage):
-    """The stage of an update on one of the user's batches, as in `train_on_batch`: the rate is the user's.
-
-    A schedule is read at the user's step, and the update counts as one.
-    """
-
-    slot = "scale rate"
-
-    def __init__(self, rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate]) -> None:
-        self._rate_of = rate_of
-
-    def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
-        """Runs the update with the user's rate."""
-        optimizer = innermost(update.optimizer)
-        rate = self._rate_of(optimizer)
-        if not rate.follows_schedule:
-            return proceed()
-        before = tf.identity(iterations(optimizer))
-        with patched(optimizer, CURRENT_RATE, rate.user_rate):
-            done = proceed()
-        rate.count_as_users(before)
-        return done
-
-
 def _num_steps(optimizer: keras.optimizers.Optimizer) -> float:
     return _number(iterations(optimizer))
 
@@ -322,7 +302,6 @@ class EffectiveRates(StatePart):
         self._scale_lr = scale_lr
         self._batches_per_step = batches_per_step
         self._rates: dict[int, EffectiveRate] = {}
-        self._logged_alone: EffectiveRate | None = None
         self._in_steps: tuple[int, float] = batches_per_step, 1.0  # what is not a step of `fit` counts once
 
     def get(self, optimizer: keras.optimizers.Optimizer) -> EffectiveRate:
@@ -335,22 +314,23 @@ class EffectiveRates(StatePart):
                     "with a learning rate for each part. Expected 'auto' or None, which do not scale. Fix: set the "
                     "parts' learning rates, and scale_lr=None."
                 )
-            rule, _ = self._rule_and_stretch(optimizer, self._batches_per_step, 1.0)
+            rule = self._rule(optimizer, self._batches_per_step)
             held = {id(innermost(each)) for each in optimizers_of(self._model)}
             self._rates = {
                 key: rate for key, rate in self._rates.items() if key in held
             }  # without those of an earlier compile
             with tf.init_scope():
                 rate = self._rates[id(optimizer)] = EffectiveRate(optimizer, rule, 1.0)
-                rate.set_data(*self._rule_and_stretch(optimizer, *self._in_steps))
+                self._set_data(rate)
         return rate
 
-    def _rule_and_stretch(
-        self, optimizer: keras.optimizers.Optimizer, most: int, mean: float
-    ) -> tuple[LearningRateRule, float]:
+    def _rule(self, optimizer: keras.optimizers.Optimizer, batches_in_step: int) -> LearningRateRule:
+        return learning_rate_rule(self._scale_lr, type(optimizer).__name__, batches_in_step)
+
+    def _set_data(self, rate: EffectiveRate) -> None:
+        most, mean = self._in_steps
         # With a larger global batch an epoch has fewer steps: a schedule has to cover the same epochs.
-        stretch = 1.0 if self._scale_lr is None else float(mean)
-        return learning_rate_rule(self._scale_lr, type(optimizer).__name__, most), stretch
+        rate.set_data(self._rule(rate.optimizer, most), 1.0 if self._scale_lr is None else float(mean))
 
     def set_data(self, batches_in_steps: tuple[int, float] | None) -> None:
         """Sets what the rates need to know of the data of a `fit`.
@@ -361,7 +341,7 @@ class EffectiveRates(StatePart):
         """
         self._in_steps = batches_in_steps or (self._batches_per_step, self._batches_per_step)
         for rate in self.all():
-            rate.set_data(*self._rule_and_stretch(rate.optimizer, *self._in_steps))
+            self._set_data(rate)
 
     def notice_fewer_steps(self) -> None:
         """Notices that a callback has set the count of an optimizer's steps back, on all ranks."""
@@ -394,11 +374,10 @@ class EffectiveRates(StatePart):
         if logs is None:
             return
         if len(used) == 1:
-            self._logged_alone = used[0]  # it keeps its key where another optimizer begins later
+            used[0].is_logged_alone = True
         for rate in used:
             if rate.is_scaled:
-                key = "effective_learning_rate"
-                logs[key if rate is self._logged_alone else f"{key}_{rate.optimizer.name}"] = rate.effective()
+                logs[rate.log_key] = rate.effective()
 
     def used(self) -> list[EffectiveRate]:
         """Returns the rate of the only optimizer, or of those that have made a step."""
