@@ -18,17 +18,20 @@ import tensorflow as tf
 
 from kdist.errors import StrategyError
 from kdist.keras_hooks.optimizers import (
+    CURRENT_RATE,
     current_learning_rate,
     innermost,
     iterations,
     optimizers_of,
     stored_learning_rate,
 )
+from kdist.keras_hooks.patching import patched
 from kdist.reports.log import once
 from kdist.scaling import LearningRateRule, learning_rate_rule, num_warmup_steps
 from kdist.state.comparison import learning_rates
 from kdist.state.part import State, StatePart
 from kdist.step.scale_rate import RateScale
+from kdist.step.update import Stage, Update
 
 logger = logging.getLogger("kdist")
 
@@ -146,7 +149,7 @@ class EffectiveRate(RateScale):
 
     def effective(self) -> float:
         """Returns the rate that the next update uses."""
-        return float(self._scaled(self.user_rate()))
+        return float(self._scaled(self._user_rate()))
 
     @property
     def is_used(self) -> bool:
@@ -263,15 +266,21 @@ class EffectiveRate(RateScale):
 
     def current(self) -> tf.Tensor:
         """Returns the rate that the next update uses, a scalar tensor."""
-        return self._scaled(self.user_rate())
+        return self._scaled(self._user_rate())
 
-    def count_as_users(self, before: Any) -> None:
-        """Counts the steps since a number of them as one of the user's each: they were on one batch each."""
-        now, before = (tf.cast(tf.convert_to_tensor(each), tf.float64) for each in (iterations(self.optimizer), before))
+    @contextlib.contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """A context for an update on one of the user's batches: it has the user's rate, and counts as one step."""
+        if not self.follows_schedule:
+            yield
+            return
+        before = tf.cast(tf.identity(iterations(self.optimizer)), tf.float64)
+        with patched(self.optimizer, CURRENT_RATE, self._user_rate):
+            yield
+        now = tf.cast(tf.convert_to_tensor(iterations(self.optimizer)), tf.float64)
         self._steps_made.assign(tf.stack([now, self._user_steps(before) + now - before]))
 
-    def user_rate(self) -> Any:
-        """Returns the user's rate of the next update, that of a schedule at the user's step."""
+    def _user_rate(self) -> Any:
         rate = stored_learning_rate(self.optimizer)
         if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
             step = iterations(self.optimizer)
@@ -282,6 +291,20 @@ class EffectiveRate(RateScale):
     def _scaled(self, rate: Any) -> tf.Tensor:
         rate = tf.convert_to_tensor(rate)
         return rate * tf.cast(self.multiplier(iterations(self.optimizer)), rate.dtype)
+
+
+class UnscaledRate(Stage):
+    """The stage of an update on one of the user's batches, as in `train_on_batch`: the rate is the user's."""
+
+    slot = "scale rate"
+
+    def __init__(self, rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate]) -> None:
+        self._rate_of = rate_of
+
+    def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        """Runs the update with the user's rate."""
+        with self._rate_of(innermost(update.optimizer)).unscaled():
+            return proceed()
 
 
 def _num_steps(optimizer: keras.optimizers.Optimizer) -> float:
@@ -316,9 +339,8 @@ class EffectiveRates(StatePart):
                 )
             rule = self._rule(optimizer, self._batches_per_step)
             held = {id(innermost(each)) for each in optimizers_of(self._model)}
-            self._rates = {
-                key: rate for key, rate in self._rates.items() if key in held
-            }  # without those of an earlier compile
+            # Without those of an earlier compile.
+            self._rates = {key: rate for key, rate in self._rates.items() if key in held}
             with tf.init_scope():
                 rate = self._rates[id(optimizer)] = EffectiveRate(optimizer, rule, 1.0)
                 self._set_data(rate)

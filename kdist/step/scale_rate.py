@@ -1,4 +1,4 @@
-"""The stages that scale the learning rate of an update, or leave it the user's; the stored one is the user's."""
+"""The stage that scales the learning rate of an update; the stored rate stays the user's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from kdist.keras_hooks.optimizers import APPLY_GRADIENTS, CURRENT_RATE, innermost, iterations
+from kdist.keras_hooks.optimizers import APPLY_GRADIENTS, CURRENT_RATE, innermost
 from kdist.keras_hooks.patching import patched
 from kdist.step.update import Stage, Update
 
@@ -23,23 +23,6 @@ class RateScale(Protocol):
 
     def momentum_ratio(self) -> tf.Tensor | None:
         """Returns this step's scale divided by the last step's, a scalar; `None` for no momentum correction."""
-        ...
-
-
-class UserRate(Protocol):
-    """The user's own learning rate, as `EffectiveRate` knows it."""
-
-    @property
-    def follows_schedule(self) -> bool:
-        """Whether it is a `LearningRateSchedule`."""
-        ...
-
-    def user_rate(self) -> Any:
-        """Returns the rate of the next update, that of a schedule at the user's step."""
-        ...
-
-    def count_as_users(self, before: Any) -> None:
-        """Counts the optimizer's steps since the count `before`, a scalar, as one of the user's each."""
         ...
 
 
@@ -59,30 +42,6 @@ class ScaleRate(Stage):
             return proceed()
         with scaled_rate(optimizer, scale):
             return proceed()
-
-
-class UnscaledRate(Stage):
-    """The stage of an update on one of the user's batches, as in `train_on_batch`: the rate is the user's.
-
-    A schedule is read at the user's step, and the update counts as one.
-    """
-
-    slot = "scale rate"
-
-    def __init__(self, rate_of: Callable[[keras.optimizers.Optimizer], UserRate]) -> None:
-        self._rate_of = rate_of
-
-    def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
-        """Runs the update with the user's rate."""
-        optimizer = innermost(update.optimizer)
-        rate = self._rate_of(optimizer)
-        if not rate.follows_schedule:
-            return proceed()
-        before = tf.identity(iterations(optimizer))
-        with patched(optimizer, CURRENT_RATE, rate.user_rate):
-            done = proceed()
-        rate.count_as_users(before)
-        return done
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ from kdist.state.assignments import WrittenState
 from kdist.state.votes import Votes
 from kdist.step.buffers import BufferSync
 from kdist.step.fused_sgd import FusedSGD
-from kdist.step.learning_rate import EffectiveRate
+from kdist.step.learning_rate import EffectiveRate, UnscaledRate
 from kdist.step.reduce import Reduce, Weigh
-from kdist.step.scale_rate import ScaleRate, UnscaledRate
+from kdist.step.scale_rate import ScaleRate
 from kdist.step.step import Step
 from kdist.step.update import OptimizerUpdate, Stage, UpdatePipeline
 from kdist.step.vote_message import VoteMessage
