@@ -8,11 +8,12 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from kdist.cluster.open_mpi import with_defaults, without_unused_transport
 from kdist.engines.arrays.shared_memory import FAILURE, SharedMemory
 from kdist.engines.engine import REFUSED, Engine, not_converted
 from kdist.engines.tensors import arguments, flat, slices
@@ -72,7 +73,7 @@ class HorovodEngine(Engine):
         try:
             # Horovod's tuner does not change a cycle time that is set.
             tunes = os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
-            with _environment_with_defaults(_YIELD if tunes else {**_YIELD, **_CYCLE}):
+            with without_unused_transport(), with_defaults(_YIELD if tunes else {**_YIELD, **_CYCLE}):
                 self._hvd.init()
         except Exception as err:
             raise EngineError(
@@ -381,18 +382,6 @@ def built_with_nccl() -> bool:
         return bool(_import_horovod().nccl_built())
     except EngineNotFoundError:
         return False
-
-
-@contextlib.contextmanager
-def _environment_with_defaults(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Adds the defaults that are not set to the environment, while the context is open."""
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 def _import_horovod() -> Any:

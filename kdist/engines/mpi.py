@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import tensorflow as tf
 
+from kdist.cluster.open_mpi import without_unused_transport
 from kdist.engines.arrays.fusion import Array
 from kdist.engines.arrays.mpi_transport import MPITransport
 from kdist.engines.engine import Engine, not_converted
@@ -326,10 +327,11 @@ def _initialized_mpi() -> Any:
         from mpi4py import rc
 
         level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
-        with contextlib.suppress(OSError, AttributeError):  # a build that hides MPI's functions
-            ctypes.CDLL(mpi.__file__).MPI_Init_thread(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
-        if not mpi.Is_initialized():
-            mpi.Init_thread(level)
+        with without_unused_transport():
+            with contextlib.suppress(OSError, AttributeError):  # a build that hides MPI's functions
+                ctypes.CDLL(mpi.__file__).MPI_Init_thread(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
+            if not mpi.Is_initialized():
+                mpi.Init_thread(level)
         for communicator in (mpi.COMM_WORLD, mpi.COMM_SELF):
             communicator.Set_errhandler(mpi.ERRORS_RETURN)  # which mpi4py makes exceptions
     return mpi
