@@ -4,6 +4,7 @@ import os
 import threading
 import time
 
+import hypothesis
 import pytest
 
 from tests.helpers import processes
@@ -25,6 +26,10 @@ def pytest_configure(config):
     config.addinivalue_line("markers", f"{processes.MARK}: set on each test whose code starts processes")
     config.pluginmanager.register(ProcessorTime())
     processes.install_guard()
+    # Neither is a test of ours: an example takes long where other processes take the cores.
+    slow = (hypothesis.HealthCheck.too_slow,)
+    hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=slow)
+    hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -36,7 +36,7 @@ def filled(structure, num_rows):
 
 
 @given(structure=structures, scale_batch=st.booleans(), **sizes)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_every_row_once_whatever_the_structure(structure, scale_batch, num_rows, batch_size, num_shards):
     data = (np.arange(num_rows), filled(structure, num_rows))  # the first leaf numbers the rows
     ranks = plans(num_shards, scale_batch=scale_batch)

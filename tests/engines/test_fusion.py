@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -38,7 +38,6 @@ lists = st.lists(arrays(), max_size=12)
 
 
 @given(lists)
-@settings(deadline=None)
 def test_unpack_undoes_pack(given_arrays):
     before = [bits(array) for array in given_arrays]
     unpacked = fusion.unpack(fusion.pack(given_arrays), given_arrays)
@@ -47,7 +46,6 @@ def test_unpack_undoes_pack(given_arrays):
 
 
 @given(lists)
-@settings(deadline=None)
 def test_the_buffers_depend_on_shapes_and_dtypes_alone(given_arrays):
     others = [np.zeros_like(array) for array in given_arrays]
     plan = [(buffer.dtype, buffer.shape) for buffer in fusion.pack(given_arrays)]
@@ -55,7 +53,6 @@ def test_the_buffers_depend_on_shapes_and_dtypes_alone(given_arrays):
 
 
 @given(lists)
-@settings(deadline=None)
 def test_small_arrays_share_a_buffer_for_each_dtype_of_the_sum(given_arrays):
     buffers = fusion.pack(given_arrays)
     assert all(buffer.ndim == 1 and buffer.flags.c_contiguous for buffer in buffers)
@@ -67,14 +64,12 @@ def test_small_arrays_share_a_buffer_for_each_dtype_of_the_sum(given_arrays):
 
 
 @given(lists)
-@settings(deadline=None)
 def test_no_buffer_shares_memory_with_what_was_packed(given_arrays):
     for buffer in fusion.pack(given_arrays):
         assert not any(np.shares_memory(buffer, array) for array in given_arrays)
 
 
 @given(lists)
-@settings(deadline=None)
 def test_what_a_graph_joins_is_the_same_message(given_arrays):
     """One rank may run a graph, and another one the same call eagerly: what they send must fit together."""
     joined = []
@@ -89,7 +84,6 @@ def test_what_a_graph_joins_is_the_same_message(given_arrays):
 
 
 @given(lists)
-@settings(deadline=None)
 def test_from_bytes_undoes_to_bytes(given_arrays):
     shapes, dtypes = [array.shape for array in given_arrays], [array.dtype for array in given_arrays]
     buffer = fusion.to_bytes(given_arrays)
