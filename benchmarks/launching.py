@@ -20,6 +20,8 @@ ENVIRONMENT = {  # of all that is measured
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
+# With it kdist is compiled at each start, and what pip installs is not.
+NOT_A_USERS = ("PYTHONDONTWRITEBYTECODE",)
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # TensorFlow counts the cores that a process may run on, what OpenMP starts not
 MARK = "KDIST_BENCHMARK_LAUNCH"
 GRACE = 10.0  # seconds that a launcher has to end its processes by itself
@@ -43,7 +45,7 @@ def run(command: Sequence[str], env: Mapping[str, str], limit: float) -> Ended:
 
     Args:
         command: sequence of str.
-        env: mapping, environment variables on top of `ENVIRONMENT` and this process's own.
+        env: mapping, environment variables on top of `ENVIRONMENT` and this process's own, less `NOT_A_USERS`.
         limit: float, seconds that it may take.
 
     Returns:
@@ -56,7 +58,8 @@ def run(command: Sequence[str], env: Mapping[str, str], limit: float) -> Ended:
         tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as temporary,
         tempfile.TemporaryFile() as output,
     ):
-        environment = {**os.environ, "TMPDIR": temporary, **ENVIRONMENT, **env, MARK: mark}
+        own = {name: value for name, value in os.environ.items() if name not in NOT_A_USERS}
+        environment = {**own, "TMPDIR": temporary, **ENVIRONMENT, **env, MARK: mark}
         problem = ""
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
