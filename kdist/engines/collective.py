@@ -293,11 +293,13 @@ class CollectiveEngine(Engine):
         else:
             reasons = (text.partition(before)[2] for before in (FAILURE, "Collective ops is aborted by: "))
             what = next(filter(None, reasons), text).strip().partition("\n")[0]
-        return EngineError(
+        explained = EngineError(
             f"A collective failed on rank {self.world_ranks[self.rank]} of {len(self.addresses)}. Received: {what}. "
             "Expected: every rank calls the same collectives in the same order, with equal shapes and dtypes. "
             f"Fix: {fix}."
         )
+        explained.is_consequence = bool(dead)
+        return explained
 
     @contextlib.contextmanager
     def _exchange(

@@ -95,12 +95,12 @@ def _first(events: Events, code: int, launcher_says: str) -> Failure | None:
     failures = events.failures
     if preempted := preemption_of(events):
         return preempted  # what came after it was saved does not matter
-    reported: set[int | None] = set()  # a launcher also reports the code of a rank that has reported why
+    # A launcher also reports the code of a rank that has reported why, before or after it.
+    reported = {each.rank for each in failures if not each.from_launcher}
     for each in failures:
         is_known = each.from_launcher and each.kind is Kind.EXIT and each.rank in reported
         if not is_known and each.kind is not Kind.LOST and not each.is_consequence:
             return each
-        reported.add(each.rank)
     said = failure_in(launcher_says)
     if said is not None and not (said.kind is Kind.EXIT and failures):
         return said

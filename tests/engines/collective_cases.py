@@ -132,7 +132,13 @@ def goes_on_until_a_peer_is_gone(action: str, length: int) -> None:
     from kdist.reports import failure
 
     talking = engine(timeout=None if action == "dies" else 3)
-    failure.install(talking.abort, talking.rank, talking.size, talking.explain)
+
+    def explained(error: BaseException) -> BaseException | None:
+        found = talking.explain(error)
+        print(f"follows from another rank's end: {getattr(found, 'is_consequence', None)}", flush=True)
+        return found
+
+    failure.install(talking.abort, talking.rank, talking.size, explained)
 
     @tf.function(autograph=False)
     def step(x: tf.Tensor) -> tf.Tensor:

@@ -147,6 +147,7 @@ def said_by_the_first(started, action, words):
     output = said(first)
     assert first.returncode == 1, output
     assert "went on" in output
+    assert f"follows from another rank's end: {action == 'dies'}" in output, output
     assert (
         f"A collective failed on rank 0 of 2. Received: {'rank 1 at 127.0.0.1:' if action == 'dies' else ''}" in output
     )

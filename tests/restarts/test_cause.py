@@ -49,6 +49,7 @@ LEFT = Failure(Kind.EXIT, "exited with code 75", 0, "alpha")
     ("failures", "code", "said", "kind", "rank"),
     [
         ([RAISED, EXIT], 1, "", Kind.EXCEPTION, 1),
+        ([EXIT, RAISED], 1, "", Kind.EXCEPTION, 1),
         ([RAISED], 1, MPIRUN_EXITED, Kind.EXCEPTION, 1),
         ([FOLLOWS, SIGNAL], 137, "", Kind.SIGNAL, 1),
         ([FOLLOWS], 137, MPIRUN_KILLED, Kind.SIGNAL, 1),
