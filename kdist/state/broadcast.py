@@ -12,24 +12,47 @@ import tensorflow as tf
 from kdist.engines.arrays.buckets import assign_buckets
 from kdist.engines.engine import Engine
 from kdist.engines.tensors import flat
+from kdist.engines.tensors.checksum import checksum, texts
 from kdist.keras_hooks.variables import raw_variable
 
 _BROADCAST_MB = 16.0  # size from which a message is sent
 
 
-def broadcast_state(engine: Engine, variables: Sequence[Any], root: int = 0) -> None:
-    """Broadcasts the root's values of variables to all ranks.
+def broadcast_state(engine: Engine, variables: Sequence[Any], root: int = 0) -> list[Any]:
+    """Sets variables that differ between the ranks to the root's values; the others are not sent.
 
     Collective: every rank must call this, in the same order.
 
     Args:
         engine: `Engine`, how the ranks communicate.
-        variables: sequence of `keras.Variable` or `tf.Variable`, the same on all ranks.
+        variables: sequence of `keras.Variable` or `tf.Variable`, the same on all ranks; of strings, too.
         root: int, the rank whose values are sent.
+
+    Returns:
+        The variables that differed, the same on all ranks.
     """
-    raw = [raw_variable(variable) for variable in variables if variable.dtype != "string"]
-    for index, value in broadcast_in_groups(engine, raw, root):
-        raw[index].assign(value)
+    if not variables or engine.size == 1:
+        return []
+    checksums = gathered_checksums(engine, variables)
+    found = [variables[place] for place in np.flatnonzero((checksums != checksums[0]).any(axis=0)).tolist()]
+    raw = [raw_variable(variable) for variable in found]
+    numbers = [each for each in raw if each.dtype != tf.string]
+    for index, value in broadcast_in_groups(engine, numbers, root):
+        numbers[index].assign(value)
+    for each in raw:
+        if each.dtype == tf.string:
+            sent = engine.broadcast_object(texts(tf.convert_to_tensor(each)), root)
+            each.assign(tf.reshape(tf.constant([text.encode("latin-1") for text in sent]), each.shape))
+    return found
+
+
+def gathered_checksums(engine: Engine, variables: Sequence[Any]) -> np.ndarray:
+    """Returns a checksum of each variable's bytes, of shape `(size, number of variables)`.
+
+    Collective: every rank must call this, in the same order.
+    """
+    checksums = [[checksum(tf.convert_to_tensor(raw_variable(each))) for each in variables]]
+    return np.asarray(engine.allgather([tf.constant(checksums, tf.int64)])[0])
 
 
 def broadcast_in_groups(engine: Engine, values: Sequence[Any], root: int = 0) -> Iterator[tuple[int, tf.Tensor]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,13 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
-from kdist.engines.tensors import flat
 from kdist.errors import MismatchError, NotSynchronizedError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, stored_learning_rate
 from kdist.keras_hooks.trainer import compile_arguments
-from kdist.keras_hooks.variables import raw_variable
-from kdist.state.broadcast import broadcast_state
+from kdist.state.broadcast import gathered_checksums
 
 logger = logging.getLogger("kdist")
 
@@ -192,59 +189,14 @@ def first_difference(engine: Engine, variables: Sequence[Any]) -> Difference | N
         The first difference, or `None`; the same on all ranks.
     """
     variables = [variable for variable in variables if variable.dtype != "string"]
-    gathered = _gathered_checksums(engine, variables)
-    differing = _differing(gathered)
-    if not differing:
+    gathered = gathered_checksums(engine, variables)
+    places = np.flatnonzero((gathered != gathered[0]).any(axis=0))
+    if not places.size:
         return None
-    place = differing[0]
+    place = int(places[0])
     column = gathered[:, place].tolist()
     usual = max(column, key=column.count)  # in a tie, that of the lowest rank
     return Difference(place, [rank for rank, value in enumerate(column) if value != usual], column.index(usual))
-
-
-def _gathered_checksums(engine: Engine, variables: Sequence[Any]) -> np.ndarray:
-    """Returns a checksum of each variable's bytes, of shape `(size, number of variables)`."""
-    checksums = np.array([[zlib.crc32(_bytes_of(variable)) for variable in variables]], np.int64)
-    return np.asarray(engine.allgather([tf.constant(checksums)])[0])
-
-
-def _bytes_of(variable: Any) -> Any:
-    value = tf.convert_to_tensor(raw_variable(variable))
-    if value.dtype == tf.string:
-        return json.dumps(_texts(value)).encode()
-    return np.ascontiguousarray(flat.to_array(value)).reshape(-1).view(np.uint8).data
-
-
-def _texts(value: tf.Tensor) -> list[str]:
-    return [each.decode("latin-1") for each in np.array(value.numpy(), object).reshape(-1)]
-
-
-def _differing(checksums: np.ndarray) -> list[int]:
-    return [int(place) for place in np.flatnonzero((checksums != checksums[0]).any(axis=0))]
-
-
-def make_equal(engine: Engine, variables: Sequence[Any]) -> list[Any]:
-    """Sets variables that differ between the ranks to rank 0's values.
-
-    Collective: every rank must call this, in the same order.
-
-    Args:
-        engine: `Engine`, how the ranks communicate.
-        variables: sequence of `keras.Variable` or `tf.Variable`, the same on all ranks; of strings, too.
-
-    Returns:
-        The variables that differed, the same on all ranks.
-    """
-    if not variables or engine.size == 1:
-        return []
-    found = [variables[place] for place in _differing(_gathered_checksums(engine, variables))]
-    broadcast_state(engine, found)
-    for variable in found:
-        raw = raw_variable(variable)
-        if raw.dtype == tf.string:
-            texts = engine.broadcast_object(_texts(tf.convert_to_tensor(raw)))
-            raw.assign(tf.reshape(tf.constant([text.encode("latin-1") for text in texts]), raw.shape))
-    return found
 
 
 def check_equal(engine: Engine, named: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from kdist.sharding.table_update import TableReduce
 from kdist.sharding.update import ShardedReduce
 from kdist.state.assignments import WAYS_OUT, WrittenState
 from kdist.state.broadcast import broadcast_state
-from kdist.state.comparison import describe_model, gather_values, make_equal, refuse_differences
+from kdist.state.comparison import describe_model, gather_values, refuse_differences
 from kdist.state.part import Placement, StatePart
 from kdist.state.session import TrainingSession
 from kdist.state.slots import SlotState
@@ -248,10 +248,10 @@ class ReplicatedSession(TrainingSession):
         weights = [each for each in self.model.trainable_variables if table_of(each) is None]
         kept = [each for each in weights if not is_of_one_rank(self.model, each)]
         if self._make_equal(kept, _SAME_WEIGHTS):
-            make_equal(self.engine, self._comparable_state())  # averages and slots that follow the weights
+            broadcast_state(self.engine, self._comparable_state())  # averages and slots that follow the weights
 
     def _make_equal(self, variables: list[Any], expected: str) -> list[Any]:
-        found = make_equal(self.engine, variables)
+        found = broadcast_state(self.engine, variables)
         for variable in found:
             message = f"%r differs between the ranks, and is rank 0's on all of them now. {expected}"
             self.written.tell_once(variable, self.engine, message)
