@@ -31,7 +31,8 @@ def with_global_batches(arguments: Mapping[str, Any], num_replicas: int) -> dict
         changed["x"] = GlobalPyDataset(data, num_replicas)
     elif isinstance(data, Iterator):
         logger.warning(
-            "data: under this strategy Keras draws the first batch of a generator before it trains, and loses it"
+            "data: under this strategy Keras reads batches of a generator ahead before it trains, and drops them. Fix: "
+            "a dataset, as by `tf.data.Dataset.from_generator`"
         )
         changed["x"] = _global_batches(data, num_replicas)
     elif type(data).__module__.startswith("torch.utils.data"):
