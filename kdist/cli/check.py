@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
     _, what, fix = (failure.cause() if code else None) or (None, "", "")
     if what:
         print(f"kdist check: {what}")
-    verdict = "the ranks train as one process does" if is_own else "the script ended well"
+    result = "the ranks train as one process does" if is_own else "the script ended well"
     look = f"{fix.rstrip('.') or 'see above'}; `kdist env` shows what is installed and set"
     failed = f"failed with exit code {code}. Fix: {look}"
-    print(f"kdist check: {f'passed: {verdict}' if code == 0 else failed}")
+    print(f"kdist check: {f'passed: {result}' if code == 0 else failed}")
     return code

@@ -44,10 +44,10 @@ def tf_data_source(dataset: tf.data.Dataset, plan: Plan, *, auto_shard: bool = T
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if plan.joins_batches and policy in (policies.OFF, policies.FILE, policies.HINT):
         raise DataError(
-            "Each rank takes batches of its own, and the number of them in a step is the number of ranks. Received: "
-            f"micro_batches={plan.micro_batches} on {plan.num_shards} ranks, and a tf.data pipeline with "
-            f"AutoShardPolicy.{policy.name}. Expected AutoShardPolicy.DATA or AUTO, by which all ranks read the same "
-            "batches. Fix: set one of these, or omit micro_batches."
+            f"micro_batches does not support AutoShardPolicy.{policy.name}. Received: micro_batches="
+            f"{plan.micro_batches} on {plan.num_shards} ranks, and a tf.data pipeline with AutoShardPolicy."
+            f"{policy.name}, by which each rank has its own batches. Expected AutoShardPolicy.DATA or AUTO, by which "
+            "all ranks read the same. Fix: set one of these, or omit micro_batches."
         )
     if not auto_shard or policy == policies.OFF:
         return PerRankStream(StreamSource(dataset, plan.unsharded()), plan)
