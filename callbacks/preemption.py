@@ -10,7 +10,7 @@ from kdist.checkpoint.preempt import Preempt
 class Preemption(Preempt):
     """Saves and exits when a scheduler preempts the job.
 
-    After a signal to any rank, all ranks finish the same step (the vote is sent in a step's own message), save by
+    After a signal to any rank, all ranks finish the same step (the request is sent in a step's own message), save by
     `kdist.callbacks.BackupAndRestore`, or else by `keras.callbacks.ModelCheckpoint`, and raise `SystemExit`. After the
     last step of an epoch, the epoch and its validation end first. A second signal, a second later or more, has its
     usual effect.

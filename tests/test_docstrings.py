@@ -3,11 +3,14 @@
 import ast
 import doctest
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 
 import pytest
 
+import kdist
+from tests.docs.test_prose import private_words_of_plain
 from tests.test_architecture import sources
 
 COLLECTIVE = "Collective: every rank must call this, in the same order."
@@ -139,6 +142,51 @@ class Box:
     ]:
         assert any(words in line for line in said), said
     assert not any("_hidden" in line for line in said)
+
+
+# What the source calls a method of a model, what ranks agree on with a step, and a package, in the names of its parts.
+NAMES_OF_PARTS = {"verb", "vote", "room"}
+
+
+def texts(source):
+    """Returns the docstrings of a module, and its other texts of several words: messages, most of them."""
+    docstrings, others = [], []
+    seen = set()
+    for node in ast.walk(ast.parse(source)):
+        for child in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                docstrings.append(str(child.value.value))
+                seen.add(child.value)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in seen and " " in node.value:
+            others.append(node.value)
+    return docstrings, others
+
+
+@pytest.mark.parametrize("module", sources())
+def test_words_are_those_of_the_field(module):
+    docstrings, others = texts(sources()[module])
+    found = {word for text in docstrings for word in private_words_of_plain(text)} - NAMES_OF_PARTS
+    if module != "kdist.keras_hooks.patching":  # whose texts are those of a table in ARCHITECTURE.md
+        found |= {word for text in others for word in private_words_of_plain(text)}
+    assert found == set()
+
+
+def on_the_reference_page():
+    """Yields what users can name, and the public parts of it."""
+    for space in (kdist, kdist.callbacks, kdist.errors, kdist.testing):
+        yield from (getattr(space, name) for name in getattr(space, "__all__", vars(space)) if name[0] != "_")
+
+
+def test_words_of_the_reference_are_those_of_the_field():
+    docs = [inspect.getdoc(each) or "" for each in on_the_reference_page() if inspect.isclass(each) or callable(each)]
+    assert len(docs) > 40
+    assert [word for text in docs for word in private_words_of_plain(text)] == []
+
+
+def test_words_of_docstrings_and_messages_are_seen():
+    docstrings, others = texts('"""A vote."""\n\ndef f(x):\n    """Anew."""\n    raise ValueError(f"The kin {x}")\n')
+    assert [private_words_of_plain(text) for text in docstrings] == [["vote"], ["anew"]]
+    assert [private_words_of_plain(text) for text in others] == [["kin"]]
 
 
 @pytest.mark.parametrize("module", WITH_EXAMPLES)

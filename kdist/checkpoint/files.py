@@ -70,10 +70,10 @@ class CheckpointDirectory:
         except OSError as error:
             with contextlib.suppress(OSError):
                 shutil.rmtree(unfinished)
-            room = sum(array.nbytes for array in arrays.values()) / 2**20
+            needed = sum(array.nbytes for array in arrays.values()) / 2**20
             raise CheckpointError(
-                f"A checkpoint cannot be written. Received: {error}. Expected to write {target}, with room for "
-                f"{room:.1f} MiB beside the previous checkpoint, which is unchanged. Fix: make room, or give another "
+                f"A checkpoint cannot be written. Received: {error}. Expected to write {target}, with space for "
+                f"{needed:.1f} MiB beside the previous checkpoint, which is unchanged. Fix: free some, or give another "
                 "backup_dir."
             ) from error
         self._prune()

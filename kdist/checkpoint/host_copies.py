@@ -82,7 +82,7 @@ class HostCopies:
             except OSError as error:
                 logger.warning(
                     "the checkpoint is not copied into the memory of this host, and no other will be. Received: %s. "
-                    "Expected room for two of them in %s. Fix: make room there, or omit memory_freq.", error, MEMORY,
+                    "Expected space for two of them in %s. Fix: free some there, or omit memory_freq.", error, MEMORY,
                 )  # fmt: skip
                 self._files.delete()
                 self._files = None

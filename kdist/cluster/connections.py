@@ -78,7 +78,7 @@ def connect(hosts: Sequence[str], port: int, timeout: float = 20.0) -> socket.so
     Args:
         hosts: sequence of str, as from `own_hosts` there.
         port: int.
-        timeout: float, seconds to connect, shared out among the addresses.
+        timeout: float, seconds to connect, split over the addresses.
 
     Raises:
         OSError: if none answers.

@@ -67,11 +67,11 @@ class GeneratorSource(Source):
         batches: callable that returns an iterator over the user's batches, each a structure of arrays or
             tensors. It is called once for each pass, so what was peeked must be in it again.
         plan: `Plan`.
-        signature: structure of `tf.TensorSpec` and its kin of a batch. `None`, or a `tf.OptionalSpec`, stands
+        signature: structure of `tf.TensorSpec` and the like of a batch. `None`, or a `tf.OptionalSpec`, stands
             for a `None` in every batch.
         first: the first batch, peeked; `None` if there is none.
         num_batches: int or `None`, how many there are, if it is known.
-        is_single_pass: bool, whether `batches` goes on where it was left; not if their number is known.
+        is_single_pass: bool, whether `batches` continues at the place where it ended; not if their number is known.
 
     Raises:
         DataError: if there is no batch.

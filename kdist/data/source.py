@@ -69,7 +69,7 @@ class Source(abc.ABC):
 
     @property
     def signature(self) -> Any:
-        """Structure of `tf.TensorSpec` and its kin of `Shard.data`, with an unknown batch dimension."""
+        """Structure of `tf.TensorSpec` and the like of `Shard.data`, with an unknown batch dimension."""
         return batch_signature(self.dataset().element_spec.data)
 
     def fingerprint(self) -> list[str]:

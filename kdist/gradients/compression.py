@@ -78,7 +78,7 @@ def full_bytes(gradient: tf.Tensor | tf.IndexedSlices) -> int:
 
 
 def planned_bytes(gradient: tf.Tensor | tf.IndexedSlices) -> int:
-    """Returns the bytes of a gradient by which messages are planned, on all ranks alike: 0 for slices.
+    """Returns the bytes of a gradient by which messages are planned, the same on all ranks: 0 for slices.
 
     The number of slices is that of a rank's rows, which an eager step knows and a rank cannot know of the others.
     """

@@ -19,7 +19,7 @@ class ApproximateSums(NamedTuple):
 
     Attributes:
         totals: list of tensors, the sums of compressed tensors, not finite where a rank's tensor is not.
-        sent: list of tensors, this rank's addend in each of them.
+        sent: list of tensors, this rank's term in each of them.
         exact: list, the sums of what was not compressed.
         updates: list of pairs of a variable and its value for the next step.
     """

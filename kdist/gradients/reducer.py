@@ -78,7 +78,7 @@ class GradientReducer:
         exact: Gradients,
         *,
         variables: Sequence[Any],
-        addends: Callable[[Gradients], list[Any]] = list,
+        terms: Callable[[Gradients], list[Any]] = list,
     ) -> tuple[list[Any], list[Any]]:
         """Sums gradients, and tensors that must stay exact, over the ranks.
 
@@ -88,7 +88,7 @@ class GradientReducer:
             gradients: sequence of floating tensors and `tf.IndexedSlices`, first layers first.
             exact: sequence of tensors, which are sent uncompressed in the last message.
             variables: sequence of variables, one for each gradient.
-            addends: callable that returns this rank's addends for the gradients of a message.
+            terms: callable that returns this rank's terms for the gradients of a message.
 
         Returns:
             A pair of lists: the sums of `gradients` and of `exact`.
@@ -102,7 +102,7 @@ class GradientReducer:
         changes: list[tuple[tf.Variable, tf.Tensor]] = []
         for bucket in plan:
             others = exact if bucket is plan[-1] else ()
-            group = addends([gradients[index] for index in bucket])
+            group = terms([gradients[index] for index in bucket])
             received, rest, changed = self._sum_message(group, others, [variables[index] for index in bucket])
             changes += changed
             for index, total in zip(bucket, received, strict=True):

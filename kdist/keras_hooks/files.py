@@ -20,7 +20,7 @@ SAVE = (
     (legacy_h5_format, "save_model_to_hdf5"),
     (saved_model_module, "save_and_return_nodes"),
 )
-"""What `keras.saving.save_model`, `tf.saved_model.save` and their kin call, whatever a script has imported.
+"""What `keras.saving.save_model`, `tf.saved_model.save` and the like call, whatever a script has imported.
 
 The first argument is what is saved.
 """

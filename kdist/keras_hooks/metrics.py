@@ -163,7 +163,7 @@ def weighted_scalars(
         elif sample_weight is not None and self is loss_tracker(model):
             sample_weight = loss_weight(tf.convert_to_tensor(sample_weight))
         elif sample_weight is not None and not tf.executing_eagerly() and is_output_loss(model, self):
-            # The output's length, as fixed in the graph: in one process it weighs each step alike.
+            # The output's length, as fixed in the graph: in one process it weighs all steps equally.
             sample_weight = tf.cast(sample_weight, self.dtype) * tf.cast(weight(), self.dtype)
         return original(self, values, sample_weight=sample_weight)
 

@@ -45,7 +45,7 @@ class JointSearches(contextlib.ExitStack):
     def _share_state(self, oracle: Any) -> None:
         """Gives all ranks rank 0's oracle: its seed, and the trials that it has read.
 
-        From here on ranks draw alike. Rank 0, which waits for the others here, begins to write when all have read.
+        From here on ranks draw the same. Rank 0, which waits for the others here, begins to write when all have read.
 
         Collective: every rank must call this, in the same order.
         """

@@ -79,7 +79,7 @@ def job_directory() -> Iterator[str]:
     except OSError as error:
         raise LaunchError(
             f"The directory of the job cannot be made. Received: {error}. Expected a temporary directory that can be "
-            "written to, with room. Fix: make room, or set TMPDIR to another directory."
+            "written to, with free space. Fix: free some, or set TMPDIR to another directory."
         ) from error
     with directory as path:
         if now is not None:

@@ -63,7 +63,7 @@ def build(
         reports: str or `None`, the directory in which it reports which rank failed first.
         node: `Node` or `None`, this machine's place among several; `np` ranks are started on it.
         start_timeout: float, seconds in which all nodes must come.
-        is_cluster: bool, whether the ranks are told of each other by `TF_CONFIG`; one process alone need not be.
+        is_cluster: bool, whether the ranks know each other by `TF_CONFIG`; one process alone need not be.
 
     Returns:
         A `Command`.

@@ -211,7 +211,7 @@ def _all_hellos(
             channel.close()
             continue  # something else that has found the port
         for rank in [rank for rank, each in channels.items() if each.has_ended()]:
-            del hellos[rank], channels[rank]  # it may come again, as a pod that was started anew
+            del hellos[rank], channels[rank]  # it may come again, as a pod that was started again
         if problem := _problem(participant, hello, hellos):
             _refuse([*channels.values(), channel], problem)
         hellos[hello["rank"]], channels[hello["rank"]] = hello, channel
@@ -285,7 +285,7 @@ def _follow(
                 f"{participant.host}:{participant.port} on {one} {participant.rank}. Expected the addresses of all "
                 f"{one}s. Fix: look at what {one} 0 says."
             )
-        if not is_logged:  # it may be started anew, or what listened may be of another job
+        if not is_logged:  # it may be started again, or what listened may be of another job
             is_logged = True
             _LOG.warning("%s 0 has closed its connection to %s %d, which tries again", one, one, participant.rank)
         time.sleep(_RETRY)

@@ -43,7 +43,7 @@ class PerWorkerTensors:
         return list(copies)
 
     def forget(self) -> None:
-        """Forgets the copies of the worker whose thread this is: it may have been started anew."""
+        """Forgets the copies of the worker whose thread this is: it may have been started again."""
         self._copies.tensors = None
 
 

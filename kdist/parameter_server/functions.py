@@ -37,7 +37,7 @@ class WorkerFunctions:
         self.traced: dict[tuple[str, int, str], tuple[Function, Any]] = {}
 
     def forget(self, kind: str) -> None:
-        """Forgets the functions of a kind, which are traced anew."""
+        """Forgets the functions of a kind, which are traced again."""
         self.traced = {key: value for key, value in self.traced.items() if key[0] != kind}
 
     def steps(self, kind: str, feed: Feed, num_batches: int, starts: Sequence[np.ndarray]) -> tuple[Function, Layout]:

@@ -1,4 +1,4 @@
-"""Asynchronous training: variables on parameter servers, steps on workers, the chief hands out batches.
+"""Asynchronous training: variables on parameter servers, steps on workers, the chief dispatches batches.
 
 TensorFlow's own `ParameterServerStrategy` communicates. Three things differ: variables go to the ps that holds
 the fewest bytes, those of metrics stay on the chief, where they are summed, and a worker is one replica.

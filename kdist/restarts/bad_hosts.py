@@ -14,7 +14,7 @@ _LONGEST = 1800.0  # seconds that a host is left out
 def left_out(attempts: Sequence[Attempt], now: float, first: float) -> dict[str, float]:
     """Returns the hosts that the next attempt should do without, each with the time from which it may be taken again.
 
-    A host that takes part in a new checkpoint begins anew.
+    A host that takes part in a new checkpoint begins again.
 
     Args:
         attempts: sequence of `Attempt`, all so far.

@@ -48,7 +48,7 @@ class Failure:
         rank: int or `None`, the rank to blame.
         host: str, its host, where it is known.
         is_consequence: bool, whether another rank's end is the cause.
-        comes_again: bool, whether another attempt is known to fail alike.
+        comes_again: bool, whether another attempt is known to fail the same way.
         from_launcher: bool, whether a launcher reports it, not a rank.
     """
 

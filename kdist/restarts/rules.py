@@ -54,7 +54,7 @@ def are_new(attempts: Sequence[Attempt]) -> list[bool]:
     """Returns for each attempt whether it wrote a checkpoint that is further than all of those before.
 
     It is if it lies later in the script, or if the attempt went on from the newest one. On another number of ranks a
-    step has other rows, and a script that leaves out what it has done counts its calls of `fit` anew.
+    step has other rows, and a script that leaves out what it has done counts its calls of `fit` again.
 
     Args:
         attempts: sequence of `Attempt`.

@@ -43,7 +43,7 @@ class PartReducer:
         self,
         gradients: Sequence[Any],
         parts: Sequence[Part],
-        addends: Callable[[Sequence[Any]], list[Any]],
+        terms: Callable[[Sequence[Any]], list[Any]],
         exact: Sequence[tf.Tensor],
     ) -> tuple[list[Any], list[Any]]:
         """Returns this rank's part of each gradient's sum over the ranks, and the whole sums of other tensors.
@@ -53,7 +53,7 @@ class PartReducer:
         Args:
             gradients: sequence of tensors and `tf.IndexedSlices`, first layers first.
             parts: sequence of `Part`, one for each gradient.
-            addends: callable that returns this rank's addends for the gradients of a message.
+            terms: callable that returns this rank's terms for the gradients of a message.
             exact: sequence of tensors, which travel with the gradients and keep their dtypes.
         """
         if self._sparse_as_dense:
@@ -61,7 +61,7 @@ class PartReducer:
         sums = list(gradients)
         waiting = list(exact)
         for bucket in assign_buckets([planned_bytes(each) for each in gradients], self._bucket_mb):
-            sent = [self._rounded(each) for each in addends([gradients[place] for place in bucket])]
+            sent = [self._rounded(each) for each in terms([gradients[place] for place in bucket])]
             received, others = self._message(sent, [parts[place] for place in bucket], waiting)
             exact, waiting = others or exact, []
             for place, total in zip(bucket, received, strict=True):

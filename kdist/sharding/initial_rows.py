@@ -19,18 +19,18 @@ _CUT_OFF = 0.87962566103423978  # standard deviation of normal numbers that are 
 
 
 class _Numbers(NamedTuple):
-    """How `float32` numbers are drawn: those of `draw`, times a factor, and an addend.
+    """How `float32` numbers are drawn: those of `draw`, times a factor, and a term.
 
     Attributes:
         draw: TensorFlow's operation.
         states: int, by how many the counter grows with each group of numbers; some groups are drawn again.
-        factor, addend: `float32` scalars.
+        factor, term: `float32` scalars.
     """
 
     draw: Callable[..., Any]
     states: int
     factor: Any
-    addend: Any
+    term: Any
 
 
 def initial_rows(initializer: Any, shape: tuple[int, int], dtype: str, size: int, rank: int) -> tuple[Any, Any]:
@@ -107,4 +107,4 @@ def _drawn(numbers: _Numbers, seed: tf.Tensor, shape: tuple[int, int], size: int
         values = numbers.draw(
             shape=[min(step, number - start), width], key=found.key, counter=counter, alg=algorithm, dtype=tf.float32
         )
-        yield values[rank::size] * numbers.factor + numbers.addend
+        yield values[rank::size] * numbers.factor + numbers.term

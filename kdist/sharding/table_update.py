@@ -77,7 +77,7 @@ def sums_with_tables(
     sums, others = send(dense)
     by_place = dict(zip(dense, sums, strict=True))
     in_parts = [place for place in places if tables[place] is not None]
-    addends = update.addends([update.gradients[place] for place in in_parts])
-    for place, addend in zip(in_parts, addends, strict=True):
-        by_place[place] = tables[place].sum_of_gradients(addend, engine)
+    terms = update.terms([update.gradients[place] for place in in_parts])
+    for place, term in zip(in_parts, terms, strict=True):
+        by_place[place] = tables[place].sum_of_gradients(term, engine)
     return [by_place[place] for place in places], others

@@ -62,7 +62,7 @@ class ShardedReduce(Reduce):
 
         def send(places: Sequence[int]) -> tuple[list[Any], list[Any]]:
             parts = sharded_optimizer.parts_of([update.variables[place] for place in places])
-            return self._parts.sum([update.gradients[place] for place in places], parts, update.addends, exact)
+            return self._parts.sum([update.gradients[place] for place in places], parts, update.terms, exact)
 
         return sums_with_tables(update, places, self._step.engine, send)
 

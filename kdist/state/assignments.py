@@ -288,7 +288,7 @@ class Assignments:
         if dtype == tf.string:
             return None  # the ranks are compared between steps
         differs = any(self._may_differ(*each) for each in written.assignments)
-        additions = [self._addends(written, *each[:2]) for each in written.assignments]
+        additions = [self._terms(written, *each[:2]) for each in written.assignments]
         by_graph = not self.is_eager and self._is_traced_alike
         if dtype.is_integer and (self.is_eager or None not in additions):
             if (self._num_rows or not by_graph) and written.before.shape.rank is not None:
@@ -305,13 +305,13 @@ class Assignments:
     def _may_differ(self, method: str, values: list[Any], graph: tf.Graph, place: int) -> bool:
         return self._dependence.differs([each for each in values if tf.is_tensor(each)], graph)
 
-    def _is_number_of_rows(self, addends: list[Any] | None) -> bool:
-        """Returns whether some of the addends are computed from a constant that may be the number of rows."""
-        constants = [constant for each in addends or () for constant in self._dependence.constants(each)]
+    def _is_number_of_rows(self, terms: list[Any] | None) -> bool:
+        """Returns whether some of the terms are computed from a constant that may be the number of rows."""
+        constants = [constant for each in terms or () for constant in self._dependence.constants(each)]
         numbers = [each for each in constants if each is not None and not np.ndim(each) and each]
         return any(number % rows == 0 for number in numbers for rows in self._num_rows - {1})
 
-    def _addends(self, written: Written, method: str, values: list[Any]) -> list[Any] | None:
+    def _terms(self, written: Written, method: str, values: list[Any]) -> list[Any] | None:
         """Returns what is added to a variable, `None` if it is replaced."""
         if method in _ADDITIONS:
             return values

@@ -69,7 +69,7 @@ class MetricReducer(StatePart):
 
     @contextlib.contextmanager
     def counting_together(self) -> Iterator[None]:
-        """A context in the midst of a pass in which what is counted is counted on all ranks alike."""
+        """A context in the midst of a pass in which what is counted is counted equally on all ranks."""
         self._own = {id(v): self._own_part(v) for v in self._model.metrics_variables}
         yield
         own = self._own  # of before, unless the metrics were reset

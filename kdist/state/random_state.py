@@ -75,7 +75,7 @@ _NUM_KERNELS = 256
 
 
 class AgreedDraws:
-    """Makes eager ops of `tf.random` without a seed draw alike on all ranks, but for steps of a model.
+    """Makes eager ops of `tf.random` without a seed draw the same on all ranks, but for steps of a model.
 
     What the user has seeded draws as without kdist; the order of `tf.data` pipelines is not drawn here.
 

@@ -26,8 +26,8 @@ class RankDependence:
     value chooses. Results of collectives are equal on all ranks.
 
     Args:
-        root: `tf.Graph`, that of the step, which all ranks run alike. It is followed from where it is now: it may hold
-            earlier steps.
+        root: `tf.Graph`, that of the step, which all ranks run equally. It is followed from where it is now: it may
+            hold earlier steps.
         data: sequence of tensors of the step that differ between ranks.
         weights: sequence of `tf.Variable`, which stay equal on all ranks: their updates are reduced.
     """
@@ -57,7 +57,7 @@ class RankDependence:
             graph = outer
 
     def differs(self, tensors: Sequence[tf.Tensor], graph: tf.Graph) -> bool:
-        """Returns whether one of a graph's tensors may differ, or whether the ranks may not run the graph alike."""
+        """Returns whether one of a graph's tensors may differ, or whether the ranks may not run the graph equally."""
         self._follow(self._root)
         self._follow(graph)
         return any(_key(each) in self._differing for each in tensors) or self._is_chosen(graph)
@@ -130,7 +130,7 @@ class RankDependence:
         return tensor
 
     def increment(self, value: tf.Tensor, handle: Any) -> list[tf.Tensor] | None:
-        """Returns the addends if a tensor is a variable's own value with something added to it, else `None`.
+        """Returns the terms if a tensor is a variable's own value with something added to it, else `None`.
 
         Args:
             value: tensor.
@@ -148,9 +148,9 @@ class RankDependence:
             return None
         operands = list(operation.inputs)
         for place in (0, 1) if operation.type in ("AddV2", "Add") else (0,):
-            addends = self.increment(operands[place], handle)
-            if addends is not None:
-                return [*addends, *operands[:place], *operands[place + 1 :]]
+            terms = self.increment(operands[place], handle)
+            if terms is not None:
+                return [*terms, *operands[:place], *operands[place + 1 :]]
         return None
 
     def constants(self, value: Any) -> list[Any]:

@@ -56,7 +56,7 @@ class BufferSync:
         return self._assignments.depends_on_rows(value)
 
     def contributions(self) -> list[tf.Tensor]:
-        """Returns this rank's addend for each variable that is to be merged, of those written so far.
+        """Returns this rank's term for each variable that is to be merged, of those written so far.
 
         Collective in an eager step: every rank must call this, in the same order.
         """
@@ -80,7 +80,7 @@ class BufferSync:
         return added
 
     def merge(self, totals: Sequence[tf.Tensor]) -> None:
-        """Sets each variable of the last contributions to what the sums of the ranks' addends make of it.
+        """Sets each variable of the last contributions to what the sums of the ranks' terms make of it.
 
         A branch of the step (an update in a user's `tf.cond`) may not run. So its variables are merged again after the
         step, and those that are summed only there.

@@ -113,7 +113,7 @@ class EffectiveRate(RateScale):
             self._stretch.assign(stretch)
 
     def notice_fewer_steps(self) -> None:
-        """Begins the user's schedule anew, and no warm-up, if the script has set the count of steps back."""
+        """Begins the user's schedule again, and no warm-up, if the script has set the count of steps back."""
         if not self._may_be_scaled and not self.follows_schedule:
             return
         made = _num_steps(self.optimizer)

@@ -48,7 +48,7 @@ class _AveragedVariable(NamedTuple):
 class LocalSGD:
     """Averages a model's weights over the ranks every `sync_every` steps of `fit`.
 
-    In between each rank makes steps on its own rows. The mean change of the weights since the last average is the
+    In between each rank trains on its own rows. The mean change of the weights since the last average is the
     outer gradient, which an outer SGD (with Nesterov's momentum) applies to the last common weights. With a rate of 1
     and no momentum this is the mean of the weights. Statistics (batch norm), and frozen weights that a custom step has
     written, are averaged with them. Optimizer variables are averaged at the end of a pass over the data and when a
@@ -207,7 +207,7 @@ class LocalSGD:
         return self._learning_rate * total
 
     def _contribution(self, averaged: _AveragedVariable) -> tf.Tensor:
-        """Returns this rank's addend to the ranks' mean change; exactly 0 for a variable that was not written."""
+        """Returns this rank's term to the ranks' mean change; exactly 0 for a variable that was not written."""
         change = _number(averaged.variable) - _number(averaged.common)
         merge = self._merge_of(averaged.variable)
         if merge == "sum":

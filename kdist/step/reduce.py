@@ -53,8 +53,8 @@ class Weigh(Stage):
             yield
 
     def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
-        """Sets how this rank's addends are computed."""
-        update.addends = self._zeros_if_idle if self._take_weighted_loss(update.optimizer) else self._weighted_each
+        """Sets how this rank's terms are computed."""
+        update.terms = self._zeros_if_idle if self._take_weighted_loss(update.optimizer) else self._weighted_each
         return proceed()
 
     def _take_weighted_loss(self, optimizer: keras.optimizers.Optimizer) -> bool:
@@ -166,7 +166,7 @@ class Reduce(Stage):
     def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
         """Returns the sums over the ranks of the gradients at some indices, and of tensors that stay exact."""
         gradients, variables = _at(places, update.gradients), _at(places, update.variables)
-        return self._reducer.sum(gradients, exact, variables=variables, addends=update.addends)
+        return self._reducer.sum(gradients, exact, variables=variables, terms=update.terms)
 
     def _largest(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the elementwise maxima over the active ranks.
@@ -186,7 +186,7 @@ class ReduceWhenDue(Reduce):
         held = _at(places, accumulators(optimizer, update.variables))
         variables = _at(places, update.variables)
         # Dense, as Keras' accumulators are.
-        local = [tf.convert_to_tensor(each) for each in update.addends(_at(places, update.gradients))]
+        local = [tf.convert_to_tensor(each) for each in update.terms(_at(places, update.gradients))]
         *statistics, votes = exact
 
         def send() -> tuple[list[Any], list[Any]]:
@@ -213,7 +213,7 @@ class KeepLocal(Reduce):
         )
 
     def _sum(self, update: Update, places: Sequence[int]) -> list[Any]:
-        return update.addends(_at(places, update.gradients))
+        return update.terms(_at(places, update.gradients))
 
 
 def _with_gradient_of(source: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:

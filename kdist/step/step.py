@@ -43,7 +43,7 @@ class Step:
         applying: bool, whether an optimizer applies reduced gradients.
         weights: list, the trainable variables of the model on which the step is open.
         loss_is_weighted: bool, whether the backward pass starts from the loss times the weight, so that gradients are
-            this rank's addends.
+            this rank's terms.
     """
 
     has_joint_metrics = True  # local SGD counts by rank, and sums the states of all metrics

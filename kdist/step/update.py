@@ -18,7 +18,7 @@ from kdist.step.step import Step
 SLOTS = ("weigh", "inspect local", "reduce", "inspect reduced", "scale rate", "update")
 """The order of all stages. Keras' own `apply` comes after the last."""
 
-Addends = Callable[[Sequence[Any]], list[Any]]
+Terms = Callable[[Sequence[Any]], list[Any]]
 OptimizerUpdate = tuple[keras.optimizers.Optimizer, list[Any]]  # and the variables that it updates
 
 
@@ -32,7 +32,7 @@ class Update:
         gradients: list of tensors, `tf.IndexedSlices` and `None`, one for each variable.
         step: `Step` of a rank, or `None` in one process.
         local: list, the gradients as this rank has computed them.
-        addends: callable that returns this rank's addends in the sum over the ranks for some gradients. It is called
+        terms: callable that returns this rank's terms in the sum over the ranks for some gradients. It is called
             for each message, so that the first message need not wait for the last gradient.
     """
 
@@ -41,7 +41,7 @@ class Update:
     gradients: list[Any]
     step: Step | None = None
     local: list[Any] = dataclasses.field(init=False)
-    addends: Addends = list
+    terms: Terms = list
 
     def __post_init__(self) -> None:
         self.local = self.gradients

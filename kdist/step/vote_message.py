@@ -19,7 +19,7 @@ class VoteMessage:
         self._votes = votes
 
     def vector(self, rates: Sequence[EffectiveRate]) -> tf.Tensor:
-        """Returns this rank's addend, a `float32` vector: the dtype of most gradients, so that they share a buffer."""
+        """Returns this rank's term, a `float32` vector: the dtype of most gradients, so that they share a buffer."""
         return tf.concat([self._votes.sent, [rate.is_changed() for rate in rates]], axis=0)
 
     def apply(self, counts: tf.Tensor, rates: Sequence[EffectiveRate]) -> None:

@@ -245,7 +245,7 @@ class AllReduceExtended(StrategyExtendedV1):
             return fn(*args, **(kwargs or {}))
 
     def _agreed_finite_check(self) -> contextlib.AbstractContextManager[None]:
-        """Makes optimizers with a loss scale apply or skip an update on all ranks alike.
+        """Makes optimizers with a loss scale apply or skip an update on all ranks together.
 
         In a custom training loop Keras checks whether gradients are finite before they are summed, on each rank. In
         kdist's own steps they are summed already.

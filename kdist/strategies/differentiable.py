@@ -56,20 +56,20 @@ def sum_over_ranks(
 
 
 def rows_of_all_ranks(
-    engine: Engine, step: ReplicaStep | None, tensors: Sequence[tf.Tensor], *, alike: bool = False
+    engine: Engine, step: ReplicaStep | None, tensors: Sequence[tf.Tensor], *, same_on_all: bool = False
 ) -> list[tf.Tensor]:
     """Concatenates tensors over the ranks along their first axis; a gradient is that of the loss of all ranks.
 
-    Without `alike` the gradient has gradients itself.
+    Without `same_on_all` the gradient has gradients itself.
 
-    Collective: every rank must call this, in the same order; without `alike` the backward pass, too.
+    Collective: every rank must call this, in the same order; without `same_on_all` the backward pass, too.
 
     Args:
         engine: `Engine`, how the ranks communicate.
         step: the open step, whose ranks without rows add nothing, or `None`.
         tensors: sequence of tensors of rank at least 1, of numbers, `bool` or strings; only their first dimensions may
             differ between the ranks.
-        alike: bool, whether all ranks compute the same from the result: then the loss of one is that of all.
+        same_on_all: bool, whether all ranks compute the same from the result: then the loss of one is that of all.
 
     Returns:
         A list of tensors. Their first dimensions are not known in a graph.
@@ -86,7 +86,7 @@ def rows_of_all_ranks(
 
     def concatenate(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            if not alike:
+            if not same_on_all:
                 upstream = tuple(_of_all_losses(lambda each: sum_over_ranks(engine, step, each), step, upstream))
             elif step is not None:  # the step multiplies by the weight
                 upstream = tuple(_divided_by_weight(step, value) for value in upstream)
@@ -106,7 +106,7 @@ def rows_of_all_ranks(
 
 
 def sparse_rows_of_all_ranks(engine: Engine, step: ReplicaStep, sparse: tf.SparseTensor) -> tf.SparseTensor:
-    """Concatenates a sparse tensor over the ranks along its first axis, for what all ranks compute alike from it.
+    """Concatenates a sparse tensor over the ranks along its first axis, for what all ranks compute equally from it.
 
     Collective: every rank must call this, in the same order.
 
@@ -122,7 +122,7 @@ def sparse_rows_of_all_ranks(engine: Engine, step: ReplicaStep, sparse: tf.Spars
     (shapes,) = engine.allgather([own[tf.newaxis]])
     first = tf.reduce_sum(shapes[: engine.rank, 0])  # the rows of the ranks before
     indices = tf.concat([sparse.indices[:, :1] + first, sparse.indices[:, 1:]], 1)
-    values, indices = rows_of_all_ranks(engine, step, [sparse.values, indices], alike=True)
+    values, indices = rows_of_all_ranks(engine, step, [sparse.values, indices], same_on_all=True)
     shape = tf.concat([tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)], 0)
     return tf.SparseTensor(indices, values, shape)
 

@@ -38,7 +38,7 @@ class GlobalStep(ReplicaStep, Protocol):
 class GlobalBatch:
     """Gathers the rows of a step, each tensor once, in the order of the global batch.
 
-    What is computed from them must be computed alike on all ranks: then the gradient of this rank's rows needs no
+    What is computed from them must be computed equally on all ranks: then the gradient of this rank's rows needs no
     message.
 
     Args:
@@ -119,7 +119,7 @@ class GlobalBatch:
         size = tf.add_n([tf.size(each, tf.int64) * each.dtype.size for each in local])
         self._warn_if(size > LARGE_MESSAGE, _TOO_LARGE, who, size)
         local = self._equally_wide(local, None if has_mask else who)
-        rows = iter(rows_of_all_ranks(self._engine, self._step, local, alike=True))
+        rows = iter(rows_of_all_ranks(self._engine, self._step, local, same_on_all=True))
         gathered = [_composed(leaf, [next(rows) for _ in _components(leaf)]) for leaf in leaves]
         for leaf, mask, result in zip(leaves, masks, gathered, strict=True):
             if mask is not None:

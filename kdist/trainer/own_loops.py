@@ -28,7 +28,7 @@ from kdist.strategies.all_reduce import AllReduceStrategy
 logger = logging.getLogger("kdist")
 
 _SHARE_OUT = (
-    "These two lines share the rows out: `dataset = dataset.batch(batch_size, drop_remainder=True)` and `dataset = "
+    "These two lines shard the rows: `dataset = dataset.batch(batch_size, drop_remainder=True)` and `dataset = "
     "tf.distribute.get_strategy().experimental_distribute_dataset(dataset)`"
 )
 
@@ -212,7 +212,7 @@ def _mean(total: Any, size: int) -> Any:
         by_rank = of_each(indices)
         return tf.reduce_all(by_rank == by_rank[:1]) & _is_close(of_each(values), of_each(values)[:1])
 
-    # All ranks answer alike: this depends only on what all of them have received.
+    # All ranks answer the same: this depends only on what all of them have received.
     is_same = tf.cond(tf.equal(size * count, tf.shape(indices)[0]), are_same, lambda: tf.constant(False))
     return tf.IndexedSlices(
         tf.cond(is_same, lambda: tf.reduce_mean(of_each(values), 0), lambda: values / size),

@@ -47,7 +47,7 @@ def wrappers(session: ReplicatedSession) -> dict[str, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def whole_files(strategy: AllReduceStrategy) -> Iterator[None]:
-    """Makes `keras.saving.save_model`, `tf.saved_model.save` and their kin write as a model's methods do."""
+    """Makes `keras.saving.save_model`, `tf.saved_model.save` and the like write as a model's methods do."""
 
     def wrap(save: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(save)

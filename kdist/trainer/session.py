@@ -258,7 +258,7 @@ class ReplicatedSession(TrainingSession):
         return found
 
     def _comparable_state(self) -> list[Any]:
-        """Returns the state that all ranks have alike, but for learning rates that callbacks have changed."""
+        """Returns the state that is the same on all ranks, but for learning rates that callbacks have changed."""
         pending = {id(each) for each in self.pending_variables()}
         state = [each for each in self._whole_state() if id(each) not in pending]
         return [each for each in state if not is_of_one_rank(self.model, each)]

@@ -24,6 +24,7 @@ PRIVATE_WORDS = {
     "tells of": "reports",
     "shared out": "sharded",
     "share out": "shard",
+    "share the rows out": "shard the rows",
     "shares out": "shards",
     "handed out": "dispatched",
     "hands out": "dispatches",
@@ -158,8 +159,12 @@ def too_wide(text):
 
 def private_words(text):
     """Returns the words of a page that have a meaning in this project only."""
-    plain = "\n".join(prose.paragraphs(text))
-    return [word for word in PRIVATE_WORDS if re.search(rf"\b{word}s?\b", plain, re.IGNORECASE)]
+    return private_words_of_plain("\n".join(prose.paragraphs(text)))
+
+
+def private_words_of_plain(text):
+    """Returns those of a text without markup."""
+    return [word for word in PRIVATE_WORDS if re.search(rf"\b{word}s?\b", text, re.IGNORECASE)]
 
 
 def unfound(searches, pages):

@@ -81,7 +81,7 @@ def take_allocation(options: argparse.Namespace, env: Mapping[str, str], least: 
     tell(f"-np {found.ranks}, by {found.why}")
 
 
-# TensorFlow allocates gradients and activations anew in each step, and the system clears each page of them: 2 MiB at a
+# TensorFlow allocates gradients and activations again in each step, and the system clears each page of them: 2 MiB at a
 # time where it gives huge pages on request. Ratios are in docs/performance.md.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 

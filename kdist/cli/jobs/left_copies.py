@@ -62,7 +62,7 @@ def _is_written(job: str, backup_dir: str, copy: Any) -> bool:
     except (CheckpointError, OSError, ValueError) as error:
         tell(
             f"the newest checkpoint is left in memory, in {directory_of(job)}, for a day at least. Received: "
-            f"{str(error).rstrip('.')}. Fix: make room, or end what has the lock, then: python -m "
+            f"{str(error).rstrip('.')}. Fix: free some space, or end what has the lock, then: python -m "
             f"kdist.cli.jobs.left_copies {job}"
         )
         return False

@@ -77,7 +77,7 @@ def make_deterministic(dataset: tf.data.Dataset, seed: int, fixed_seeds: Sequenc
         `dataset` itself if its graph is deterministic.
 
     Raises:
-        DataError: if the graph cannot be read or made anew, or draws random numbers to decide which elements
+        DataError: if the graph cannot be read or made again, or draws random numbers to decide which elements
             are kept or where they go.
     """
     try:
@@ -97,8 +97,8 @@ def make_deterministic(dataset: tf.data.Dataset, seed: int, fixed_seeds: Sequenc
     for function in graph.library.function:
         _set_seeds(function.node_def, derived_seed(seed, _FUNCTION), in_function=True)
     inside = sorted({op for ops in found[1:] for op in ops if op in _SEED_INPUTS})
-    if inside and not resources_of(dataset).get("was told of"):
-        resources_of(dataset)["was told of"] = True
+    if inside and not resources_of(dataset).get("was_told"):
+        resources_of(dataset)["was_told"] = True
         _log.warning(
             "%s without a seed inside a function of a tf.data pipeline: the same order is used at each call, so that "
             "all ranks agree. Pass `seed=` there to choose it.",
@@ -252,7 +252,7 @@ def _inputs_of_caches(nodes: Any) -> set[str]:
 def _seed_nodes(shuffled: tf.data.Dataset) -> list[Any]:
     """Returns the nodes of a shuffle's two seeds and of its generator, which lives as long as the shuffle.
 
-    The generator makes another order at each iteration. A new one in the graph would start anew whenever
+    The generator makes another order at each iteration. A new one in the graph would start again whenever
     `tf.data` optimizes the graph, which is at each iteration.
     """
     nodes = {node.name: node for node in graph_of(shuffled).node}

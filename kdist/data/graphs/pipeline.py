@@ -31,7 +31,7 @@ class Pipeline:
     each iteration, so has this one. An order that is the same in all iterations (`reshuffle_each_iteration=False`, a
     cache) is the same in all datasets made of the shuffle, a training part and a validation part. A seeded shuffle has
     the orders that it would have in one process, the first one first: iterations by the user do not count. Known
-    operations at the end are made anew one by one; the graph before them is rewritten only where it must be.
+    operations at the end are made again one by one; the graph before them is rewritten only where it must be.
 
     Args:
         dataset: the user's `tf.data.Dataset`.
@@ -158,7 +158,7 @@ def _deterministic_base(dataset: Any, seed: int) -> Any:
         return dataset
     try:
         return make_deterministic(dataset, seed)
-    except DataError:  # a graph too large, or with an op that cannot be made anew
+    except DataError:  # a graph too large, or with an op that cannot be made again
         _log.warning(
             "A seeded shuffle in %s has one order on all ranks only if no rank iterates the dataset by itself. To look "
             "into the data, make a second dataset in the same way; or shuffle later in the pipeline.",
@@ -176,9 +176,9 @@ def _tell_of_random_decisions(dataset: Any) -> None:
     if not any(_draws(part) for each in deciding for part in with_inputs(each)):
         return
     kept = internals.resources_of(deciding[0])
-    if "was told of decisions" in kept:
+    if "was_told_decisions" in kept:
         return
-    kept["was told of decisions"] = True
+    kept["was_told_decisions"] = True
     _log.warning(
         "A tf.data pipeline keeps or groups elements (%s) after a map has drawn unseeded random numbers, which are "
         "others on each rank: ranks may keep other elements. Fix: filter and group before that map, or call "

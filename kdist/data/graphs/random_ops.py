@@ -1,7 +1,7 @@
 """Random ops in a `map` that runs for a rank's own samples only: each rank draws other numbers.
 
 The function of the `map` was traced when the user made the dataset, with seeds that are equal on all ranks: the n-th
-sample of each rank would be augmented alike.
+sample of each rank would be augmented equally.
 """
 
 from __future__ import annotations

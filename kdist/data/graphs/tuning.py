@@ -28,7 +28,7 @@ def is_tuned(dataset: tf.data.Dataset, parallel_maps: Collection[Any] = ()) -> b
 
     Args:
         dataset: the user's `tf.data.Dataset`.
-        parallel_maps: collection of dataset objects of the pipeline whose maps are made anew, in parallel: these need
+        parallel_maps: collection of dataset objects of the pipeline whose maps are made again, in parallel: these need
             no tuner.
     """
     options = dataset.options()

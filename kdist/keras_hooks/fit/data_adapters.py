@@ -90,7 +90,7 @@ def iterable_parts(adapter: Any) -> IterableParts | None:
         return None
     signature = data_adapter_utils.get_tensor_spec(first) if first else None
     known = {"signature": signature, "first": _with_tensors(first[0]) if first else None, "num_batches": count}
-    known["is_single_pass"] = isinstance(adapter, GeneratorDataAdapter)  # a loader begins anew
+    known["is_single_pass"] = isinstance(adapter, GeneratorDataAdapter)  # a loader begins again
     return IterableParts(lambda: map(_with_tensors, batches()), known)
 
 
@@ -110,6 +110,6 @@ def _with_tensors(batch: Any) -> Any:
 def tf_dataset(adapter: Any) -> tf.data.Dataset | None:
     """Returns the `tf.data.Dataset` in Keras' adapter, class weights applied; `None` for other adapters.
 
-    Of a Grain dataset the adapter makes one, anew at each call.
+    Of a Grain dataset the adapter makes a new one at each call.
     """
     return adapter.get_tf_dataset() if isinstance(adapter, (TFDatasetAdapter, GrainDatasetAdapter)) else None
