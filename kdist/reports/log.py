@@ -89,6 +89,14 @@ class OnceLog:
     def __init__(self) -> None:
         self._said: set[str] = set()
 
+    def debug(self, text: str) -> None:
+        """Logs a detail, unless it has been logged.
+
+        Args:
+            text: str.
+        """
+        self._log(logging.DEBUG, text)
+
     def info(self, text: str) -> None:
         """Logs a text, unless it has been logged.
 

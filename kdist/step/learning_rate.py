@@ -176,11 +176,9 @@ class EffectiveRate(RateScale):
             return
         rates = learning_rates([self.optimizer]).values()  # empty for a schedule
         numbers = [f"{old:.4g} x {rule.factor:.4g} = {old * rule.factor:.4g}" for old in rates]
-        once.info(
-            f"learning rate of {name}: {numbers[0] if numbers else f'your schedule x {rule.factor:.4g}'} by the "
-            f"{rule.name} rule ({rule.why}), {self.warmup_description}; settings counted in batches (save_freq, EMA, "
-            "accumulation) are left as they are"
-        )
+        scaled = numbers[0] if numbers else f"your schedule x {rule.factor:.4g}"
+        once.info(f"learning rate of {name}: {scaled} by the {rule.name} rule, {self.warmup_description}")
+        once.debug(f"learning rate of {name}: {rule.why}; settings that count batches (save_freq, EMA, ...) stay")
 
     # The state of a resumed training.
 

@@ -18,7 +18,7 @@ def logged(level: int = logging.INFO) -> Iterator[list[str]]:
     logger = logging.getLogger("kdist")
     before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(min(level, logging.INFO))
     once.clear()  # an earlier case may have said the same
     try:
         yield said

@@ -200,10 +200,18 @@ def the_report_says_old_new_rule_and_why() -> None:
     if kdist.is_chief():
         rate = f"learning rate of SGD: {RATE} x {size()} = {RATE * size():g} by the linear rule"
         batch = f"batch: {BATCH} x {size()} ranks = {BATCH * size()}"
-        for words in (rate, batch, f"{size()} ranks", "larger global batch", "warm-up"):
+        for words in (f"{rate}, after a warm-up of ", batch, f"{size()} ranks"):
             assert words in said, (words, said)
+        assert max(map(len, lines)) < 120, lines
+        assert "larger global batch" not in said
     else:
         assert not said
+    with logged(logging.DEBUG) as lines, kdist.scope():
+        again = mlp()
+        again.compile(keras.optimizers.SGD(RATE), "mse")
+        again.fit(x, y, batch_size=BATCH, verbose=0)
+    if kdist.is_chief():
+        assert any("larger global batch" in line and "save_freq" in line for line in lines), lines
 
 
 def a_global_batch_that_may_change_is_warned_of() -> None:
