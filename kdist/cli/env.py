@@ -35,7 +35,12 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
     Args:
         verbs: what `ArgumentParser.add_subparsers` returned.
     """
-    parser = verbs.add_parser("env", help="print versions, devices, the cluster and the decision, for a bug report")
+    parser = verbs.add_parser(
+        "env",
+        help="print versions, devices, the cluster and the decision, for a bug report",
+        description="Print versions, the launcher, settings, devices, the cluster and the selected strategy, for a bug "
+        "report. Started by a launcher, as in `mpirun -np 2 kdist env`, it shows what each process sees.",
+    )
     parser.set_defaults(verb=run)
 
 

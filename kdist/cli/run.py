@@ -38,23 +38,25 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         allow_abbrev=False,
     )
     add_launch_arguments(parser)
-    parser.add_argument("--output", metavar="DIR", help="write every rank's output to DIR/rank0.out, rank0.err, ...")
-    parser.add_argument(
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", metavar="DIR", help="write every rank's output to DIR/rank0.out, rank0.err, ...")
+    output.add_argument(
         "--tee", action="store_true", help="show the output of all ranks, each line with its rank and the time"
     )
-    parser.add_argument(
+    restarts = parser.add_argument_group("restarts")
+    restarts.add_argument(
         "--restarts",
         type=count,
         metavar="N",
         help="start the job again after a lost rank, at most N times without a new checkpoint",
     )
-    parser.add_argument(
+    restarts.add_argument(
         "--standby",
         action="store_true",
         help="with --restarts: the next start waits beside the job, with Keras imported, and so begins sooner",
     )
-    elastic.add_arguments(parser)
-    nodes.add_arguments(parser)
+    elastic.add_arguments(restarts)
+    nodes.add_arguments(parser.add_argument_group("several nodes without MPI or ssh"))
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     script.add_arguments(parser, "run")
     parser.set_defaults(verb=run)

@@ -291,6 +291,8 @@ def test_help_fits_the_terminal(width, monkeypatch):
     (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for each in (parser, *verbs.choices.values()):
         assert max(map(len, each.format_help().splitlines())) <= width
+        assert each.description
+        assert all(len(group._group_actions) <= 8 for group in each._action_groups), "more groups"
 
 
 @pytest.mark.starts_processes  # `mpirun --version`

@@ -33,24 +33,26 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: the verb's parser.
     """
-    parser.add_argument(
+    ranks = parser.add_argument_group("ranks and hosts")
+    ranks.add_argument(
         "-np", type=count, metavar="N", help="number of ranks; by default all slots of the hosts, or of a scheduler"
     )
-    where = parser.add_mutually_exclusive_group()
+    where = ranks.add_mutually_exclusive_group()
     where.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts, and the ranks that each may run")
     where.add_argument("--hostfile", metavar="FILE", help="the same, one host per line: `host slots=4` or `host:4`")
-    parser.add_argument(
+    ranks.add_argument(
         "--oversubscribe", action="store_true", help="allow more ranks than the slots of -H or --hostfile"
     )
-    parser.add_argument(
+    start = parser.add_argument_group("strategy and launcher")
+    start.add_argument(
         "--strategy",
         metavar="WORD",
         help=f"the strategy and its launcher: {', '.join(_words())} (sets KDIST_STRATEGY for the ranks)",
     )
-    parser.add_argument(
+    start.add_argument(
         "--ps", type=count, metavar="N", help="with --strategy parameter_server: how many ranks hold variables (1)"
     )
-    parser.add_argument("--launcher-args", default="", metavar="ARGS", help="additional arguments for the launcher")
+    start.add_argument("--launcher-args", default="", metavar="ARGS", help="additional arguments for the launcher")
 
 
 def take_allocation(options: argparse.Namespace, env: Mapping[str, str], least: int = 1) -> None:

@@ -29,21 +29,21 @@ _LOOKS_OUT = 2  # the looks in which a bad host is left out for the first time
 _PAUSE = 5.0  # seconds between two questions to hosts that do not answer
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments to a verb's parser."""
-    parser.add_argument(
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Adds the arguments to a group of a verb's parser."""
+    group.add_argument(
         "--min-np", type=count, metavar="N", help="with --restarts: the least number of ranks to go on with (-np)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--max-np", type=count, metavar="M", help="with --restarts: the number to grow to when hosts are back (-np)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--wait",
         type=seconds,
         metavar="SECONDS",
         help=f"with --min-np: how long to wait for hosts if too few answer ({_WAIT:g})",
     )
-    parser.add_argument(
+    group.add_argument(
         "--look",
         type=seconds,
         metavar="SECONDS",

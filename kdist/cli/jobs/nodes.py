@@ -22,16 +22,16 @@ _NAMES = {  # the arguments, and what services that start a program on each node
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments to a verb's parser."""
-    parser.add_argument(
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Adds the arguments to a group of a verb's parser."""
+    group.add_argument(
         "--rendezvous",
         metavar="HOST[:PORT]",
-        help=f"start on several nodes without MPI or ssh: run the same command on each; HOST is node 0 ({_PORT})",
+        help=f"run the same command on each node; HOST is node 0 ({_PORT})",
     )
-    parser.add_argument("--nnodes", type=count, metavar="N", help="with --rendezvous: how many nodes there are")
-    parser.add_argument("--node-rank", type=count, metavar="I", help="with --rendezvous: this node, from 0 on")
-    parser.add_argument(
+    group.add_argument("--nnodes", type=count, metavar="N", help="with --rendezvous: how many nodes there are")
+    group.add_argument("--node-rank", type=count, metavar="I", help="with --rendezvous: this node, from 0 on")
+    group.add_argument(
         "--start-timeout",
         type=seconds,
         default=START_TIMEOUT,
