@@ -59,7 +59,7 @@ class BackupAndRestore(Backup):
     def __init__(
         self,
         backup_dir: str | os.PathLike[str],
-        save_freq: str | int = "epoch",
+        save_freq: Literal["epoch"] | int = "epoch",
         double_checkpoint: bool = True,
         delete_checkpoint: bool = True,
         asynchronous: bool = False,

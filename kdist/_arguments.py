@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import numbers
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kdist.errors import ScopeError, StrategyError
@@ -126,7 +127,7 @@ def check_environment(env: Mapping[str, str]) -> None:
     """
     if problem := problem_of_level(env):
         raise StrategyError(problem)
-    _check_values(with_environment(_DEFAULTS, env), env)
+    check_values(with_environment(_DEFAULTS, env), env)
 
 
 def check(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
@@ -140,11 +141,20 @@ def check(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
         ScopeError: if Keras does not run on TensorFlow.
         StrategyError: if the strategy or a setting is unknown.
     """
-    _check_values(chosen, env)
+    check_values(chosen, env)
     _check_backend(env)
 
 
-def _check_values(chosen: Mapping[str, Any], env: Mapping[str, str]) -> None:
+def check_values(chosen: Mapping[str, Any], env: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raises for values of arguments that no scope accepts.
+
+    Args:
+        chosen: mapping of the names of the scope's arguments to their values.
+        env: mapping, the environment from which they are, for the message.
+
+    Raises:
+        StrategyError: if one is invalid.
+    """
     strategy = chosen["strategy"]
     if isinstance(strategy, str) and strategy == env.get("KDIST_STRATEGY") and strategy not in WORDS:
         raise StrategyError(

@@ -113,6 +113,7 @@ def scope(
         "stall_timeout": stall_timeout,
         "micro_batches": micro_batches,
     }
+    _arguments.check_values(given)
     return ScopeContext(functools.partial(_entered, given))
 
 

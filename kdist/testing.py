@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import keras
 import tensorflow as tf
@@ -17,7 +17,8 @@ from kdist.errors import StrategyError
 from kdist.keras_hooks.patching import patched
 from kdist.step.extensions import step_extensions
 
-KINDS = ("raise", "exit", "kill", "stop", "slow", "corrupt")
+Kind = Literal["raise", "exit", "kill", "stop", "slow", "corrupt"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class FaultError(Exception):
@@ -60,7 +61,7 @@ class Fault(keras.callbacks.Callback):
 
     def __init__(
         self,
-        kind: str,
+        kind: Kind,
         *,
         rank: int = 0,
         step: int = 0,

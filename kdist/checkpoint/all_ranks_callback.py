@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 
 from kdist.keras_hooks.fit.callbacks import on_list_ready
 from kdist.state.session import TrainingSession, session_of
+
+T = TypeVar("T", bound="AllRanksCallback")
 
 
 class AllRanksCallback(keras.callbacks.Callback):
@@ -23,7 +25,7 @@ class AllRanksCallback(keras.callbacks.Callback):
     session: TrainingSession
     position = 0  # of callbacks of this kind among their siblings: backups come before what uses them
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls: type[T], *args: Any, **kwargs: Any) -> T:
         """Makes the callback known to the lists that it is put into; a copy too."""
         made = super().__new__(cls)
         on_list_ready(made, _move_to_end)

@@ -44,7 +44,7 @@ class Backup(AllRanksCallback):
     def __init__(
         self,
         backup_dir: str,
-        save_freq: str | int = "epoch",
+        save_freq: Literal["epoch"] | int = "epoch",
         delete_checkpoint: bool = True,
         asynchronous: bool = False,
         memory_freq: int | Literal["auto"] | None = None,
