@@ -231,6 +231,27 @@ def test_the_page_is_short():
     assert not [line for line in lines if len(line) > 120]
 
 
+# How many files a walk may pass, so that a newcomer follows it.
+WALKS = {"The way of a batch": 12, "The way of a gradient": 8, "The way of a checkpoint": 8}
+
+
+def files_of_a_walk(page: str, title: str) -> set[str]:
+    """Returns the paths in the numbered list of a section."""
+    section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    steps = re.findall(r"^\d+\. .*(?:\n   .*)*", section, re.MULTILINE)
+    return set(re.findall(r"`([\w/]+\.py)`", "\n".join(steps)))
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_a_walk_is_short(title):
+    assert 0 < len(files_of_a_walk(architecture_table.PAGE.read_text(), title)) <= WALKS[title]
+
+
+def test_the_files_of_a_walk_are_counted():
+    page = "## The way of a batch\n\n1. `a/b.py`: x,\n   `c.py`.\n2. `a/b.py`, `d.py`\n\n`e.py`\n\n## B\n\n1. `f.py`\n"
+    assert files_of_a_walk(page, "The way of a batch") == {"a/b.py", "c.py", "d.py"}
+
+
 def test_a_page_without_a_table_is_seen():
     assert architecture_table.complaints("text\n", {}) != []
 
