@@ -32,13 +32,14 @@ class Mistake:
     """A command with a mistake in it, or in its script.
 
     Attributes:
-        command: str, as typed after `kdist`; DIR is a new directory.
+        command: str, as typed after `program`; DIR is a new directory.
         code: int, its exit code.
         env: mapping, the variables that are set.
         needs_jax: bool, whether its script imports JAX, which tests hide from ranks.
         is_any_rank: bool, whether either rank may report it: both make the same mistake.
         ends_with: str, a regular expression of the last line where kdist knows no fix: it is the line to look at.
         has_frame: str, a frame of the stacks that are shown, which the transcript leaves out.
+        program: str, `"kdist"`, or `"python"` for a rank that another launcher has started, as the variables tell.
     """
 
     command: str
@@ -48,6 +49,12 @@ class Mistake:
     needs_jax: bool = False
     ends_with: str = r"\bFix: |; did you mean "
     has_frame: str = ""
+    program: str = "kdist"
+
+    @property
+    def typed(self) -> str:
+        """The whole command."""
+        return f"{self.program} {self.command}"
 
 
 _RAISED = r" raised \w+ in \w+\.py:\d+; "  # an error of the script's own
@@ -85,6 +92,13 @@ MISTAKES = {
     # Of whole trainings.
     "misspelled_variable": Mistake("run -np 1 scope_only.py", 0, {"KDIST_SCALE_RL": "linear"}),
     "other_backend": Mistake("run -np 2 scope_only.py", 1, {"KERAS_BACKEND": "jax"}, is_any_rank=True, needs_jax=True),
+    # Hydra's mpirun beside an mpi4py of Open MPI: each process is rank 0 of 1.
+    "wrong_mpi": Mistake(
+        "scope_only.py",
+        1,
+        {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+        program="python",
+    ),
     "fit_outside_of_the_scope": Mistake("run -np 2 fit_outside.py", 0),
     "scope_without_with": Mistake("run -np 2 scope_without_with.py", 0),
     "wrong_indent": Mistake("run -np 2 wrong_indent.py", 0),
@@ -105,19 +119,19 @@ def transcript(name: str) -> str:
         name: str, a key of `MISTAKES`.
     """
     mistake = MISTAKES[name]
-    kdist = [sys.executable, "-m", "kdist.cli.main"]
+    program = [sys.executable, *(["-m", "kdist.cli.main"] if mistake.program == "kdist" else [])]
     # The lines that tell of the start, and of a slow one, are not of interest.
     packages = spmd.EVERY_PACKAGE if mistake.needs_jax else spmd.RANK_ENVIRONMENT
     path = os.pathsep.join(filter(None, (str(HERE.parents[1]), packages["PYTHONPATH"])))  # this checkout's kdist
     env = {**spmd.RANK_ENVIRONMENT, "PYTHONPATH": path, "KDIST_LOG": "warning", "COLUMNS": "100", **mistake.env}
     with tempfile.TemporaryDirectory() as directory:
         words = mistake.command.replace("DIR", directory).split()
-        done = spmd.execute([sys.executable, "-c", _INTERRUPTIBLE, *kdist, *words], env=env, cwd=SCRIPTS, timeout=300)
+        done = spmd.execute([sys.executable, "-c", _INTERRUPTIBLE, *program, *words], env=env, cwd=SCRIPTS, timeout=300)
     assert not done.timed_out, done.output
     assert mistake.has_frame in done.output, done.output
     said = said_by_kdist(done.output.replace(directory, "DIR"), is_any_rank=mistake.is_any_rank)
     variables = "".join(f"{variable}={value} " for variable, value in mistake.env.items())
-    return "\n".join([f"$ {variables}kdist {mistake.command}", *said, f"exit code {done.returncode}", ""])
+    return "\n".join([f"$ {variables}{mistake.typed}", *said, f"exit code {done.returncode}", ""])
 
 
 _OF_KDIST = re.compile(r"(\[kdist\] |kdist( \S+)?: )")

@@ -18,7 +18,7 @@ def test_the_end_of_the_job_is_as_expected(name):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_it_is_short_and_ends_with_what_to_do(name):
     command, *said, code = (EXPECTED / f"{name}.txt").read_text().splitlines()
-    assert command.endswith(f"kdist {MISTAKES[name].command}")
+    assert command.endswith(MISTAKES[name].typed)
     assert code == f"exit code {MISTAKES[name].code}"
     assert 0 < len(said) <= MAX_LINES
     assert re.search(MISTAKES[name].ends_with, said[-1]), said[-1]
