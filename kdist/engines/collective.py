@@ -278,7 +278,8 @@ class CollectiveEngine(Engine):
         text = str(error)
         if refusal := self._refusal_in(text):
             return refusal
-        if not isinstance(error, (tf.errors.OpError, EngineError)) or "ollective" not in text:
+        is_clear = getattr(error, "is_consequence", False)  # an eager collective has raised what this returns
+        if is_clear or not isinstance(error, (tf.errors.OpError, EngineError)) or "ollective" not in text:
             return None
         fix = "look for a branch, a shape, a dtype or a number of steps that depends on the rank"
         # A rank whose end is noticed in shared memory, or by a connection that broke, may still have its port.
