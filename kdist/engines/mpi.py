@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -21,41 +21,11 @@ from kdist.engines.arrays.fusion import Array
 from kdist.engines.arrays.mpi_transport import MPITransport
 from kdist.engines.engine import Engine, not_converted
 from kdist.engines.tensors import arguments, flat, slices
+from kdist.engines.tensors.noted_call import NotedCall
 from kdist.engines.tensors.ordered_calls import OrderedCalls
 from kdist.errors import EngineError, EngineNotFoundError
 
 _Exchange = Callable[[Sequence[Array]], list[Array]]
-
-
-class _Call(NamedTuple):
-    """A collective or a message, as it is noted for the failure detector: see `Activity.begin`.
-
-    Attributes:
-        kind: str.
-        sent: list of pairs of a dtype and a shape, or `None` if they are known only when the arrays are there.
-        num_fixed: int.
-        peer: int or `None`, the only other rank that takes part.
-    """
-
-    kind: str
-    sent: list[tuple[Any, Any]] | None
-    num_fixed: int
-    peer: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        kind: str,
-        fixed: Sequence[tf.Tensor | tf.TensorSpec] = (),
-        free: Sequence[tf.Tensor] = (),
-        peer: int | None = None,
-    ) -> _Call:
-        """Returns a call that sends `fixed`, of equal shapes on all ranks, and `free`, whose lengths may differ."""
-        shapes = [*[each.shape for each in fixed], *[each.shape[1:] for each in free]]
-        if not all(shape.is_fully_defined() for shape in shapes):
-            return cls(kind, None, len(fixed), peer)
-        sent = [(np.dtype(each.dtype.as_numpy_dtype), tuple(each.shape)) for each in (*fixed, *free)]
-        return cls(kind, sent, len(fixed), peer)
 
 
 class MPIEngine(Engine):
@@ -127,7 +97,7 @@ class MPIEngine(Engine):
             exchange = functools.partial(self._sum_and_gather, len(buffers), is_fused)
             shapes = [each.shape for each in buffers] + [slices.any_length(part.shape) for part in parts]
             num_owned = len(buffers) if is_fused else 0
-            call = _Call.of("allreduce", dense, parts)
+            call = NotedCall.of("allreduce", dense, parts)
             received = self._call(call, exchange, [*buffers, *parts], shapes, num_owned=num_owned)
             gathered.extend(received[len(buffers) :])
             return received[: len(buffers)]
@@ -140,7 +110,7 @@ class MPIEngine(Engine):
         """Sends each rank its rows, and adds what arrives, in pieces; see `Engine.reduce_scatter`."""
         tensors = arguments.for_reduce_scatter(tensors)
         shapes = [flat.part(tensor, self.rank, self.size).shape for tensor in tensors]
-        return self._call(_Call.of("reduce_scatter", tensors), self._transport.reduce_scatter, tensors, shapes)
+        return self._call(NotedCall.of("reduce_scatter", tensors), self._transport.reduce_scatter, tensors, shapes)
 
     @not_converted
     def allgather(
@@ -150,14 +120,14 @@ class MPIEngine(Engine):
         tensors = arguments.for_allgather(tensors, lengths, self.rank, self.size)
         exchange = functools.partial(self._transport.allgather, lengths=lengths)
         shapes = slices.gathered_shapes(tensors, lengths)
-        return self._call(_Call.of("allgather", free=tensors), exchange, tensors, shapes)
+        return self._call(NotedCall.of("allgather", free=tensors), exchange, tensors, shapes)
 
     @not_converted
     def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sends each tensor's rows to their ranks; see `Engine.alltoall`."""
         tensors = arguments.for_alltoall(tensors, self.size)
         shapes = [tensor.shape for tensor in tensors]
-        return self._call(_Call.of("alltoall", tensors), self._transport.alltoall, tensors, shapes)
+        return self._call(NotedCall.of("alltoall", tensors), self._transport.alltoall, tensors, shapes)
 
     @not_converted
     def alltoallv(self, tensors: Sequence[tf.Tensor], counts: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -168,7 +138,7 @@ class MPIEngine(Engine):
             received, received_counts = self._transport.alltoallv(arrays[:-1], arrays[-1])
             return [*received, received_counts]
 
-        call = _Call.of("alltoallv", [counts], tensors)._replace(sent=None)
+        call = NotedCall.of("alltoallv", [counts], tensors)._replace(sent=None)
         shapes = [*[slices.any_length(tensor.shape) for tensor in tensors], counts.shape]
         *received, received_counts = self._call(call, exchange, [*tensors, counts], shapes)
         return received, received_counts
@@ -178,7 +148,7 @@ class MPIEngine(Engine):
         """Sends all tensors as one buffer of bytes; see `Engine.broadcast`."""
         tensors = arguments.for_broadcast(tensors, root, self.size)
         exchange = functools.partial(self._transport.broadcast, root=root)
-        call = _Call.of(f"broadcast from {root}", tensors)
+        call = NotedCall.of(f"broadcast from {root}", tensors)
         return self._call(call, exchange, tensors, [tensor.shape for tensor in tensors])
 
     @not_converted
@@ -191,7 +161,8 @@ class MPIEngine(Engine):
             return []
 
         if tensors:
-            self._call(_Call.of(f"send to {self.world_ranks[to]}", tensors, peer=to), exchange, tensors, [], dtypes=[])
+            call = NotedCall.of(f"send to {self.world_ranks[to]}", tensors, peer=to)
+            self._call(call, exchange, tensors, [], dtypes=[])
 
     @not_converted
     def recv(self, like: Sequence[tf.Tensor | tf.TensorSpec], source: int) -> list[tf.Tensor]:
@@ -203,7 +174,7 @@ class MPIEngine(Engine):
         def exchange(_: Sequence[Array]) -> list[Array]:
             return self._transport.recv(shapes, dtypes, source)
 
-        call = _Call.of(f"recv from {self.world_ranks[source]}", specs, peer=source)
+        call = NotedCall.of(f"recv from {self.world_ranks[source]}", specs, peer=source)
         return self._call(call, exchange, [], [spec.shape for spec in specs], dtypes=[spec.dtype for spec in specs])
 
     @not_converted
@@ -215,7 +186,7 @@ class MPIEngine(Engine):
             return []
 
         run = self._exchange if tf.executing_eagerly() else self._when_run
-        run(_Call.of("barrier"), exchange)
+        run(NotedCall.of("barrier"), exchange)
 
     def exchange(self, text: str) -> list[str]:
         """Returns every rank's text, in rank order, without TensorFlow: its devices may not be initialised yet.
@@ -237,7 +208,7 @@ class MPIEngine(Engine):
 
     def _call(
         self,
-        call: _Call,
+        call: NotedCall,
         exchange: _Exchange,
         tensors: Sequence[tf.Tensor],
         shapes: list[Any],
@@ -248,7 +219,7 @@ class MPIEngine(Engine):
         """Passes the tensors' arrays to `exchange`, now or when the graph runs.
 
         Args:
-            call: `_Call`.
+            call: `NotedCall`.
             exchange: callable, its NumPy side.
             tensors: what is sent.
             shapes: list, the results' static shapes.
@@ -267,7 +238,7 @@ class MPIEngine(Engine):
 
     def _when_run(
         self,
-        call: _Call,
+        call: NotedCall,
         exchange: _Exchange,
         tensors: Sequence[tf.Tensor] = (),
         num_owned: int = 0,
@@ -276,7 +247,7 @@ class MPIEngine(Engine):
         self.check_allowed()
         return self._in_turn.call(functools.partial(self._exchange, call, exchange), tensors, num_owned, dtypes)
 
-    def _exchange(self, call: _Call, exchange: _Exchange, *arrays: Array) -> list[Array]:
+    def _exchange(self, call: NotedCall, exchange: _Exchange, *arrays: Array) -> list[Array]:
         """Runs the NumPy side of a collective."""
         self.check_allowed()
         started = time.perf_counter()

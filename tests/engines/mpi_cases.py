@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.engines.mpi import MPIEngine, _Call
+from kdist.engines.mpi import MPIEngine
+from kdist.engines.tensors.noted_call import NotedCall
 from kdist.errors import EngineError
 
 
@@ -59,9 +60,10 @@ def case_what_is_too_long_for_one_message_is_gathered_in_pieces(engine):
 
 
 def case_an_error_from_mpi_says_what_to_look_for(engine):
+    call = NotedCall.of("broadcast")
     with pytest.raises(EngineError, match="(?s)Received from MPI.*same order.*Fix"):
         # MPI refuses this by itself.
-        engine._exchange(_Call.of("broadcast"), lambda _: engine._transport._comm.Bcast(np.zeros(1), root=engine.size))
+        engine._exchange(call, lambda _: engine._transport._comm.Bcast(np.zeros(1), root=engine.size))
 
 
 def case_time_in_collectives_is_counted(engine):
@@ -92,7 +94,7 @@ def case_threads_take_turns_in_mpi(engine):
         inside.pop()
         return []
 
-    threads = [threading.Thread(target=engine._exchange, args=(_Call.of("barrier"), exchange)) for _ in range(4)]
+    threads = [threading.Thread(target=engine._exchange, args=(NotedCall.of("barrier"), exchange)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -113,7 +115,7 @@ def case_tensorflows_threads_stay_pythons(engine):
         of_thread.was_here = True
         return list(arrays)
 
-    run = tf.function(lambda: engine._when_run(_Call.of("barrier"), exchange, [tf.constant(0)]), autograph=False)
+    run = tf.function(lambda: engine._when_run(NotedCall.of("barrier"), exchange, [tf.constant(0)]), autograph=False)
     for _ in range(20):
         run()
     assert kept
