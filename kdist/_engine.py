@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import logging
 import os
@@ -18,6 +19,7 @@ from kdist.cluster.own_rank import take_rank
 from kdist.cluster.slurm import has_pmi
 from kdist.engines.engine import Engine
 from kdist.errors import ClusterError, EngineNotFoundError, KDistError, ScopeError
+from kdist.restarts.healing import own_healing
 from kdist.strategies.options import START_TIMEOUT
 from kdist.strategies.selection import (
     ENGINES,
@@ -182,6 +184,11 @@ def open_engine(info: ClusterInfo, name: str = "auto", start_timeout: float = ST
     return engine
 
 
+def _forget() -> None:
+    """Forgets the engine: the next call opens another one, over the ranks that are left."""
+    _opened.engine = _opened.selection = _opened.heartbeat = None
+
+
 def set_stall_timeout(timeout: StallTimeout) -> None:
     """Sets how long a rank may keep the others waiting.
 
@@ -204,6 +211,7 @@ def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:
             "it; the code in the scope and after it runs on the chief only."
         )
     take_rank(info, os.environ)
+    own_healing.closing.append(_forget)
     engine = _MAKERS[name](info, start_timeout)
     if engine.size != info.size:
         raise ClusterError(
@@ -236,6 +244,9 @@ def _start_heartbeat(engine: Engine, fail: Callable[[str], Any]) -> Heartbeat | 
             rank = next(rank for rank, text in enumerate(errors) if text)
             _log.warning("ranks that hang are not detected: rank %d cannot connect to rank 0: %s", rank, errors[rank])
         return None
+    if own_healing.is_on and own_healing.peers is not None:
+        heartbeat.has_lost, own_healing.heartbeat = own_healing.has_lost, heartbeat
+        own_healing.closing.append(functools.partial(atexit.unregister, heartbeat.finish))
     heartbeat.start()
     atexit.register(heartbeat.finish)  # registered after the engine's handler, so that it runs first
     return heartbeat

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,12 +18,14 @@ import tensorflow as tf
 
 from kdist.cluster.open_mpi import without_unused_transport
 from kdist.engines.arrays.fusion import Array
+from kdist.engines.arrays.mpi_peers import MPIPeers
 from kdist.engines.arrays.mpi_transport import MPITransport
 from kdist.engines.engine import Engine, not_converted
 from kdist.engines.tensors import arguments, flat, slices
 from kdist.engines.tensors.noted_call import NotedCall
 from kdist.engines.tensors.ordered_calls import OrderedCalls
 from kdist.errors import EngineError, EngineNotFoundError
+from kdist.restarts.healing import own_healing
 
 _Exchange = Callable[[Sequence[Array]], list[Array]]
 
@@ -53,6 +55,7 @@ class MPIEngine(Engine):
     """
 
     name = "mpi"
+    _peers: MPIPeers | None = None  # where the others go on if one of them is lost
 
     def __init__(self, communicator: Any = None):
         self._mpi = _initialized_mpi()
@@ -66,15 +69,38 @@ class MPIEngine(Engine):
         self._one_at_a_time = threading.Lock()
         self._in_turn = OrderedCalls("kdist_mpi_order")
         self._seconds = [0.0]  # shared with the groups
-        self._open(MPITransport(self._mpi, self._mpi.COMM_WORLD.Dup() if communicator is None else communicator))
+        with self._losses():
+            self._open(MPITransport(self._mpi, self._communicator() if communicator is None else communicator))
         atexit.register(self._transport.wait_for_exits)
+        own_healing.closing.append(functools.partial(atexit.unregister, self._transport.wait_for_exits))
+
+    def _communicator(self) -> Any:
+        """Returns a duplicate of the communicator of all ranks, or of those that are left of them."""
+        base = own_healing.communicator or self._mpi.COMM_WORLD
+        if not own_healing.is_on:
+            return base.Dup()
+        own_healing.peers = self._peers = MPIPeers(self._mpi, base)
+        return base.Dup()
+
+    @contextlib.contextmanager
+    def _losses(self) -> Iterator[None]:
+        """Reports the loss of a rank in the body, where the others can go on without it."""
+        try:
+            yield
+        except self._mpi.Exception as error:
+            if self._peers is not None:
+                self._peers.check(error)
+            raise
 
     def _join(self, ranks: Sequence[int], members: tuple[int, ...]) -> None:
         self._members = members
-        self._open(self._transport.group(ranks))
+        with self._losses():
+            self._open(self._transport.group(ranks))
 
     def _open(self, transport: MPITransport) -> None:
         self._transport = transport
+        if self._peers is not None:
+            transport.join(self._peers)
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
 
@@ -196,7 +222,8 @@ class MPIEngine(Engine):
         Args:
             text: str.
         """
-        return self._transport.gather_text(text)
+        with self._losses():
+            return self._transport.gather_text(text)
 
     def abort(self, code: int = 1) -> NoReturn:
         """Flushes the standard streams and aborts the whole MPI job; see `Engine.abort`."""
@@ -252,7 +279,7 @@ class MPIEngine(Engine):
         self.check_allowed()
         started = time.perf_counter()
         try:
-            with self._one_at_a_time:
+            with self._one_at_a_time, self._losses():
                 sent = [(array.dtype, array.shape) for array in arrays] if call.sent is None else call.sent
                 self._begin(call.kind, sent, call.num_fixed, call.peer)
                 return exchange([np.asarray(array) for array in arrays])

@@ -8,6 +8,7 @@ import mmap
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from kdist.restarts.report import Events, own_reports
@@ -72,6 +73,25 @@ class OwnProgress:
                 self._memory = _mapped(own_reports.directory / _FILE)
         self._write()
         self._send()
+
+    def begin_again(self, *, is_chief: bool) -> tuple[int | None, float]:
+        """Begins anew with the script, which this process runs again after ranks were lost.
+
+        The last checkpoint stays.
+
+        Args:
+            is_chief: bool, whether it is the chief now; the one of before may have been lost.
+
+        Returns:
+            The steps since the last checkpoint, `None` without a backup, and when that was written; for the chief.
+        """
+        self._memory = None
+        found = None if own_reports.directory is None else _read(own_reports.directory)
+        if found is None or not is_chief:
+            self._now = Progress()
+            return None, 0.0
+        self._now = dataclasses.replace(found, fits=0, steps=0, saved_steps=0)
+        return found.steps - found.saved_steps, found.last_save
 
     def fit_resumes(self, number: int) -> None:
         """Records that the `fit` that has begun goes on from a checkpoint.
@@ -144,11 +164,16 @@ def read(directory: str, events: Events) -> Progress | None:
         directory: str, the job's.
         events: `Events`, of an attempt whose chief may run on another host.
     """
-    numbers: tuple[float, ...] | None = events.progress
+    return _read(Path(directory)) or (None if events.progress is None else _of(events.progress))
+
+
+def _read(directory: Path) -> Progress | None:
     with contextlib.suppress(OSError, struct.error):
-        numbers = _NUMBERS.unpack(Path(directory, _FILE).read_bytes())
-    if numbers is None:
-        return None
+        return _of(_NUMBERS.unpack((directory / _FILE).read_bytes()))
+    return None
+
+
+def _of(numbers: Sequence[float]) -> Progress:
     whole, times = numbers[:-2], numbers[-2:]
     return Progress(*map(int, whole), *times)
 

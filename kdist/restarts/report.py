@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import platform
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,38 @@ class Failure:
     from_launcher: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Healing:
+    """A loss of ranks after which the others went on in their processes.
+
+    Attributes:
+        lost: tuple of int, the ranks that were lost, as they were numbered until then.
+        lost_first: tuple of int, the same as the launcher numbers them.
+        ranks: int, how many went on.
+        host: str, where the lost ones were.
+        began: float, when the others knew, in seconds since 1970.
+        steps_lost: int or `None`, the steps since the last checkpoint; `None` without a backup.
+        saved: float, when that was written, in seconds since 1970; 0 for never.
+        went_on: float, when the next step had ended, in seconds since 1970; 0 for never.
+    """
+
+    lost: tuple[int, ...]
+    lost_first: tuple[int, ...]
+    ranks: int
+    host: str
+    began: float
+    steps_lost: int | None
+    saved: float
+    went_on: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """What happened, in words."""
+        lost = f"rank {self.lost[0]}" if len(self.lost) == 1 else f"ranks {', '.join(map(str, self.lost))}"
+        were = "was" if len(self.lost) == 1 else "were"
+        return f"{lost} on host {self.host} {were} killed, and {self.ranks} ranks went on"
+
+
 @dataclasses.dataclass
 class OwnReports:
     """What this process reports; nothing, unless it is a rank of `kdist run --restarts`.
@@ -99,7 +132,7 @@ class OwnReports:
     def made_step(self) -> None:
         """Reports that this rank has trained a first step."""
         if self.rank == 0:
-            self._send({"event": "step"})
+            self._send({"event": "step", "time": time.time()})
 
     def can_leave(self) -> None:
         """Reports that all ranks save and leave if they are asked to, by `kdist.restarts.request`."""
@@ -112,6 +145,14 @@ class OwnReports:
             numbers: iterable of float, the fields of `kdist.restarts.progress.Progress`.
         """
         self._send({"event": "progress", "numbers": list(numbers)})
+
+    def healed(self, healing: Healing) -> None:
+        """Reports that ranks were lost, and this one goes on with the others.
+
+        Args:
+            healing: `Healing`.
+        """
+        self._send({"event": "healing", **dataclasses.asdict(healing)})
 
     def failed(self, kind: Kind, text: str, rank: int | None, **more: bool) -> None:
         """Reports a failure.
@@ -161,6 +202,7 @@ class Events:
         failures: tuple of `Failure`, in their order.
         progress: tuple of float or `None`, the last progress that came by standard error.
         can_leave: bool, whether all ranks save and leave if they are asked to.
+        healings: tuple of `Healing`, in their order.
     """
 
     hosts: dict[int, str]
@@ -168,6 +210,7 @@ class Events:
     failures: tuple[Failure, ...]
     progress: tuple[float, ...] | None
     can_leave: bool = False
+    healings: tuple[Healing, ...] = ()
 
 
 def read(directory: str, lines: Iterable[str] = ()) -> Events:
@@ -181,6 +224,7 @@ def read(directory: str, lines: Iterable[str] = ()) -> Events:
     texts = [*(file.read_text().splitlines() if file.exists() else ()), *lines]
     hosts: dict[int, str] = {}
     failures, progress, made_step, can_leave = [], None, False, False
+    healings: list[Healing] = []
     for text in texts:
         with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line of a rank that was killed
             event = json.loads(text)
@@ -189,13 +233,18 @@ def read(directory: str, lines: Iterable[str] = ()) -> Events:
                 hosts[int(event["rank"])] = event["host"]
             elif kind == "step":
                 made_step = True
+                if healings and not healings[-1].went_on:
+                    healings[-1] = dataclasses.replace(healings[-1], went_on=event["time"])
+            elif kind == "healing":
+                ranks = {name: tuple(event[name]) for name in ("lost", "lost_first")}
+                healings.append(Healing(**{**event, **ranks}))
             elif kind == "can leave":
                 can_leave = True
             elif kind == "progress":
                 progress = tuple(event["numbers"])
             else:
                 failures.append(Failure(**{**event, "kind": Kind(event["kind"])}))
-    return Events(hosts, made_step, tuple(failures), progress, can_leave)
+    return Events(hosts, made_step, tuple(failures), progress, can_leave, tuple(healings))
 
 
 def read_place(directory: str, rank: int) -> str:

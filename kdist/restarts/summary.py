@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.restarts.attempt import Attempt, End
-from kdist.restarts.report import Kind
+from kdist.restarts.report import Healing, Kind
 from kdist.restarts.rules import are_new
 
 # What the other ranks see of a rank is told at length by them.
@@ -70,28 +70,58 @@ def seconds_lost(attempts: Sequence[Attempt], place: int) -> float:
     return lost
 
 
+def _healing_values(attempts: Sequence[Attempt]) -> list[list[dict[str, Any]]]:
+    """Returns what each attempt's healings cost, as values."""
+    return [
+        [
+            {
+                "ranks_lost": list(each.lost),
+                "ranks_left": each.ranks,
+                "host": each.host,
+                "cause": Kind.SIGNAL.value,
+                "steps_lost": each.steps_lost,
+                "seconds_lost": round(_seconds_of(each, attempt), 3),
+            }
+            for each in attempt.events.healings
+        ]
+        for attempt in attempts
+    ]
+
+
+def _seconds_of(healing: Healing, attempt: Attempt) -> float:
+    """Returns the time since the last checkpoint before a healing, and until the next step."""
+    return (healing.went_on or healing.began) - (healing.saved or attempt.began)
+
+
 def in_words(attempts: Sequence[Attempt], why: str) -> str:
-    """Returns the summary for the user; empty after one attempt that ended well.
+    """Returns the summary for the user; empty after one attempt that ended well, and lost no rank.
 
     Args:
         attempts: sequence of `Attempt`, all of them.
         why: str, why no other followed.
     """
     last = attempts[-1]
-    if last.end is End.WELL and len(attempts) == 1:
+    if last.end is End.WELL and len(attempts) == 1 and not last.events.healings:
         return ""
-    how = "the last one ended well" if last.end is End.WELL else f"exit code {last.code}; not started again: {why}"
+    well = "the last one ended well" if len(attempts) > 1 else "which ended well"
+    how = well if last.end is End.WELL else f"exit code {last.code}; not started again: {why}"
     lines = [f"{len(attempts)} attempt{'s' if len(attempts) > 1 else ''}, {how}"]
     are_resized = len({len(each.hosts) for each in attempts}) > 1
     for place, each in enumerate(attempts):
+        for healing in each.events.healings:
+            cost = f"lost {_in_words(healing.steps_lost)} and {_seconds_of(healing, each):.0f} s"
+            lines.append(f"  attempt {place + 1}: {healing.text}; {cost}")
         if each.end is End.WELL:
             continue
-        steps = steps_lost(each)
-        lost = "all steps, without a backup," if steps is None else f"{steps} steps"
+        lost = _in_words(steps_lost(each))
         size = f", of {len(each.hosts)} rank{'s' if len(each.hosts) > 1 else ''}" if are_resized else ""
         what = f"{blamed(each)}; lost {lost} and {seconds_lost(attempts, place):.0f} s"
         lines.append(f"  attempt {place + 1}{size}: {what}")
     return "\n".join(lines)
+
+
+def _in_words(steps: int | None) -> str:
+    return "all steps, without a backup," if steps is None else f"{steps} steps"
 
 
 def as_values(attempts: Sequence[Attempt], why: str, restarts: int) -> dict[str, Any]:
@@ -103,13 +133,17 @@ def as_values(attempts: Sequence[Attempt], why: str, restarts: int) -> dict[str,
         restarts: int, how many restarts were allowed.
     """
     all_steps = [steps_lost(each) for each in attempts]
-    news = are_new(attempts)
+    news, healings = are_new(attempts), _healing_values(attempts)
+    healed = [each for attempt in healings for each in attempt]
+    counted = [*all_steps, *(each["steps_lost"] for each in healed)]
+    seconds = [seconds_lost(attempts, place) for place in range(len(attempts))]
+    seconds += [each["seconds_lost"] for each in healed]
     return {
         "restarts": restarts,
         "exit_code": attempts[-1].code,
         "why_it_ended": why,
-        "steps_lost": None if None in all_steps else sum(steps or 0 for steps in all_steps),
-        "seconds_lost": round(sum(seconds_lost(attempts, place) for place in range(len(attempts))), 3),
+        "steps_lost": None if None in counted else sum(steps or 0 for steps in counted),
+        "seconds_lost": round(sum(seconds), 3),
         "attempts": [
             {
                 "attempt": place + 1,
@@ -126,6 +160,7 @@ def as_values(attempts: Sequence[Attempt], why: str, restarts: int) -> dict[str,
                 "steps": None if each.progress is None else each.progress.steps,
                 "steps_lost": all_steps[place],
                 "seconds_lost": round(seconds_lost(attempts, place), 3),
+                "healings": healings[place],
                 "output": each.output,
             }
             for place, each in enumerate(attempts)

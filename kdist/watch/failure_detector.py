@@ -34,6 +34,7 @@ class RankReport:
         in_user_code: bool, whether the user's code runs outside of Keras' loops, or in a callback.
         stack: tuple of str, the stack of its main thread, innermost frame last; empty if it was active just now.
         threads: tuple of str, the innermost frames of its other threads.
+        is_healing: bool, whether it has left its collectives, to go on without a rank that is gone.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class RankReport:
     in_user_code: bool = False
     stack: tuple[str, ...] = ()
     threads: tuple[str, ...] = ()
+    is_healing: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist.cluster.connections import connect, listen, own_hosts
-from kdist.restarts.report import own_reports
+from kdist.restarts.report import Kind, own_reports
 from kdist.watch.activity import Activity
 from kdist.watch.failure_detector import Failure, RankReport, StallTimeout, detect_failure
 
@@ -37,7 +37,11 @@ class Heartbeat:
 
     Attributes:
         stall_timeout: `StallTimeout`.
+        has_lost: `None`, or a function that returns whether ranks are known to be gone, and the others go on: a
+            connection that has closed ends the job only if they are not.
     """
+
+    has_lost: Callable[[], bool] | None = None
 
     def __init__(
         self, activity: Activity, rank: int, size: int, fail: Callable[[str], Any], warn: Callable[[str], Any]
@@ -61,6 +65,9 @@ class Heartbeat:
         self._answered = threading.Event()
         self._due = 0.0
         self._has_raised = False
+        self._is_paused = False
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
 
     def listen(self, *, everywhere: bool) -> dict[str, Any]:
         """Opens the port of rank 0.
@@ -94,12 +101,30 @@ class Heartbeat:
     def start(self) -> None:
         """Starts the thread, a daemon, which does not keep the process from exiting."""
         self._selector.register(self._woken, selectors.EVENT_READ)
-        threading.Thread(target=self._run, name="kdist-heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="kdist-heartbeat", daemon=True)
+        self._thread.start()
 
     def finish(self) -> None:
         """Reports that this rank's script has finished."""
         self._activity.has_finished = True
         self._wake.send(b".")
+
+    def pause(self) -> None:
+        """Detects nothing from now on: ranks that are left leave their collectives, each in its time."""
+        self._is_paused = True
+
+    def close(self) -> None:
+        """Ends the thread, and closes all connections."""
+        if self._is_closed:
+            return
+        self._is_paused = self._is_closed = True
+        self._wake.send(b".")
+        if self._thread is not None:
+            self._thread.join(_PERIOD * 10)
+        for each in (self._listener, *self._peers, self._wake, self._woken):
+            if each is not None:
+                each.close()
+        self._selector.close()
 
     def may_report(self, timeout: float = 1.0) -> bool:
         """Returns whether this rank is the first that asks: of several ranks that fail at once, one reports it.
@@ -115,7 +140,7 @@ class Heartbeat:
         return self._is_reporter
 
     def _run(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 self._listen_and_beat()
             except Exception as error:  # without this thread nothing would detect dead or stalled ranks
@@ -180,17 +205,26 @@ class Heartbeat:
                 del self._peers[peer.connection]
 
     def _beat(self) -> None:
-        mine = {**self._activity.report(), "asks": self._asks}
+        mine = {**self._activity.report(), "asks": self._asks, "is_healing": self._is_paused}
         own_reports.record_place(mine["place"])
         for peer in self._peers.values():
             # Rank 0 gets the whole report; the others need a heartbeat of rank 0, and whether they wait for it in vain.
-            peer.send(mine if self._rank else {name: mine[name] for name in ("finished", "calls")})
+            peer.send(mine if self._rank else {name: mine[name] for name in ("finished", "calls", "is_healing")})
         reports = [_rank_report(self._rank, mine)]
         reports += [peer.report() for peer in self._peers.values() if peer.rank is not None]
         reports.sort(key=lambda each: each.rank)
+        if self._is_paused:
+            return
         failure = detect_failure(reports, self.stall_timeout)
+        if failure is not None and self._is_healed(failure):
+            others = [each for each in reports if each.rank not in failure.ranks and not each.is_healing]
+            failure = detect_failure(others, self.stall_timeout)
         if failure is not None:
             self._handle(failure)
+
+    def _is_healed(self, failure: Failure) -> bool:
+        """Returns whether the others go on without the ranks that are gone, as they learn in their next collective."""
+        return failure.kind is Kind.LOST and self.has_lost is not None and self.has_lost()
 
     def _handle(self, failure: Failure) -> None:
         if not failure.is_fatal:

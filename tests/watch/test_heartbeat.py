@@ -67,6 +67,36 @@ def test_rank_0_may_finish_while_its_last_message_is_on_the_way(ranks):
     assert root.failures == other.failures == []
 
 
+def test_a_rank_that_dies_does_not_end_a_job_whose_other_ranks_go_on(ranks):
+    """Not before MPI has told that it is gone."""
+    root, other = ranks
+    knows = []
+    root.heartbeat.has_lost = other.heartbeat.has_lost = lambda: bool(knows)
+    knows.append("")
+    [connection] = other.heartbeat._peers
+    time.sleep(1.5)
+    connection.shutdown(socket.SHUT_RDWR)
+    time.sleep(5)
+    assert root.failures == other.failures == []
+    other.heartbeat.pause()
+    knows.clear()
+    until(lambda: root.failures)
+    assert "rank 1 died" in root.failures[0]
+    assert other.failures == []
+
+
+def test_a_heartbeat_that_is_closed_leaves_no_thread_and_no_connection(ranks):
+    for each in ranks:
+        each.heartbeat.pause()
+    for each in ranks:
+        each.heartbeat.close()
+        each.heartbeat.close()
+        assert not each.heartbeat._thread.is_alive()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", ranks[0].address["port"]))
+    assert ranks[0].failures == ranks[1].failures == []
+
+
 def test_a_rank_that_dies_ends_the_job(ranks):
     root, other = ranks
     [connection] = other.heartbeat._peers

@@ -12,6 +12,7 @@ import numpy as np
 
 from kdist.engines.arrays import fusion, gathering, scattering
 from kdist.engines.arrays.fusion import Array
+from kdist.engines.arrays.mpi_peers import MPIPeers
 from kdist.errors import EngineError
 
 _LOG = logging.getLogger("kdist")
@@ -39,12 +40,22 @@ class MPITransport:
         self._mpi = mpi
         self._comm = communicator
         self._sends: list[Any] = []
+        self._peers: MPIPeers | None = None
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
         host = communicator.Split_type(mpi.COMM_TYPE_SHARED)
         self.local_rank: int = host.Get_rank()
         self.local_size: int = host.Get_size()
         host.Free()
+
+    def join(self, peers: MPIPeers) -> None:
+        """Lets the ranks of this transport go on without one that is lost.
+
+        Args:
+            peers: `MPIPeers`, which revokes the communicator then.
+        """
+        self._peers = peers
+        peers.add(self._comm)
 
     def group(self, ranks: Sequence[int]) -> MPITransport:
         """Returns a transport among some ranks, this one included; each rank gives the ranks of its own group."""
@@ -157,6 +168,13 @@ class MPITransport:
         """Waits, nearly idle, until every rank is at its exit; MPI itself would burn a core in this wait."""
         if self._mpi.Is_finalized() or self._comm == self._mpi.COMM_NULL:
             return
+        try:
+            self._wait_for_exits()
+        except self._mpi.Exception:
+            if self._peers is None:  # else a rank was lost, and nobody is waited for any more
+                raise
+
+    def _wait_for_exits(self) -> None:
         everyone, started, pause, is_logged = self._comm.Ibarrier(), time.monotonic(), 0.001, False
         while not everyone.Test():
             time.sleep(pause)
