@@ -27,6 +27,7 @@ ROOMS = (
     "kdist.keras_hooks.fit",
     "kdist.keras_hooks.layers",
     "kdist.reports",
+    "kdist.healing",
     "kdist.launchers.hosts",
     "kdist.launchers",
     "kdist.launchers.functions",

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kdist.cli import script
-from kdist.cli.jobs import elastic, nodes, supervised
+from kdist.cli.jobs import elastic, healed, nodes, supervised
 from kdist.cli.jobs.command import add_launch_arguments, build, take_allocation
 from kdist.cli.jobs.parser import count
 from kdist.cli.jobs.started_job import JobToStart, make_directory, started
@@ -55,6 +55,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         action="store_true",
         help="with --restarts: the next start waits beside the job, with Keras imported, and so begins sooner",
     )
+    healed.add_arguments(restarts)
     elastic.add_arguments(restarts)
     nodes.add_arguments(parser.add_argument_group("several nodes without MPI or ssh"))
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
@@ -88,9 +89,10 @@ def run(options: argparse.Namespace) -> int:
         raise LaunchError(
             "--standby has no effect without --restarts. Received: --standby alone. Expected both. Fix: --restarts 3."
         )
+    heals = healed.least_of(options, os.environ)
     node = nodes.node_of(options, words, os.environ)
-    sizes = elastic.elastic_of(options, os.environ)
-    program = functools.partial(worker.program, sys.executable, words, module=is_module, tee=options.tee)
+    sizes = elastic.elastic_of(options, os.environ) if heals is None else None
+    program = functools.partial(worker.program, sys.executable, words, module=is_module, tee=options.tee, heals=heals)
     if options.dry_run:
         print(build(options, program(output=output), node=node))
         return 0

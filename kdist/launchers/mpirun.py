@@ -111,6 +111,7 @@ def build(
     forward: Sequence[str] = (),
     root: bool = False,
     oversubscribe: bool = False,
+    survives: bool = False,
 ) -> Command:
     """Builds the command that starts a job.
 
@@ -124,6 +125,7 @@ def build(
         forward: sequence of str, variables that mpirun must forward to other hosts.
         root: bool, whether the job is started by root, which Open MPI must be allowed.
         oversubscribe: bool, whether there may be more ranks than slots, which Open MPI must be allowed.
+        survives: bool, whether the others go on when a rank is killed, which Open MPI 5 is asked for.
 
     Returns:
         A `Command`.
@@ -133,6 +135,7 @@ def build(
     """
     check_slots(np, hosts, oversubscribe=oversubscribe)
     options, settings = _OPTIONS[mpirun.flavour](hosts, forward, root, oversubscribe)
+    options += ["--with-ft", "ulfm"] if survives else []
     argv = (mpirun.path, "-np", str(np), *options, *extra, *program)
     return Command(argv, {**mpirun.env, **settings, **(env or {})}, prints_boxes=mpirun.flavour == "openmpi")
 

@@ -6,6 +6,7 @@ import argparse
 import atexit
 import builtins
 import contextlib
+import functools
 import importlib.machinery
 import os
 import runpy
@@ -21,10 +22,11 @@ from typing import NoReturn
 
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
+from kdist.healing.survivor import Survivor
 from kdist.launchers.standby import wait
 from kdist.launchers.start import module_command
 from kdist.reports import breakpoint_hook, failure, first_failure
-from kdist.reports.output import redirect
+from kdist.reports.output import Shown, redirect
 from kdist.reports.scope_marks import own_scopes
 from kdist.restarts import request
 from kdist.restarts.report import own_reports
@@ -41,6 +43,7 @@ def program(
     supervised: str = "",
     standby: str = "",
     resizes: bool = False,
+    heals: int | None = None,
 ) -> tuple[str, ...]:
     """Returns the arguments that start a worker.
 
@@ -55,6 +58,7 @@ def program(
         supervised: str, what distinguishes a job that is started again from others; its ranks report how they fare.
         standby: str, where each rank waits to be told to begin; by default it begins at once.
         resizes: bool, whether the supervisor may change the number of ranks.
+        heals: int or `None`, the fewest ranks that run the script again when another one was killed.
 
     Returns:
         A tuple of str.
@@ -65,6 +69,7 @@ def program(
     options += ("--supervised", supervised) if supervised else ()
     options += ("--standby", standby) if standby else ()
     options += ("--resizes",) if resizes else ()
+    options += () if heals is None else ("--heals", str(heals))
     # mpirun would take what follows a word that is a colon for another program.
     places = [place for place, word in enumerate(command) if word == ":"]
     options += ("--colons", ",".join(map(str, places))) if places else ()
@@ -95,12 +100,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         registration = first_failure.Registration(options.running, info.rank, info.size, os.environ)
         report_failure = registration.report_failure
         atexit.register(registration.report_success)  # registered first, called last
+    shown = None if options.heals is None or options.tee else Shown()
     redirect(info.rank, options.output, tee=options.tee)
     breakpoint_hook.install(info, os.environ)
     running_file = _register(options, info)
     hook = failure.install(end_job, info.rank, info.size, before_abort=report_failure) if info.size > 1 else None
+    survivor = None
+    if options.heals is not None and hook is not None:
+        become_chief = _nothing if shown is None else functools.partial(shown.show, info.rank, options.output)
+        survivor = Survivor(options.heals, hook, become_chief)
     try:
-        _run(command, is_module)
+        _run_to_the_end(command, is_module, survivor)
     except BaseException as error:
         code, trace = failure.exit_code(error), _without_own_frames(error.__traceback__)
         if code == 0:
@@ -152,7 +162,7 @@ def _register(options: argparse.Namespace, info: ClusterInfo) -> Path | None:
         own_reports.is_resized = options.resizes
     file = directory / str(info.rank)
     with contextlib.suppress(OSError):
-        file.touch()
+        file.write_text(str(os.getpid()))  # of a rank of Open MPI's ULFM nobody else says that it is gone
     if info.size > 1:
         own_scopes.begins(directory, info.rank)
     return file
@@ -174,10 +184,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--supervised", metavar="JOB")
     parser.add_argument("--standby", metavar="HOST,...:PORT:TOKEN")
     parser.add_argument("--resizes", action="store_true")
+    parser.add_argument("--heals", type=int, metavar="N")
     parser.add_argument("--colons", metavar="PLACE,...", default="")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     return parser
+
+
+def _run_to_the_end(command: Sequence[str], is_module: bool, survivor: Survivor | None) -> None:
+    """Runs the script; again where another rank was killed, and those that are left go on."""
+    while True:
+        try:
+            _run(command, is_module)
+        except BaseException as error:
+            if survivor is None or not survivor.goes_on_after(error):
+                raise
+        else:
+            if survivor is None or not survivor.goes_on_after(None):
+                return
+        survivor.heal()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _run(command: Sequence[str], is_module: bool) -> None:

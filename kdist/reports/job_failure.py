@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 
 from kdist.restarts.launcher_words import failure_in
 from kdist.restarts.report import Failure, Kind, read_place
@@ -104,17 +105,21 @@ class JobFailure:
         """
         return self._of_a_rank() or self._of_a_launcher(directory)
 
-    def summary(self, code: int, output: str | None = None, directory: str = "") -> str:
+    def summary(self, code: int, output: str | None = None, directory: str = "", gone: Collection[int] = ()) -> str:
         """Returns what failed, and below it how to fix it if kdist knows; empty if nothing is known.
 
         Args:
             code: int, the exit code of the job.
             output: str or `None`, the directory of every rank's output.
             directory: str, the job's.
+            gone: collection of int, the ranks that the others went on without, with other numbers: those of the files
+                are the first ones.
         """
         if not (cause := self.cause(directory)):
             return ""
         rank, what, fix = cause
+        if rank is not None:
+            rank = [each for each in range(rank + len(gone) + 1) if each not in gone][rank]
         kept = "to keep each rank's output: kdist run --output DIR"
         if output:
             its = f"its output is in {os.path.join(output, f'rank{rank}.err')}, that of the other ranks beside it"

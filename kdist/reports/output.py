@@ -36,7 +36,7 @@ _BUFFER_BYTES = 1 << 18  # of stderr that are kept until a failure
 _STDOUT, _STDERR = 1, 2
 
 
-def redirect(rank: int, directory: str | None, *, tee: bool = False) -> None:
+def redirect(rank: int, directory: str | None, *, tee: bool = False, is_shown: bool = False) -> None:
     """Redirects this process's standard output and standard error for `kdist run`.
 
     Those of rank 0 are shown. Of the others only the stderr of a rank that fails is shown. With a directory, all are
@@ -47,20 +47,22 @@ def redirect(rank: int, directory: str | None, *, tee: bool = False) -> None:
         rank: int, this process's number.
         directory: str or `None`, the directory of the files, which is created.
         tee: bool, whether the output of all ranks is shown, each line with the rank and the time.
+        is_shown: bool, whether it is shown as that of rank 0 is, from now on: rank 0 is gone.
     """
+    is_first = rank == 0 or is_shown
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
     for descriptor, suffix in ((_STDOUT, "out"), (_STDERR, "err")):
         path = os.devnull if directory is None else os.path.join(directory, f"rank{rank}.{suffix}")
-        if rank == 0 and directory is None and not tee:
+        if is_first and directory is None and not tee:
             continue
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if is_shown else os.O_TRUNC), 0o666)
         if tee:
-            _tee(descriptor, file, is_first=rank == 0, label=f"rank {rank}")
-        elif rank > 0 and descriptor == _STDOUT:
+            _tee(descriptor, file, is_first=is_first, label=f"rank {rank}")
+        elif not is_first and descriptor == _STDOUT:
             os.dup2(file, descriptor)
         else:
-            _tee(descriptor, file, is_first=rank == 0)
+            _tee(descriptor, file, is_first=is_first)
         os.close(file)
     # A crash in C++ then prints the Python stack, which is one of the marks of a failure.
     faulthandler.enable()
@@ -68,6 +70,27 @@ def redirect(rank: int, directory: str | None, *, tee: bool = False) -> None:
         # Printed lines must not be lost when the rank is killed.
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+class Shown:
+    """The standard output and error as they are before `redirect`, to show this rank's output from some moment on."""
+
+    def __init__(self) -> None:
+        self._descriptors = os.dup(_STDOUT), os.dup(_STDERR)
+
+    def show(self, rank: int, directory: str | None) -> None:
+        """Shows the output of this process from now on, as that of rank 0 is.
+
+        Args:
+            rank: int, the number in the names of its files.
+            directory: str or `None`, the directory of the files.
+        """
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        for kept, descriptor in zip(self._descriptors, (_STDOUT, _STDERR), strict=True):
+            os.dup2(kept, descriptor)
+        redirect(rank, directory, is_shown=True)
 
 
 def _tee(descriptor: int, file: int, *, is_first: bool, label: str = "") -> None:

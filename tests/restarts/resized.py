@@ -7,7 +7,7 @@ a step that is not saved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ RANKS = (3, 2, 3)  # of each start
 KINDS = ("arrays", "tf_data", "py_dataset", "generator")
 BATCH, ROWS, EPOCHS = 7, 60, 3  # no rank's share of a batch is as large as another's, and the last batch is smaller
 TOLERANCE = 1e-9  # of float64
+SETTINGS: Mapping[str, Any] = {"save_freq": 2}
 ENDS = ((0, 4), (1, 2))  # of the first starts: epoch and step; every second step is saved
 
 
@@ -86,13 +87,14 @@ def inputs(kind: str) -> dict[str, Any]:
     return {"x": x, "y": y, "batch_size": BATCH}
 
 
-def train(kind: str, folder: Path, callbacks: list[Any]) -> dict[str, Any]:
+def train(kind: str, folder: Path, callbacks: list[Any], settings: Mapping[str, Any] = SETTINGS) -> dict[str, Any]:
     """Trains as a script does from its first line; returns history, weights and the optimizer's state, by name.
 
     Args:
         kind: str, one of `KINDS`.
         folder: path, of the backup.
         callbacks: list of callbacks, before the backup.
+        settings: mapping, other arguments of the backup.
     """
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
@@ -101,7 +103,7 @@ def train(kind: str, folder: Path, callbacks: list[Any]) -> dict[str, Any]:
         model.add(keras.layers.BatchNormalization(synchronized=True))
         model.add(keras.layers.Dense(2))
         model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae", keras.metrics.R2Score()])
-        backup = kdist.callbacks.BackupAndRestore(folder, save_freq=2)
+        backup = kdist.callbacks.BackupAndRestore(folder, **settings)
         history = model.fit(**inputs(kind), epochs=EPOCHS, verbose=0, callbacks=[*callbacks, backup])
     state = [*model.weights, *model.optimizer.variables]
     return {

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.helpers import spmd
+from tests.restarts import resized
 
 LIMIT = 300.0  # seconds for a start of two ranks that train, on a busy machine
 
@@ -80,6 +81,31 @@ def train(
     assert done.returncode == 0, done.output[-6000:]
     attempts = json.loads((folder / "out" / "restarts.json").read_text())["attempts"]
     return Trained(attempts, result_of(folder), done.output)
+
+
+def heal(
+    folder: Path, *ways: str, ranks: int, restarts: int, env: Mapping[str, str] | None = None
+) -> tuple[str, list[dict[str, Any]]]:
+    """Trains to the end, in the same processes where that is possible; returns what was said and the attempts.
+
+    Args:
+        folder: path, where the backup and the output go.
+        *ways: str, how each run of the script but the last one breaks; see `tests.restarts.healed`.
+        ranks: int, how many.
+        restarts: int, how many restarts there may be.
+        env: mapping, environment variables on top.
+    """
+    options = ("--restarts", str(restarts), "--heal", "in-process", "--output", os.fspath(folder / "out"))
+    program = ("-m", "tests.restarts.healed", os.fspath(folder), *ways)
+    done = run(*options, *program, ranks=ranks, timeout=LIMIT * (len(ways) + 1), env=env)
+    assert done.returncode == 0, done.output[-6000:]
+    assert resized.difference(folder, "arrays") < resized.TOLERANCE
+    return done.output, json.loads((folder / "out" / "restarts.json").read_text())["attempts"]
+
+
+def healings(attempts: Sequence[Mapping[str, Any]]) -> list[list[tuple[list[int], int]]]:
+    """Returns for each attempt which ranks were lost, and how many went on."""
+    return [[(each["ranks_lost"], each["ranks_left"]) for each in attempt["healings"]] for attempt in attempts]
 
 
 def result_of(folder: Path) -> Mapping[str, npt.NDArray[Any]]:

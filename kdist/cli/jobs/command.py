@@ -154,6 +154,7 @@ def build(
         ps=options.ps,
         oversubscribe=options.oversubscribe,
         reports=reports,
+        heals=getattr(options, "heal", None) is not None,
     )
     word = _word(options, os.environ)
     if job.ps is not None and (word != PARAMETER_SERVER or job.ps < 1):
@@ -183,6 +184,7 @@ class _Job:
     ps: int | None  # the number of parameter servers, if given
     oversubscribe: bool  # whether there may be more ranks than slots
     reports: str | None = None  # where a launcher of kdist reports which rank failed first
+    heals: bool = False  # whether ranks go on when another one is killed
 
 
 def _automatically(job: _Job) -> Command:
@@ -208,6 +210,7 @@ def _by_this_mpirun(found: mpirun.MPIRun, job: _Job) -> Command:
         root=os.geteuid() == 0,
         # Open MPI refuses more ranks than cores, and does not count hardware threads.
         oversubscribe=job.local or job.oversubscribe,
+        survives=job.heals,
     )
 
 

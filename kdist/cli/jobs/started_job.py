@@ -10,6 +10,7 @@ import platform
 import signal
 from collections.abc import Callable, Iterator, Sequence
 
+from kdist.cli.jobs import healed
 from kdist.cli.jobs.command import build, hosts_of, launcher_arguments
 from kdist.cli.jobs.message import tell
 from kdist.cli.jobs.watched import Watched
@@ -116,6 +117,7 @@ def started(
             standby=waiting,
             notice=notice,
             has_hosts=what.has_hosts,
+            healed=None if what.options.heal is None else healed.Watch(running),
         )
 
 
@@ -135,6 +137,7 @@ class StartedJob:
         standby: `Standby` or `None`, where they wait.
         notice: `_Notice`, which is passed on to its ranks.
         has_hosts: bool, whether the user has named hosts: files that ranks leave say then that one was lost.
+        healed: `healed.Watch` or `None`, where the others go on when a rank is killed.
     """
 
     command: Command
@@ -148,6 +151,7 @@ class StartedJob:
     standby: Standby | None
     notice: _Notice
     has_hosts: bool
+    healed: healed.Watch | None = None
 
     @property
     def is_running(self) -> bool:
@@ -175,11 +179,13 @@ class StartedJob:
             marks = scope_marks.read(self.running)
             if remark := slow_start.remark(marks):
                 tell(remark)
-            return self._has_problem(marks)
+            return self._has_problem(marks) or (self.healed is not None and self.healed.has_problem())
 
         code = self.job.follow(received, self.monitor.mute, must_end)
         self.notice.close()
         self.monitor.close()
+        if self.healed is not None and not received:
+            code = self.healed.code(code)
         if self.watched is not None:
             self.watched.read(self.running)
         if received:
@@ -212,7 +218,8 @@ class StartedJob:
         for failure in report.read(self.running).failures:
             if failure.from_launcher:
                 self.failure.take(failure)
-        summary = self.failure.summary(code, self.output, self.running) if code else ""
+        gone = () if self.healed is None else self.healed.lost
+        summary = self.failure.summary(code, self.output, self.running, gone) if code else ""
         if self.output is not None and not summary:
             tell(f"the output of each rank is in {self.output} (rank0.out, rank0.err, ...)")
         for place, line in enumerate(summary.splitlines()):

@@ -1,0 +1,1 @@
+"""A module of a script's own, which is imported again with it."""
