@@ -1,5 +1,5 @@
-"""`kdist run --restarts` after each failure of each rank, over each engine, cold and with `--standby`, and trainings
-that other numbers of ranks take up: `python -m tests.restarts.full`.
+"""`kdist run --restarts` after each failure of each rank, over each engine, cold, with `--standby` and, over MPI, with
+`--heal in-process`, and trainings that other numbers of ranks take up: `python -m tests.restarts.full`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.helpers.campaign import Campaign
 from tests.helpers.jobs import job
 from tests.restarts import resized
-from tests.restarts.trained import Trained, causes, train
+from tests.restarts.trained import Trained, causes, heal, healings, train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,23 +29,25 @@ class Way:
         starts: tuple of str, how each start breaks, as for `tests.restarts.training`; without the rank.
         who: tuple of int, the ranks that may break.
         is_blamed: bool, whether the rank must be named.
+        is_healed: bool, whether the others go on in their processes, if they are asked to.
     """
 
     cause: str
     starts: tuple[str, ...]
     who: tuple[int, ...] = (0, 1)
     is_blamed: bool = True
+    is_healed: bool = False
 
 
 WAYS = {
-    "kill": Way("signal", ("kill@{}",)),
-    "crash": Way("signal", ("crash@{}",)),
+    "kill": Way("signal", ("kill@{}",), is_healed=True),
+    "crash": Way("signal", ("crash@{}",), is_healed=True),
     "stop": Way("stall", ("stop@{}",)),
     "raise": Way("exception", ("raise@{}",)),
     "preempt": Way("preemption", ("preempt@{}",)),
-    "kill while starting": Way("signal", ("kill@{}:0",)),
-    "kill, and again while starting": Way("signal", ("kill@{}", "kill@{}:0")),
-    "kill while saving": Way("signal", ("saving@{}",), who=(0,)),
+    "kill while starting": Way("signal", ("kill@{}:0",), is_healed=True),
+    "kill, and again while starting": Way("signal", ("kill@{}", "kill@{}:0"), is_healed=True),
+    "kill while saving": Way("signal", ("saving@{}",), who=(0,), is_healed=True),
     "full disk": Way("exception", ("full@{}",), who=(0,)),
     "kill the launcher": Way("signal", ("launcher@{}",), who=(0,), is_blamed=False),
 }
@@ -57,6 +59,9 @@ ENGINES = {"mpi": "mpi", "mpich": "mpi", "horovod": "horovod", "collective": "co
 NEXT = {"cold": (), "standby": ("--standby",)}
 """How the next attempt is started, and the options for it."""
 
+IN_PROCESS = "in-process"
+"""What it is called where the others go on in their processes, over MPI."""
+
 STALL = {"KDIST_STALL_TIMEOUT": "30"}  # seconds
 
 
@@ -66,17 +71,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="how the ranks talk")
     parser.add_argument("--ways", nargs="+", choices=[*WAYS, "resize"], default=[*WAYS, "resize"])
     parser.add_argument("--ranks", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="who fails")
-    parser.add_argument("--next", nargs="+", choices=NEXT, default=list(NEXT), help="how the next attempt is started")
+    all_next = [*NEXT, IN_PROCESS]
+    parser.add_argument("--next", nargs="+", choices=all_next, default=all_next, help="how the next attempt is started")
     parser.add_argument("--out", type=Path, help="where the table goes, after each cell; shown as well")
     options = parser.parse_args(argv)
     campaign = Campaign(options.out)
     for engine in options.engines:
         ways = [way for way in options.ways if way in WAYS]
-        whole = started(engine) if ways else None
-        for way, rank, how in itertools.product(ways, options.ranks, options.next):
+        hows = [how for how in options.next if how in NEXT]
+        whole = started(engine) if ways and hows else None
+        for way, rank, how in itertools.product(ways, options.ranks, hows):
             if rank in WAYS[way].who:
                 check = functools.partial(broken, engine, WAYS[way], rank, whole, NEXT[how])
                 campaign.attempt(way, f"rank {rank}", f"{engine}{', standby' * (how == 'standby')}", check)
+        for way, rank in itertools.product(ways, options.ranks):
+            if engine == "mpi" and IN_PROCESS in options.next and rank in WAYS[way].who:
+                check = functools.partial(healed, WAYS[way], rank)
+                campaign.attempt(way, f"rank {rank}", f"{engine}, {IN_PROCESS}", check)
         if engine != "mpich" and "resize" in options.ways:
             campaign.attempt("resize", "3, 2, 3 ranks", engine, functools.partial(taken_up, engine))
     print(campaign.text())
@@ -100,6 +111,23 @@ def broken(engine: str, way: Way, rank: int, whole: Trained | None, options: Seq
     assert whole is not None
     assert trained.differences(whole) == [], trained.said[-6000:]
     return f"{sum(each['seconds_lost'] for each in trained.attempts):.0f} s lost"
+
+
+def healed(way: Way, rank: int) -> str:
+    """Breaks a training of three ranks, of which two go on, and asserts what must come of it; returns the time lost.
+
+    What cannot be healed is started again, on three ranks: a second loss, too, which would leave one rank.
+    """
+    starts = [each.format(rank) for each in way.starts]
+    with tempfile.TemporaryDirectory() as folder:
+        said, attempts = heal(Path(folder), *starts, ranks=3, restarts=len(starts), env=STALL)
+    num_restarts = len(starts) - way.is_healed
+    blamed = (way.cause, rank if way.is_blamed else None)
+    assert causes(attempts) == [*[blamed] * num_restarts, ("success", None)], said[-6000:]
+    lost = [[([rank], 2)] if way.is_healed else [], *[[]] * num_restarts]
+    assert healings(attempts) == lost, said[-6000:]
+    seconds = [each["seconds_lost"] for attempt in attempts for each in (attempt, *attempt["healings"])]
+    return f"{sum(seconds):.0f} s lost"
 
 
 def taken_up(engine: str) -> str:
