@@ -5,9 +5,9 @@
 Recovery: seconds from SIGKILL of rank 1 to the end of the first step of the next attempt, on the slowest rank, by a
 clock that all processes share. Each trains the small MLP of models.py and saves every 10 steps. The kill comes 30
 seconds after the first steps, so that a next attempt on standby is ready. `kdist run --restarts`, without and with
-`--standby`, beside `torchrun --max-restarts` on PyTorch DDP, whose script loads its own checkpoint, as its users write
-it. PyTorch is left out where it is not installed. A turn in which a launcher has not recovered within two minutes is
-counted as one without recovery.
+`--standby`, and with `--heal in-process`, where two of three ranks go on; beside `torchrun --max-restarts` on PyTorch
+DDP, whose script loads its own checkpoint, as its users write it. PyTorch is left out where it is not installed. A turn
+in which a launcher has not recovered within two minutes is counted as one without recovery.
 
 Saving: milliseconds that a step waits for a checkpoint of the wide MLP (22 M weights) and Adam, on 2 ranks: the median
 step that saves, less the median step that does not. To disk, to disk with `asynchronous=True`, and with `memory_freq`.
@@ -44,10 +44,12 @@ SAVE_STEPS, SAVE_EVERY = 48, 8  # of the wide model
 
 BESIDE = Path(sys.executable).parent
 KDIST = [str(BESIDE / "kdist"), "run", "-np", "2", "--restarts", "1"]
+HEAL = [str(BESIDE / "kdist"), "run", "-np", "3", "--restarts", "1", "--heal", "in-process"]
 TORCHRUN = [str(BESIDE / "torchrun"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
 RECOVERIES = {
     "`kdist run --restarts 1`": ([*KDIST, __file__], "keras"),
     "`kdist run --restarts 1 --standby`": ([*KDIST, "--standby", __file__], "keras"),
+    "`kdist run --restarts 1 --heal in-process`, 3 ranks": ([*HEAL, __file__], "keras"),
     "`torchrun --max-restarts 1`, PyTorch DDP": ([*TORCHRUN, __file__], "torch"),
 }
 SAVES: dict[str, dict[str, Any]] = {
