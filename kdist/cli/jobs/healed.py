@@ -30,9 +30,9 @@ _AFTER_REPORT = 3.0  # seconds after which a rank that has said why it ends is n
 _MPI4PY = (4, 1)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument to a verb's parser."""
-    parser.add_argument(
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Adds the argument to a group of a verb's parser."""
+    group.add_argument(
         "--heal",
         choices=(IN_PROCESS,),
         help="with --restarts, experimental: when a rank is killed, the others go on in their processes "
