@@ -20,7 +20,14 @@ TRAINED = "_trainable_variables"
 UPDATE = "apply_grad_to_update_var"  # a function in Keras' code, by whose name a strategy knows an optimizer's update
 
 ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
-_UPDATES = (*("apply", "apply_gradients", APPLY_GRADIENTS, "_backend_update_step"), CLIP, "_apply_weight_decay")
+_OF_A_WEIGHT = ("assign", "assign_add", "assign_sub", "_use_weight_decay")  # what an update calls for each weight
+_OF_WEIGHTS = (
+    *("apply", "apply_gradients", APPLY_GRADIENTS, "_backend_update_step", "_distributed_tf_update_step"),
+    *(CLIP, "_clip_by_norm", "_apply_weight_decay", "_filter_empty_gradients", "_all_reduce_sum_gradients"),
+    *("_update_model_variables_moving_average", "_overwrite_model_variables_with_average_value"),
+    *("_backend_increment_gradient_accumulators", "_backend_reset_gradient_accumulators"),
+    "_overwrite_variables_directly_with_gradients",
+)
 _STATE = ("finalize_variable_values", "load_own_variables", "save_own_variables")
 
 
@@ -160,13 +167,17 @@ def original(optimizer: keras.optimizers.Optimizer, name: str) -> Callable[..., 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether an optimizer updates each number of a weight by itself."""
     owner = _rule_of(optimizer)
-    return _is_of_keras(owner) and owner.__name__ in ELEMENTWISE
+    return _is_of_keras(owner) and owner.__name__ in ELEMENTWISE and not _own(optimizer, _OF_A_WEIGHT)
 
 
 def own_update_methods(optimizer: keras.optimizers.Optimizer) -> list[str]:
-    """Returns the methods around `update_step`, and of the state, that a user's class overrides."""
+    """Returns the methods that a user's class overrides and that see several weights, or the state."""
+    return _own(optimizer, _OF_WEIGHTS + _STATE)
+
+
+def _own(optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -> list[str]:
     classes = [each for each in type(optimizer).__mro__ if not _is_of_keras(each)]
-    return [name for name in _UPDATES + _STATE if any(name in vars(each) for each in classes)]
+    return [name for name in names if any(name in vars(each) for each in classes)]
 
 
 def shared_variables(optimizer: keras.optimizers.Optimizer, slots: Sequence[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ def check_table_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         raise StrategyError(
             f"shard_embeddings does not support this optimizer, which may need all rows of a table at once. Received: "
             f"{name}. Expected one of Keras' that update each number by itself: {', '.join(ELEMENTWISE)}. Fix: use one "
-            "of these, or a larger number for shard_embeddings."
+            "of these as it is, or a larger number for shard_embeddings."
         )
     if optimizer.built:
         raise StrategyError(
@@ -67,8 +67,8 @@ def _check_methods(optimizer: keras.optimizers.Optimizer) -> None:
     if methods := own_update_methods(optimizer):
         raise StrategyError(
             f'shard="optimizer" does not support this optimizer: these methods would see parts. Received: '
-            f"{name} with its own {', '.join(methods)}. Expected one that overrides `update_step` and `build` alone. "
-            'Fix: move the rule to `update_step`, or use kdist.AllReduce() without shard="optimizer".'
+            f"{name} with its own {', '.join(methods)}. Expected one that overrides what is called for one weight, as "
+            '`update_step`. Fix: move the rule to `update_step`, or use kdist.AllReduce() without shard="optimizer".'
         )
 
 

@@ -345,6 +345,30 @@ def a_rule_that_copies_weights() -> None:
         both(script, strategy=SHARD)
 
 
+class ClippedChanges(keras.optimizers.Adam):
+    """Clips what is subtracted from a weight by its norm, and lets biases not decay."""
+
+    def assign_sub(self, variable: Any, value: Any) -> None:
+        norm = keras.ops.sqrt(keras.ops.sum(keras.ops.square(value)))
+        super().assign_sub(variable, value * keras.ops.minimum(1.0, 0.005 / norm))
+
+    def _use_weight_decay(self, variable: Any) -> bool:
+        return len(variable.shape) > 1
+
+
+@case
+def methods_of_ones_own_that_see_a_weight() -> None:
+    """Each has all of it, at one rank."""
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(ClippedChanges(0.01, weight_decay=0.2), "mse")
+        return fit_alone(model, fed("arrays", (x, y), batch))
+
+    both(script, strategy=SHARD)
+
+
 @case
 def slots_take_their_part_of_the_memory() -> None:
     fresh()
@@ -522,6 +546,11 @@ class _OwnUpdateStep(keras.optimizers.SGD):
         return super()._backend_update_step(grads, trainable_variables, learning_rate)
 
 
+class _OwnAverages(keras.optimizers.SGD):
+    def _update_model_variables_moving_average(self, trainable_variables: Any) -> None:
+        super()._update_model_variables_moving_average(trainable_variables)
+
+
 class _OwnSaving(keras.optimizers.SGD):
     def save_own_variables(self, store: Any) -> None:
         super().save_own_variables(store)
@@ -613,6 +642,7 @@ def what_is_refused() -> None:
         "built with other weights": unfrozen,
         "its own apply": lambda: trained(_OwnApply(0.1)),
         "its own _backend_update_step": lambda: trained(_OwnUpdateStep(0.1)),
+        "its own _update_model_variables_moving_average": lambda: trained(_OwnAverages(0.1)),
         "of several": lambda: trained(several()),
         "built outside of the scope": lambda: trained(built),
         "loop of the script's own": loop,

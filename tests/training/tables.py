@@ -25,7 +25,7 @@ from kdist.sharding.table import tables_of
 from tests.helpers.logs import logged
 from tests.training import fidelity
 from tests.training.fidelity import BATCH, both, compare, fed, fit_evaluate_predict, fresh, outcome, size
-from tests.training.sharded import sharded, shared_folder
+from tests.training.sharded import ClippedChanges, sharded, shared_folder
 
 ROWS, WIDTH, LENGTH = 41, 3, 5
 TABLES = kdist.AllReduce(shard_embeddings=8.0 * ROWS * WIDTH)
@@ -538,11 +538,14 @@ def refusals() -> None:
             (name,) = given
             with pytest.raises(KDistError, match=f"(?s)does not support {name}=.*Fix: "):
                 reader(**given)
-        model = reader()
-        model.compile(keras.optimizers.Lamb(0.01), "mse")
         x, y = sentences()
-        with pytest.raises(KDistError, match="(?s)does not support this optimizer.*Lamb.*SGD"):
-            model.fit(x, y, verbose=0)
+        for optimizer in (keras.optimizers.Lamb(0.01), ClippedChanges(0.01)):
+            model = reader()
+            model.compile(optimizer, "mse")
+            with pytest.raises(
+                KDistError, match=f"(?s)does not support this optimizer.*{type(optimizer).__name__}.*SGD"
+            ):
+                model.fit(x, y, verbose=0)
         model = reader()
         model.compile(keras.optimizers.Adam(0.01, use_ema=True), "mse")
         for callback in (
