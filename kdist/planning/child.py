@@ -1,4 +1,4 @@
-"""One process of `kdist plan`: runs the script up to its first verb, and writes the sizes that it finds there."""
+"""One process of `kdist plan`: runs the script up to its first training, and writes the sizes that it finds there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from kdist.errors import KDistError
 from kdist.planning.activations import LEAST_ROWS, available, measure, status
 from kdist.planning.first_call import FirstCall, inputs_of, run_step, stops_at_first_call
-from kdist.planning.memory import Sizes
+from kdist.planning.memory import Sizes, is_training
 from kdist.planning.weights import model_sizes, slots, unallocated
 
 COUNT, MEASURE = "count", "measure"
@@ -62,9 +62,10 @@ def run(way: str, report: str, kind: str, name: str, arguments: Sequence[str]) -
 
 def _sizes(call: FirstCall, way: str) -> Sizes:
     before = status("VmRSS")
-    is_trained = call.verb.startswith(("fit", "train"))
+    is_trained = is_training(call.verb)
     sizes = model_sizes(call.model, call.batch_size, inputs_of(call), is_trained=is_trained)
-    sizes = dataclasses.replace(sizes, data=call.data + call.copies, batches_per_step=call.batches_per_step)
+    data = call.data + call.copies
+    sizes = dataclasses.replace(sizes, data=data, batches_per_step=call.batches_per_step, verb=call.verb)
     held = sizes.weights + sizes.slots + sizes.trained
     if way == COUNT:
         return dataclasses.replace(sizes, process=max(0, before - call.data))

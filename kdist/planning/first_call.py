@@ -1,10 +1,10 @@
-"""Runs a script up to its first verb of a model of a scope, such as `fit`, and takes what the verb was given."""
+"""Runs a script up to its first training of a model of a scope, such as `fit`, and takes what that was given."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -12,14 +12,17 @@ import tensorflow as tf
 
 from kdist._user_code import user_line
 from kdist.errors import KDistError
-from kdist.keras_hooks.patching import VERBS, patch, watched
+from kdist.keras_hooks.patching import VERBS, patch, patched, watched
+from kdist.planning.memory import is_training
 from kdist.planning.rows import copied_bytes, first_rows, held_bytes, keras_tensor, number_of_rows, repeated
 from kdist.reports.scope_marks import own_scopes
 
 
 @dataclasses.dataclass(eq=False)
 class FirstCall(BaseException):
-    """Ends the script at its first verb; no `except Exception` of the script's stops it.
+    """Ends the script at its first training; no `except Exception` of the script's stops it.
+
+    Of a script that trains nothing it is the first verb.
 
     Attributes:
         model: `keras.Model`.
@@ -43,9 +46,13 @@ class FirstCall(BaseException):
 
 @contextlib.contextmanager
 def stops_at_first_call() -> Iterator[None]:
-    """Raises `FirstCall` instead of the first verb of a model in a scope, or that was made in one."""
+    """Raises `FirstCall` instead of the first training of a model in a scope, or that was made in one.
+
+    Evaluations and predictions before it return zeros. Without a training it is raised at the end, for the first one.
+    """
     own_scopes.is_planned = True
     in_scope: set[int] = set()
+    inferences: list[FirstCall] = []
 
     def made(model: Any) -> None:
         if own_scopes.is_open:
@@ -59,20 +66,33 @@ def stops_at_first_call() -> Iterator[None]:
                 "into `with kdist.scope():`."
             )
         for verb in VERBS:
-            patch(model, verb, lambda *args, _verb=verb, **kwargs: _stop(model, _verb, args, kwargs))
+            patch(model, verb, lambda *args, _verb=verb, **kwargs: call(model, _verb, args, kwargs))
+
+    def call(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = _call_of(model, verb, args, kwargs)
+        if is_training(verb):
+            raise found
+        if not inferences:
+            inferences.append(found)
+        return _zeros(found, args, kwargs)
 
     try:
         with watched(_trainer(), VERBS, made, used):
             yield
+    except SystemExit as end:
+        if end.code or not inferences:
+            raise
     finally:
         own_scopes.is_planned = False
+    if inferences:
+        raise inferences[0]
 
 
 def _trainer() -> type:
     return next(each for each in keras.Model.__mro__ if "fit" in vars(each))
 
 
-def _stop(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _call_of(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstCall:
     names: tuple[str, ...] = ("x", "batch_size") if verb == "predict" else ("x", "y", "batch_size")
     if verb.endswith("_on_batch"):
         names = ("x",) if verb.startswith("predict") else ("x", "y")
@@ -95,7 +115,44 @@ def _stop(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[str
     data = sum(map(held_bytes, arrays))
     copies = 0 if verb.endswith("_on_batch") else sum(map(copied_bytes, arrays))
     batch = tf.nest.map_structure(lambda each: first_rows(each, rows), batch)
-    raise FirstCall(model, verb, batch, rows, data, copies, _batches_per_step(verb))
+    return FirstCall(model, verb, batch, rows, data, copies, _batches_per_step(verb))
+
+
+def _zeros(call: FirstCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what an evaluation or prediction returns, of zeros: large weights have no values to compute with."""
+    model = call.model
+    if not model.built:
+        model(inputs_of(call))
+    with (
+        patched(model, "test_step", _traced(model.test_step)),
+        patched(model, "predict_step", _traced(model.predict_step)),
+    ):
+        try:
+            return getattr(type(model), call.verb)(model, *args, **kwargs)
+        finally:
+            model.test_function = model.predict_function = None
+
+
+def _traced(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a step that returns zeros of the shapes of another's outputs, which is traced only."""
+
+    def zeros(data: Any) -> Any:
+        first = next(each for each in tf.nest.flatten(data) if each is not None)
+        number = first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
+        specs = tf.nest.map_structure(lambda each: each if each is None else tf.type_spec_from_value(each), data)
+        with tf.init_scope():
+            outputs = tf.function(step).get_concrete_function(specs).structured_outputs
+
+        def of(output: Any) -> Any:
+            lengths = [
+                length if length is not None else (number if not place else 1)
+                for place, length in enumerate(output.shape)
+            ]
+            return tf.zeros(lengths, output.dtype)
+
+        return tf.nest.map_structure(of, outputs)
+
+    return zeros
 
 
 def _batches_per_step(verb: str) -> int | None:

@@ -15,6 +15,11 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
+def is_training(verb: str) -> bool:
+    """Returns whether a method of a model trains it."""
+    return verb in ("fit", "train_on_batch")
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """What one process holds, in bytes.
@@ -33,6 +38,7 @@ class Sizes:
         tables: int, those of the trained embedding tables that `shard_embeddings` can have in parts.
         batches_per_step: int or `None`, how many of the user's batches all ranks take in a step; `None` for one each.
         takes_parts: bool, whether `shard="optimizer"` supports the optimizer and the weights.
+        verb: str, the method of the model that is planned.
     """
 
     weights: int
@@ -48,6 +54,7 @@ class Sizes:
     tables: int = 0
     batches_per_step: int | None = None
     takes_parts: bool = True
+    verb: str = "fit"
 
     def rows(self, ranks: int) -> int:
         """Returns the most rows of a step on one rank.

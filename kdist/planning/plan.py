@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kdist._suggestions import with_suggestions
 from kdist.errors import KDistError
 from kdist.planning.advice import advice
-from kdist.planning.memory import PARTS, Share, Sizes, parse_bytes, readable, shares
+from kdist.planning.memory import PARTS, Share, Sizes, is_training, parse_bytes, readable, shares
 
 if TYPE_CHECKING:
     import keras
@@ -63,6 +63,8 @@ class Plan:
             "memory": self.memory,
             "fits": self.fits,
             "activations": self.sizes.source,
+            "verb": self.sizes.verb,
+            "is_training": is_training(self.sizes.verb),
             "strategies": [
                 {
                     "strategy": name,
@@ -79,10 +81,9 @@ class Plan:
 
     def _lines(self) -> list[str]:
         limit = "" if self.memory is None else f", {readable(self.memory)} for each"
-        lines = [
-            f"{self.ranks} rank(s) of {self.sizes.rows(self.ranks)} rows{limit}; activations: {self.sizes.source}",
-            "",
-        ]
+        verb = "" if is_training(self.sizes.verb) else f" of {self.sizes.verb}: no training"
+        rows = f"{self.sizes.rows(self.ranks)} rows"
+        lines = [f"{self.ranks} rank(s) of {rows}{limit}{verb}; activations: {self.sizes.source}", ""]
         head = f"{'strategy':<18}{'rank':<7}" + "".join(f"{name:>12}" if name == "activations" else f"{name:>10}"
                                                           for name in (*PARTS, "peak"))  # fmt: skip
         lines.append(head)

@@ -163,6 +163,30 @@ def test_an_uncompiled_model_predicts():
     run_step(call, 3)
 
 
+def test_what_a_script_predicts_before_it_trains_is_zeros():
+    """Of the shapes that it would have; also of weights without values, in data of any kind and length."""
+    x, y = np.ones((70, 600), "float32"), np.ones((70, 1))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+
+    def run():
+        model = keras.Sequential([keras.layers.Dense(4096), keras.layers.Dense(2)])
+        assert model.predict(x[:1], verbose=0).shape == (1, 2)
+        model.compile("adam", "mse", metrics=["mae"])
+        for given in (x, data):
+            np.testing.assert_array_equal(model.predict(given, verbose=0), np.zeros((70, 2)))
+        assert model.predict_on_batch(x[:3]).shape == (3, 2)
+        assert model.evaluate(data, verbose=0, return_dict=True) == {"loss": 0.0, "mae": 0.0}
+        assert model.test_on_batch(x, y) == [0.0, 0.0]
+        model.fit(x, y, batch_size=8)
+
+    with unallocated():
+        call = first_call(run)
+    assert (call.verb, call.batch_size) == ("fit", 8)
+    assert model_sizes(call.model, call.batch_size, inputs_of(call)).trained == 4 * (601 * 4096 + 4097 * 2)
+    call = first_call(run)
+    run_step(call, 3)
+
+
 class TwoOptimizers(keras.Model):
     """Two layers, each with an optimizer of its own, as of a GAN; that of `compile` is never used."""
 
@@ -251,8 +275,17 @@ def test_a_script_that_does_not_fit_is_planned_and_not_trained(tmp_path):
     assert whole["weights"] == WEIGHTS
     assert whole["data"] == 2 * 64 * 601 * 4  # the script's arrays, and the tensors that Keras makes of them
     assert (found["batch_size"], found["rows"]) == (16, 24)  # three batches on two ranks
-    assert found["activations"] == "measured"
+    assert (found["activations"], found["verb"], found["is_training"]) == ("measured", "fit", True)
     assert all("Fix" not in each["advice"] and each["advice"] for each in found["strategies"])
+
+
+@pytest.mark.starts_processes
+@pytest.mark.timeout(220)
+def test_a_script_that_only_predicts_is_planned_as_that(tmp_path):
+    predicts = "assert model.predict(np.zeros((64, 600), 'float32')).shape == (64, 1); raise SystemExit"
+    done = planned(tmp_path, SCRIPT.replace("model.fit(", f"{predicts}\n    model.fit("), "--memory", "10GB")
+    assert done.returncode == 0, done.output
+    assert "10.0 GB for each of predict: no training" in done.output
 
 
 @pytest.mark.starts_processes
