@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
@@ -46,6 +48,21 @@ def row_blocks(array: Any) -> Iterator[tuple[int, Any]]:
     step = max(1, BLOCK // max(1, math.prod(array.shape[1:]) * tf.as_dtype(array.dtype).size))
     for start in range(0, array.shape[0], step):
         yield start, array[start : start + step]
+
+
+def checksum(array: Any, dtype: Any, before: int = 0) -> int:
+    """Returns the CRC-32 of an array's bytes in a dtype, after those of another checksum.
+
+    Args:
+        array: array, eager tensor, or open HDF5 dataset, which is not read whole.
+        dtype: `tf.DType`.
+        before: int.
+    """
+    blocks = [array] if not array.shape else (block for _, block in row_blocks(array))
+    for block in blocks:
+        values = np.ascontiguousarray(block, dtype.as_numpy_dtype)
+        before = zlib.crc32(values.reshape(-1).view(np.uint8).data, before)
+    return before
 
 
 def filled(shape: Sequence[int], dtype: Any, blocks: Iterable[Any]) -> Any:

@@ -49,7 +49,7 @@ class ShardedOptimizer:
     Attributes:
         engine: `Engine`.
         parts: dict of `Part` by the keys of the weights that are whole on each rank.
-        num_loads: int, how many files were loaded into the parts, which every rank must do.
+        loads: pair, how many files were loaded into the parts, and a checksum of the last; the same on all ranks.
 
     Raises:
         StrategyError: if the optimizer cannot update parts.
@@ -60,7 +60,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.engine = engine
         self.parts: dict[int, Part] = {}
-        self.num_loads = 0
+        self.loads: tuple[int, int | None] = 0, None
         self._part_variables: dict[int, Any] = {}  # by the weights' keys: what the optimizer updates, in its order
         self._slots: dict[int, tuple[Any, Part]] = {}  # by id, with the variable, so that the id stays unique
         self._table_slots: dict[int, tuple[Any, Table]] = {}  # by id: the slots of tables in parts

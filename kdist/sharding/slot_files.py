@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from kdist.keras_hooks.layers.stores import open_array
 from kdist.keras_hooks.optimizers import innermost, original
 from kdist.keras_hooks.patching import patch
+from kdist.sharding.blocks import checksum
 from kdist.sharding.row_files import save_rows
 from kdist.state.variables import SLOTS_IN_PARTS, SlotsInParts
 
@@ -45,18 +47,22 @@ def _load(optimizer: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> No
     if parts is None or len(store.keys()) != len(variables):
         original(optimizer, "load_own_variables")(store)  # which warns of another number
         return
-    parts.num_loads += 1
+    found = 0
     for place, variable in enumerate(variables):
         if parts.has(variable):
-            parts.assign(variable, open_array(store, str(place)))
+            array = open_array(store, str(place))
+            parts.assign(variable, array)
+            found = checksum(array, tf.as_dtype(variable.dtype), found)  # of all of it, so that ranks can compare
         else:
             variable.assign(store[str(place)])
+    parts.loads = parts.loads[0] + 1, found
 
 
-def loads(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, int]:
-    """Returns how many files were loaded into each optimizer's parts, by the optimizer's name, for a comparison."""
-    found = {
-        f"files loaded into {type(each).__name__} ({place})": slots_in_parts(each)
-        for place, each in enumerate(optimizers)
-    }
-    return {name: each.num_loads for name, each in found.items() if each is not None}
+def loads(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, int | None]:
+    """Returns how many files were loaded into each optimizer's parts, and a checksum of the last, for a comparison."""
+    found: dict[str, int | None] = {}
+    for place, optimizer in enumerate(optimizers):
+        if (parts := slots_in_parts(optimizer)) is not None:
+            name = f"{type(optimizer).__name__} ({place})"
+            found[f"files loaded into {name}"], found[f"checksum of slots loaded into {name}"] = parts.loads
+    return found

@@ -14,7 +14,7 @@ from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.trainer import layers_of
 from kdist.keras_hooks.variables import raw_variable
-from kdist.sharding.blocks import row_blocks, sent_to
+from kdist.sharding.blocks import checksum, row_blocks, sent_to
 from kdist.state.part import BLOCK
 from kdist.strategies.all_reduce import AllReduceStrategy
 
@@ -31,7 +31,7 @@ class Table:
 
     Attributes:
         engine: `Engine`, of all ranks.
-        num_loads: int, how many values were assigned, which every rank must do.
+        loads: pair, how many values were assigned, to slots too, and a checksum of the last ones of the table.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Table:
         self._regularizer = regularizer
         self._has_slope = False
         self._sign = sign
-        self.num_loads = 0
+        self.loads: tuple[int, int | None] = 0, None
 
     # The table itself, and slots of its shape; see `SlotsInParts`.
 
@@ -101,20 +101,23 @@ class Table:
                 f"The shape of the value is not that of the table. Received: a value of shape {tuple(array.shape)} for "
                 f"{self.rows.path!r}. Expected the shape of all rows, {self._shape}."
             )
-        self.num_loads += 1
         size, rank, raw = self.engine.size, self.engine.rank, raw_variable(variable)
-        first = 0
+        first, number, found = 0, self.loads[0] + 1, 0
         for start, block in row_blocks(array):
             values = tf.cast(block[(rank - start) % size :: size], raw.dtype)  # HDF5 is slow in reading every other row
             stop = first + values.shape[0]
             # In place: what is assigned to a variable of which rows were read is copied.
             raw.scatter_update(tf.IndexedSlices(values, tf.range(first, stop)))
             first = stop
+            if not tf.is_symbolic_tensor(block):
+                found = checksum(block, raw.dtype, found)
+        self.loads = number, found if self.has(variable) else self.loads[1]
 
     def values(self) -> dict[str, Any]:
         """Returns where the values come from, by name, for a comparison."""
-        assigned = {f"values assigned to {self.rows.path}": self.num_loads}
-        return assigned if self.num_loads else {**assigned, f"initial values of {self.rows.path}": self._sign}
+        path, (number, found) = self.rows.path, self.loads
+        signs = {f"initial values of {path}": self._sign} if found is None else {f"checksum of values of {path}": found}
+        return {f"values assigned to {path}": number, **signs}
 
     def refuse(self) -> NoReturn:
         """Raises `StrategyError`."""
@@ -246,7 +249,7 @@ def tables_of(model: keras.Model) -> list[Table]:
 
 
 def table_loads(model: keras.Model) -> dict[str, Any]:
-    """Returns how many values were assigned to each table of a model, and the signs of initial ones, to compare."""
+    """Returns how many values were assigned to each table of a model, and signs of those it has, to compare."""
     found: dict[str, Any] = {}
     for table in tables_of(model):
         found |= table.values()

@@ -28,13 +28,13 @@ class TableOptimizer:
         engine: `Engine`, of all ranks.
 
     Attributes:
-        num_loads: int, how many files were loaded into the slots, which every rank must do.
+        loads: pair, how many files were loaded into the slots, and a checksum of the last; the same on all ranks.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, engine: Engine) -> None:
         self._optimizer = optimizer
         self.engine = engine
-        self.num_loads = 0
+        self.loads: tuple[int, int | None] = 0, None
         self._slots: dict[int, tuple[Any, Table]] = {}  # by id, with the variable, so that the id stays unique
 
     def has(self, variable: Any) -> bool:

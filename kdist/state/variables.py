@@ -32,11 +32,11 @@ class SlotsInParts(Protocol):
 
     Attributes:
         engine: `Engine`, of all ranks.
-        num_loads: int, how many files or values were loaded into the parts, which every rank must do.
+        loads: pair, how many files or values were loaded, and a checksum of the last: every rank must load them alike.
     """
 
     engine: Engine
-    num_loads: int
+    loads: tuple[int, int | None]
 
     def has(self, variable: Any) -> bool:
         """Returns whether a variable is one of them."""

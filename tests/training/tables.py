@@ -354,7 +354,7 @@ def initial_values() -> None:
 
 @case
 def initial_values_of_several_seeds_are_refused() -> None:
-    """They would be rows of several tables. Values that are assigned, or loaded, take their place."""
+    """They would be rows of several tables. Equal values that are assigned, or loaded, take their place."""
     x, y = sentences()
     with kdist.scope(dataclasses.replace(TABLES, shard_embeddings=1.0)):
         for kind in ("uniform", "orthogonal"):
@@ -368,6 +368,13 @@ def initial_values_of_several_seeds_are_refused() -> None:
             with pytest.raises(KDistError, match="Ranks differ in .*: initial values of .*words/embeddings.*Fix: "):
                 model.fit(x, y, verbose=0)
             model.set_weights([np.ones(each.shape) for each in model.get_weights()])
+            model.fit(x, y, verbose=0)
+            values = np.ones((ROWS, WIDTH))
+            values[3] += kdist.rank()  # as that of words that are not known
+            words.set_weights([values])
+            with pytest.raises(KDistError, match="Ranks differ in .*: checksum of values of .*words/embeddings.*Fix: "):
+                model.fit(x, y, verbose=0)
+            words.set_weights([np.ones((ROWS, WIDTH))])
             model.fit(x, y, verbose=0)
 
 
