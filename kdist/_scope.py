@@ -276,6 +276,8 @@ def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, An
     if engine.size == 1 and _is_plain(chosen):
         yield _default_strategy(info)
         return
+    if engine.size == 1:  # which has all of each part
+        options = dataclasses.replace(options, shard=None, shard_embeddings=None)
     seconds = chosen["stall_timeout"]
     set_stall_timeout(StallTimeout(AUTO_STALL_TIMEOUT) if seconds == "auto" else StallTimeout(seconds, is_strict=True))
     settings = _settings(chosen, options)

@@ -190,9 +190,11 @@ def test_in_one_process_everything_is_keras_own(settings):
     assert model.distribute_strategy is plain.distribute_strategy
 
 
-@pytest.mark.parametrize("strategy", ["auto", kdist.AllReduce(shard="optimizer")], ids=["whole", "in parts"])
+@pytest.mark.parametrize(
+    "strategy", ["auto", kdist.AllReduce(shard="optimizer", shard_embeddings=1.0)], ids=["whole", "in parts"]
+)
 def test_micro_batches_in_one_process(strategy):
-    """A step takes as many batches as on several ranks, and the rate is scaled for them."""
+    """A step takes as many batches as on several ranks, and the rate is scaled for them. All state is whole."""
     x = np.random.default_rng(0).normal(size=(44, 2)).astype("float32")
     y = x[:, :1] - x[:, 1:]
     steps = []
@@ -200,7 +202,12 @@ def test_micro_batches_in_one_process(strategy):
         model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
         model.compile(keras.optimizers.SGD(0.01), "mse")
         seen = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
-        history = model.fit(x, y, batch_size=5, shuffle=False, verbose=0, epochs=2, callbacks=[seen])
+        callbacks = [seen, kdist.callbacks.NaNPolicy()]
+        history = model.fit(x, y, batch_size=5, shuffle=False, verbose=0, epochs=2, callbacks=callbacks)
+        assert [float(np.sum(each)) for each in model.optimizer.variables]
+        table = keras.layers.Embedding(3, 2)
+        table.build(())
+        assert keras.ops.sum(table.embeddings * 0) == 0
         found = model.evaluate(x, y, batch_size=5, verbose=0)
     plain = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
     plain.compile(keras.optimizers.SGD(0.04), "mse")
