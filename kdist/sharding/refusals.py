@@ -1,8 +1,9 @@
-"""What `shard="optimizer"` does not support, told before the first step."""
+"""What state in parts does not support, told before the first step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -10,6 +11,9 @@ import keras
 from kdist.errors import StrategyError
 from kdist.keras_hooks.optimizers import ELEMENTWISE, is_elementwise, own_update_methods, shared_variables
 from kdist.keras_hooks.variables import path_of
+from kdist.sharding.table import tables_of
+
+_NO_GRADIENT = "creates a resource in its body"  # what TensorFlow says of a gradient of a loop or a branch
 
 
 def can_update_rows(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -33,6 +37,22 @@ def check_table_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             f"Received: a {name} that is built. Expected one that is made, or loaded with its model, in kdist.scope(). "
             "Fix: move the line that makes it into the scope."
         )
+
+
+@contextlib.contextmanager
+def lookups_in_loops_refused(model: keras.Model) -> Iterator[None]:
+    """Says of a gradient that TensorFlow cannot take through a loop that it is of a lookup in a table in parts."""
+    try:
+        yield
+    except ValueError as error:
+        if _NO_GRADIENT not in str(error) or not tables_of(model):
+            raise
+        raise StrategyError(
+            "A table in parts is looked up in a loop or a branch of the graph, through which TensorFlow takes no "
+            f"gradient of it (shard_embeddings). Received: a lookup at {str(error).rpartition(': ')[2]}. Expected "
+            "lookups outside of keras.layers.RNN cells, tf.while_loop and tf.cond. Fix: look the ids up before the "
+            "loop, RNN(cell, unroll=True), or a larger number for shard_embeddings."
+        ) from error
 
 
 def can_update_parts(optimizer: keras.optimizers.Optimizer, weights: Sequence[Any]) -> bool:

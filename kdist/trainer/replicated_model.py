@@ -40,6 +40,7 @@ from kdist.keras_hooks.trainer import (
 )
 from kdist.reports.log import warnings_at_users_lines
 from kdist.sharding.optimizer import shard, sharded
+from kdist.sharding.refusals import lookups_in_loops_refused
 from kdist.sharding.table_optimizer import hold_rows
 from kdist.state.comparison import check_agreement, check_equal, whole_weights
 from kdist.state.metrics import add_over_ranks
@@ -306,7 +307,8 @@ class ReplicatedModel:
         )
         # Keras calls it in a replica's context; a callback or a loop of the user's may not.
         replica = contextlib.nullcontext() if self._extended.is_in_replica else self._extended.step_replica()
-        with self._counting_by_itself(is_shard=is_shard), replica:
+        loops = lookups_in_loops_refused(self._model)
+        with self._counting_by_itself(is_shard=is_shard), replica, loops:
             return self._measured_step("train_step", step, is_whole_pass=not is_shard)
 
     def test_step(self, data: Any) -> Any:

@@ -702,6 +702,68 @@ def uses_of_a_whole_table_are_refused() -> None:
             model.predict(x, verbose=0)
 
 
+class Cell(keras.layers.Layer):
+    """Looks one id of each sentence up."""
+
+    state_size = WIDTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = keras.layers.Embedding(ROWS, WIDTH)
+        self.dense = keras.layers.Dense(WIDTH, "tanh")
+
+    def build(self, shape: Any) -> None:
+        self.words.build()
+        self.dense.build((None, 2 * WIDTH))
+
+    def call(self, x: Any, states: Any) -> Any:
+        state = self.dense(keras.ops.concatenate([self.words(keras.ops.cast(x[:, 0], "int32")), states[0]], axis=-1))
+        return state, [state]
+
+
+class Branch(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = keras.layers.Embedding(ROWS, WIDTH)
+
+    def build(self, shape: Any) -> None:
+        self.words.build()
+
+    def call(self, x: Any) -> Any:
+        ids = tf.cast(x[..., 0], tf.int32)
+        read = tf.cond(
+            tf.reduce_sum(x) > 0,
+            lambda: self.words(ids),
+            lambda: tf.zeros([*tf.unstack(tf.shape(ids)), WIDTH], x.dtype),
+        )
+        return tf.ensure_shape(tf.reduce_mean(read, axis=1), [None, WIDTH])
+
+
+@case
+def lookups_in_loops() -> None:
+    """In a loop of the graph they are refused in training; unrolled, they are as in one process."""
+    x, y = sentences()
+    x = x[..., np.newaxis].astype("float64")
+
+    def made(inner: keras.layers.Layer) -> keras.Model:
+        model = keras.Sequential([keras.Input((LENGTH, 1)), inner, keras.layers.Dense(2)])
+        fidelity.deterministic_weights(model)
+        model.compile("sgd", "mse")
+        return model
+
+    with kdist.scope(TABLES):
+        for make in (lambda: keras.layers.RNN(Cell()), Branch):
+            fresh()
+            with pytest.raises(KDistError, match="(?s)looked up in a loop or a branch.*Received: .*Fix: .*unroll=True"):
+                made(make()).fit(x, y, verbose=0)
+
+    def script(batch: int) -> dict[str, Any]:
+        model = made(keras.layers.RNN(Cell(), unroll=True))
+        return outcome(model, model.fit(x, y, batch_size=batch, shuffle=False, verbose=0))
+
+    both(script, strategy=TABLES)
+
+
 class Shared(keras.Model):
     """Two layers with one table."""
 
