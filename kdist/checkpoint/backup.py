@@ -20,6 +20,7 @@ from kdist.checkpoint.files import Checkpoint, CheckpointDirectory, arrays_of
 from kdist.checkpoint.host_copies import HostCopies
 from kdist.errors import CheckpointError
 from kdist.keras_hooks.trainer import layers_of, set_initial_epoch
+from kdist.reports.log import once
 from kdist.restarts.progress import own_progress
 from kdist.restarts.report import own_reports
 from kdist.state.part import DeferredArray, StatePart
@@ -190,6 +191,8 @@ class Backup(AllRanksCallback):
         self._copy(checkpoint, epoch_step, began)  # before the disk, whose time is none of a copy's
         # Parts of which each rank has some are made now, by all ranks.
         is_deferred = any(isinstance(each, DeferredArray) for state in checkpoint.values() for each in state.values())
+        if is_deferred and self.is_chief and self.asynchronous:
+            once.warning("asynchronous=True has no effect with state in parts: all ranks send their parts in the step")
         if self.is_chief and self.asynchronous and not is_deferred:
             self._writer.write(functools.partial(self._write, self._place(epoch_step)), checkpoint)
         elif self.is_chief:

@@ -28,8 +28,12 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_copies_in_memory_outlive_the_chief_its_disk_and_the_command(tmp_path, uninterrupted):
-    """The last attempt of the first command raises in its first step: what goes on is another command."""
-    settings = {"BACKUP_SETTINGS": json.dumps({"save_freq": "epoch", "memory_freq": 1})}
+    """The last attempt of the first command raises in its first step: what goes on is another command.
+
+    Slots are in parts, and copies whole.
+    """
+    backup = {"save_freq": "epoch", "memory_freq": 1, "asynchronous": True}
+    settings = {"BACKUP_SETTINGS": json.dumps(backup), "IN_PARTS": "1"}
     ways, out = ("kill@0", "raise", "raise@1:1"), tmp_path / "first"
     program = ("-m", "tests.restarts.training", str(tmp_path), *ways)
     options = ("--restarts", "1", "--output", str(out), *program)
@@ -47,6 +51,7 @@ def test_copies_in_memory_outlive_the_chief_its_disk_and_the_command(tmp_path, u
     trained = train(tmp_path, *ways, env=settings)
     assert "training resumes from checkpoint-00000002: epoch 1, after 4 step(s)" in trained.said
     assert causes(trained.attempts) == [("success", None)]
+    assert trained.said.count("asynchronous=True has no effect with state in parts") == 1
     assert trained.differences(uninterrupted) == []
 
 

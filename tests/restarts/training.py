@@ -3,7 +3,8 @@
 It goes on from its backup. Each way breaks one start: `KIND[@RANK[:STEP[+SECONDS]]]`, on rank 1 and in step 3 if not
 said; `kill@0:5+0.02` kills rank 0 0.02 s after its fifth step, and step 0 is the beginning of the scope. After the
 last one training ends, and the chief writes its history and its weights. `BACKUP_SETTINGS` has arguments of the backup,
-as JSON; with `LOSE_DISK`, the second start finds no backup on disk, and the third a damaged one.
+as JSON; with `IN_PARTS`, slots are in parts; with `LOSE_DISK`, the second start finds no backup on disk, and the third
+a damaged one.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def main() -> None:
     tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(3)
     x, y = np.random.rand(60, 4), np.random.rand(60, 1)
-    with kdist.scope():
+    with kdist.scope(kdist.AllReduce(shard="optimizer") if "IN_PARTS" in os.environ else "auto"):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dropout(0.2)])
         model.add(keras.layers.Dense(1))
         model.compile("adam", "mse", metrics=["mae"])
