@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -11,6 +14,7 @@ import tensorflow as tf
 from keras import ops
 
 import kdist
+from tests.helpers import spmd
 from tests.helpers.logs import logged
 from tests.training.features.registry import feature
 from tests.training.fidelity import (
@@ -98,6 +102,23 @@ def losses_of_whole_batches() -> None:
             return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
 
         both(script)
+
+
+@feature
+def the_contrastive_loss_of_the_example() -> None:
+    """Over the pairs of all ranks' rows; without scikit-learn, which the rest of the example needs."""
+    names = ("sklearn", "sklearn.datasets", "sklearn.linear_model", "sklearn.model_selection")
+    with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in names}):
+        loss = runpy.run_path(str(spmd.ROOT / "examples" / "contrastive.py"))["contrastive_loss"]
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(8, "tanh"), keras.layers.Reshape((2, 4))])
+        deterministic_weights(model)
+        model.compile(keras.optimizers.Adam(0.002), loss)
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+    both(script)
 
 
 @feature
