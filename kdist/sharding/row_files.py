@@ -14,6 +14,7 @@ from kdist.engines.engine import Engine
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.layers.stores import keeps_nothing, make_array, open_array, save_nowhere
 from kdist.keras_hooks.patching import patch
+from kdist.state.comparison import gather_values
 
 
 class RowHolder(Protocol):
@@ -46,7 +47,7 @@ def save_rows(store: Any, name: str, variable: Any, holder: RowHolder) -> None:
     """
     if (sent := _SENT.get()) is not None and sent.has_been_sent():
         return
-    keeps = holder.engine.gather_objects(not keeps_nothing(store))
+    keeps = gather_values(holder.engine, "the save of state in parts", not keeps_nothing(store))
     shape = holder.shape(variable)
     blocks = holder.blocks(variable, [rank for rank, it in enumerate(keeps) if it])
     try:
