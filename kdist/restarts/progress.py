@@ -75,7 +75,7 @@ class OwnProgress:
         self._send()
 
     def begin_again(self, *, is_chief: bool) -> tuple[int | None, float]:
-        """Begins anew with the script, which this process runs again after ranks were lost.
+        """Begins again with the script, which this process runs again after ranks were lost.
 
         The last checkpoint stays.
 
