@@ -32,6 +32,7 @@ ROOMS = (
     "kdist.launchers",
     "kdist.launchers.functions",
     "kdist.install",
+    "kdist.state.graphs",
     "kdist.state",
     "kdist.data.graphs",
     "kdist.data",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist._tf_internals import ASSIGNMENTS, SCATTERS, BaseResourceVariable, ResourceVariable
@@ -29,7 +30,7 @@ def recorded_assignments(record: Callable[[Any, str, list[Any]], None]) -> Itera
 
     Args:
         record: callable that takes the `keras.Variable`, or the `tf.Variable` that is assigned to by itself, the name
-            of the method, and the tensors and numbers among its arguments.
+            of the method, the tensors, arrays and numbers among its arguments.
     """
     thread, is_recording = threading.get_ident(), False
 
@@ -40,7 +41,7 @@ def recorded_assignments(record: Callable[[Any, str, list[Any]], None]) -> Itera
                 return write(self, *args, **kwargs)
             is_recording = True
             try:
-                record(self, name, _values_in([args, kwargs]))
+                record(self, name, _values_in([*args, *(kwargs[each] for each in sorted(kwargs))]))
                 return write(self, *args, **kwargs)
             finally:
                 is_recording = False
@@ -60,13 +61,20 @@ def recorded_assignments(record: Callable[[Any, str, list[Any]], None]) -> Itera
         yield
 
 
-def _values_in(arguments: Any) -> list[Any]:
-    values = [
-        tf.convert_to_tensor(each) if isinstance(each, (keras.Variable, tf.Variable)) else each
-        for each in tf.nest.flatten(arguments)
-    ]
-    parts = tf.nest.flatten(values, expand_composites=True)
-    return [part for part in parts if tf.is_tensor(part) or (isinstance(part, (int, float)) and part is not True)]
+def _values_in(arguments: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    for argument in arguments:
+        parts = [
+            tf.convert_to_tensor(each) if isinstance(each, (keras.Variable, tf.Variable)) else each
+            for each in tf.nest.flatten(argument)
+        ]
+        if isinstance(argument, (list, tuple)) and all(isinstance(part, (int, float)) for part in parts):
+            found.append(np.asarray(argument))  # of indices, the shape counts
+            continue
+        numbers = (int, float, np.number, np.ndarray)
+        parts = tf.nest.flatten(parts, expand_composites=True)
+        found += [part for part in parts if tf.is_tensor(part) or (isinstance(part, numbers) and part is not True)]
+    return found
 
 
 def aggregation_of(variable: Any) -> str:

@@ -26,6 +26,7 @@ from kdist.keras_hooks.variables import (
     recorded_assignments,
     statistics_of_keras,
 )
+from kdist.state.graphs.increments import Increments
 from kdist.state.rank_dependence import RankDependence
 
 logger = logging.getLogger("kdist")
@@ -47,7 +48,6 @@ _KEPT = {
     "first": "Rank 0's value is kept",
 }
 _COLLECTIVES = ("allreduce", "allgather", "broadcast")  # their results are equal on all ranks
-_ADDITIONS = ("assign_add", "assign_sub", "scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 
 
 @dataclasses.dataclass
@@ -143,6 +143,7 @@ class Assignments:
         self.graph = tf.compat.v1.get_default_graph()
         weights = [raw_variable(each) for each in self._model.trainable_variables]
         self._dependence = RankDependence(self.graph, self._data, weights)
+        self._increments = Increments(self._dependence.source)
         self._ignored = self._variables_of_others()
         for key, (variable, merge) in self._known.items() if self.is_eager else ():
             self._written[key] = Written(variable, self._value(variable), merge=merge)
@@ -288,13 +289,15 @@ class Assignments:
         if dtype == tf.string:
             return None  # the ranks are compared between steps
         differs = any(self._may_differ(*each) for each in written.assignments)
-        additions = [self._terms(written, *each[:2]) for each in written.assignments]
         by_graph = not self.is_eager and self._is_traced_alike
-        if dtype.is_integer and (self.is_eager or None not in additions):
+        terms = None if self.is_eager else self._terms(written)
+        if dtype.is_integer and (self.is_eager or terms is not None):
             if (self._num_rows or not by_graph) and written.before.shape.rank is not None:
-                written.counts_rows = differs or any(self._is_number_of_rows(each) for each in additions)
+                written.counts_rows = differs or self._is_number_of_rows(terms or [])
                 return "count"
             return "sum" if differs or not by_graph else None
+        if by_graph and dtype.is_floating and terms and self._counts(terms, differs):
+            return "sum"
         if by_graph and not differs:
             return None
         guessed: Merge = "mean" if is_number else "first"
@@ -305,17 +308,23 @@ class Assignments:
     def _may_differ(self, method: str, values: list[Any], graph: tf.Graph, place: int) -> bool:
         return self._dependence.differs([each for each in values if tf.is_tensor(each)], graph)
 
-    def _is_number_of_rows(self, terms: list[Any] | None) -> bool:
-        """Returns whether some of the terms are computed from a constant that may be the number of rows."""
-        constants = [constant for each in terms or () for constant in self._dependence.constants(each)]
-        numbers = [each for each in constants if each is not None and not np.ndim(each) and each]
-        return any(number % rows == 0 for number in numbers for rows in self._num_rows - {1})
+    def _terms(self, written: Written) -> list[Any] | None:
+        """Returns all that is added to a variable, `None` if it is replaced."""
+        variable = raw_variable(written.variable)
+        by_assignment = [self._increments.terms(variable, *each[:2]) for each in written.assignments]
+        return None if None in by_assignment else [term for terms in by_assignment for term in terms or ()]
 
-    def _terms(self, written: Written, method: str, values: list[Any]) -> list[Any] | None:
-        """Returns what is added to a variable, `None` if it is replaced."""
-        if method in _ADDITIONS:
-            return values
-        return self._dependence.increment(values[0], raw_variable(written.variable).handle) if values else None
+    def _counts(self, terms: list[Any], differs: bool) -> bool:
+        """Returns whether what is added to a float counts something: integers that were cast, a number of rows."""
+        if not differs:
+            return self._is_number_of_rows(terms)
+        return all(self._increments.is_cast_of_integer(each) for each in terms)
+
+    def _is_number_of_rows(self, terms: list[Any]) -> bool:
+        """Returns whether some of the terms are computed from a constant that may be the number of rows."""
+        constants = [np.asarray(constant) for each in terms for constant in self._increments.constants(each)]
+        numbers = [each for each in constants if each.dtype.kind in "iuf"]
+        return any(((each != 0) & (each % rows == 0)).any() for each in numbers for rows in self._num_rows - {1})
 
     def tell(self, written: Written, merge: Merge) -> None:
         """Warns once of a variable that is merged by a guess; not of one whose merge is known."""

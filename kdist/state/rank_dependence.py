@@ -15,7 +15,6 @@ _BRANCHES = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
 _CHOICES = ("If", "StatelessIf", "Case", "StatelessCase")  # by their first input; loops, by any
 _LOOPS = ("While", "StatelessWhile")
 _CALLS = (*_CHOICES, *_LOOPS, "PartitionedCall", "StatefulPartitionedCall")
-_COPIES = ("Identity", "Cast", "EnsureShape")
 
 
 class RankDependence:
@@ -129,53 +128,6 @@ class RankDependence:
             tensor = captured
         return tensor
 
-    def increment(self, value: tf.Tensor, handle: Any) -> list[tf.Tensor] | None:
-        """Returns the terms if a tensor is a variable's own value with something added to it, else `None`.
-
-        Args:
-            value: tensor.
-            handle: the variable's handle.
-        """
-        value = self.source(value)
-        while tf.is_symbolic_tensor(value) and value.op.type in _COPIES:
-            value = self.source(value.op.inputs[0])
-        if not tf.is_symbolic_tensor(value):
-            return None
-        operation = value.op
-        if operation.type == "ReadVariableOp":
-            return [] if self.source(operation.inputs[0]) is handle else None
-        if operation.type not in ("AddV2", "Add", "Sub", "TensorScatterAdd", "TensorScatterSub"):
-            return None
-        operands = list(operation.inputs)
-        for place in (0, 1) if operation.type in ("AddV2", "Add") else (0,):
-            terms = self.increment(operands[place], handle)
-            if terms is not None:
-                return [*terms, *operands[:place], *operands[place + 1 :]]
-        return None
-
-    def constants(self, value: Any) -> list[Any]:
-        """Returns the constants that a number or a tensor is computed from, by simple arithmetic."""
-        value = self.source(value)
-        if not tf.is_tensor(value):
-            return [value]
-        if tf.is_symbolic_tensor(value) and value.op.type in (*_COPIES, "Mul", "AddV2", "Add", "Sub"):
-            return [constant for each in value.op.inputs for constant in self.constants(each)]
-        return [self._static_value(value)]
-
-    def _static_value(self, value: tf.Tensor) -> Any:
-        """Returns what a tensor is in each step, as `tf.shape(x)[0]` of a static shape; `None` if that is unknown."""
-        value = self.source(value)
-        known = tf.get_static_value(value)
-        if known is not None or not tf.is_symbolic_tensor(value):
-            return known
-        operation = value.op
-        if operation.op_def.is_stateful or not operation.inputs:
-            return None
-        operands = [self._static_value(each) for each in operation.inputs]
-        if any(each is None for each in operands):
-            return None
-        return _computed(value, operands)
-
     def is_used(self, handle: Any, graph: tf.Graph, start: int, is_state: Callable[[Any], bool]) -> bool:
         """Returns whether a graph reads a variable, from some operation on, for more than to write such variables.
 
@@ -218,25 +170,6 @@ def computed_of(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]:
         if tensor.op.name not in seen:
             seen.add(tensor.op.name)
             pending += tensor.op.inputs
-
-
-def _computed(tensor: tf.Tensor, operands: Sequence[Any]) -> Any:
-    """Returns an operation's output for given inputs, `None` if it is no operation by itself but calls a function."""
-    node = tf.compat.v1.NodeDef()
-    node.CopyFrom(tensor.op.node_def)
-    if any(attribute.HasField("func") for attribute in node.attr.values()):
-        return None
-    del node.input[:]  # those from control dependencies, too
-    node.input.extend(f"operand_{place}" for place in range(len(operands)))
-    with tf.Graph().as_default() as graph:
-        inputs = {
-            f"operand_{place}:0": tf.constant(operand, each.dtype)
-            for place, (operand, each) in enumerate(zip(operands, tensor.op.inputs, strict=True))
-        }
-        output = f"{node.name}:{tensor.value_index}"
-        found = tf.graph_util.import_graph_def(tf.compat.v1.GraphDef(node=[node]), inputs, [output], name="")
-    with tf.compat.v1.Session(graph=graph) as session:
-        return session.run(found[0])
 
 
 def _key(tensor: Any) -> Any:

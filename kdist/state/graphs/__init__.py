@@ -1,0 +1,1 @@
+"""Graphs of steps: what an assignment adds to a variable."""

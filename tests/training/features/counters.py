@@ -1,0 +1,158 @@
+"""Counters of rows and of steps that a step adds to in other ways than by `assign_add` of a whole integer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
+import kdist
+from tests.training.features.registry import feature
+from tests.training.features.states import assert_equal_everywhere, warned
+from tests.training.fidelity import BATCH, both, deterministic_weights, fed, fresh, rows
+
+PART = tf.constant([False, True, False])
+
+
+def at_one(values: Any) -> Any:
+    return tf.IndexedSlices(values, tf.constant([1]))
+
+
+ADDITIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "slice": lambda kept, n: kept[1].assign(kept[1] + n),
+    "slice of several": lambda kept, n: kept[1:].assign(kept[1:] + tf.stack([n, 2 * n])),
+    "tensor_scatter": lambda kept, n: kept.assign(tf.tensor_scatter_nd_add(kept, [[1]], [n])),
+    "tensor_update": lambda kept, n: kept.assign(tf.tensor_scatter_nd_update(kept, [[1]], [kept[1] + n])),
+    "scatter_add": lambda kept, n: kept.scatter_add(at_one(tf.stack([n]))),
+    "scatter_nd_add": lambda kept, n: kept.scatter_nd_add([[1]], tf.stack([n])),
+    "scatter_update": lambda kept, n: kept.scatter_update(at_one(tf.stack([kept[1] + n]))),
+    "scatter_nd_update": lambda kept, n: kept.scatter_nd_update([[1]], tf.stack([kept[1] + n])),
+    "where": lambda kept, n: kept.assign(tf.where(PART, kept + n, kept)),
+    "concat": lambda kept, n: kept.assign(tf.concat([kept[:1], kept[1:2] + n, kept[2:]], 0)),
+    "list": lambda kept, n: kept.assign_add([0, n, 0]),
+    "one_hot": lambda kept, n: kept.assign_add(tf.one_hot(1, 3, n, tf.zeros_like(n))),
+    "one_hot times": lambda kept, n: kept.assign_add(tf.one_hot(1, 3, dtype=n.dtype) * n),
+    "slice_update": lambda kept, n: kept.assign(ops.slice_update(kept, [1], tf.stack([kept[1] + n]))),
+}
+LENGTHS: dict[str, Callable[[Any], Any]] = {
+    "tf": lambda x: tf.shape(x, tf.int64)[0],
+    "keras": lambda x: ops.cast(ops.shape(x)[0], "int64"),
+    "Python": lambda x: tf.constant(x.shape[0], "int64"),
+}
+
+
+class CountsInParts(keras.layers.Layer):
+    """Counts rows and steps in one element of three, in each of these ways."""
+
+    def __init__(self, length: str) -> None:
+        super().__init__()
+        self.length = LENGTHS[length]
+        names = [f"{kind} {name}" for name in ADDITIONS for kind in ("rows", "steps")]
+        self.kept = {name: tf.Variable(np.zeros(3, "int64"), trainable=False) for name in names}
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            for name, add in ADDITIONS.items():
+                add(self.kept[f"rows {name}"], self.length(x))
+                add(self.kept[f"steps {name}"], tf.constant(1, "int64"))
+        return x
+
+
+@feature
+def counters_in_parts_of_variables() -> None:
+    """Where the number of rows is a constant of the graph, and where it is not."""
+
+    def script(shape: str, length: str) -> Callable[[int], dict[str, Any]]:
+        x, y = rows(shape)
+
+        def run(batch: int) -> dict[str, Any]:
+            layer = CountsInParts(length)
+            model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(2)])
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+            model.fit(**fed("arrays", (x, y), batch), verbose=0)
+            return {name: each.numpy() for name, each in layer.kept.items()}
+
+        return run
+
+    with warned() as said:
+        for length in LENGTHS:
+            both(script("even", length))
+        both(script("ragged", "tf"))
+    assert not said, said
+
+
+class CountsInFloats(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        def zeros(name: str, dtype: str = "float64") -> Any:
+            return self.add_weight(shape=(), dtype=dtype, trainable=False, initializer="zeros", name=name)
+
+        self.seen, self.hits, self.steps = zeros("seen"), zeros("hits"), zeros("steps", "float32")
+        self.fraction = zeros("fraction")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.seen.assign_add(ops.cast(ops.shape(x)[0], "float64"))
+            self.hits.assign(self.hits + ops.cast(ops.sum(ops.cast(x[:, 0] > 0, "int32")), "float64"))
+            self.steps.assign_add(1.0)
+            self.fraction.assign_add(0.25)
+        return x
+
+
+@feature
+def counters_that_are_floats() -> None:
+    """What is added to them is an integer that was cast, or a constant that is the number of rows."""
+
+    def script(shape: str) -> Callable[[int], dict[str, Any]]:
+        x, y = rows(shape)
+
+        def run(batch: int) -> dict[str, Any]:
+            model = keras.Sequential([keras.Input((5,)), CountsInFloats(), keras.layers.Dense(2)])
+            deterministic_weights(model)
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+            model.fit(**fed("arrays", (x, y), batch), verbose=0)
+            return {each.name: each.numpy() for each in model.layers[0].weights}
+
+        return run
+
+    with warned() as said:
+        both(script("even"))
+        both(script("ragged"))
+    assert not said, said
+
+
+@feature
+def integers_that_are_not_added_to() -> None:
+    """What looks like a sum for some values only, as a count up to a limit, is merged as before: with a warning."""
+    limited: dict[str, Callable[[Any, Any], Any]] = {
+        "maximum": ops.maximum,
+        "remainder": lambda kept, n: (kept + n) % 7,
+        "absolute": lambda kept, n: -ops.abs(kept) + n,
+        "chosen": lambda kept, n: ops.where(n > 1, n, kept),
+    }
+
+    class Keeps(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.kept = {
+                name: self.add_weight(shape=(2,), dtype="int32", trainable=False, initializer="zeros", name=name)
+                for name in limited
+            }
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                num = ops.sum(ops.cast(x[:, 0] > 0, "int32"))
+                for name, update in limited.items():
+                    self.kept[name].assign(update(self.kept[name].value, num))
+            return x
+
+    x, y = rows("ragged")
+    fresh()
+    with warned() as said, kdist.scope():
+        model = keras.Sequential([keras.Input((5,)), Keeps(), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+    assert [sum(f"/{name}'" in each for each in said) for name in limited] == [1] * len(limited), said
+    assert_equal_everywhere([each.numpy() for each in model.layers[0].kept.values()])
