@@ -177,8 +177,11 @@ def iterating_by_hand_follows_one_order() -> None:
         sloppy.deterministic = False
         slow = tf.data.Dataset.range(12).map(wait_long_first, num_parallel_calls=4).with_options(sloppy)
         filtered = tf.data.Dataset.from_tensor_slices(NUMBERS).shuffle(40).filter(lambda number: number >= 0)
+        halves = [tf.data.Dataset.from_tensor_slices(half) for half in np.split(NUMBERS, 2)]
+        choices = tf.data.Dataset.range(2).shuffle(2).repeat(10)
+        chosen = tf.data.Dataset.choose_from_datasets(halves, choices)
         drawn = []
-        for dataset in (before, inside, files, slow, filtered):
+        for dataset in (before, inside, files, slow, filtered, chosen):
             batches = dataset.batch(7)
             for each in (dataset, dataset, batches, batches.take(2), batches.take(2)):
                 drawn.append([np.ravel(element).tolist() for element in each.as_numpy_iterator()])

@@ -137,10 +137,16 @@ def from_variant(variant: Any, user_dataset: tf.data.Dataset, *resources: Any) -
 
 def keep_alive(dataset: tf.data.Dataset, *resources: Any) -> tf.data.Dataset:
     """Returns a dataset that was made of a variant tensor, and keeps what it was made of as long as it lives."""
-    resources_of(dataset)["made of"] = resources
+    resources_of(dataset)[_MADE_OF] = resources
     return dataset
 
 
+def is_of_kdist(dataset: Any) -> bool:
+    """Returns whether kdist has made a dataset of a variant tensor."""
+    return _MADE_OF in resources_of(dataset)
+
+
+_MADE_OF = "made of"
 GENERATOR, GENERATORS_BY_NODE = ORDERS = "generator", "generators by node"
 """The keys in `resources_of` of what makes the orders of a dataset's shuffles."""
 

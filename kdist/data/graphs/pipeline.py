@@ -16,6 +16,7 @@ import tensorflow as tf
 from kdist.data.graphs import dataset_internals as internals
 from kdist.data.graphs.dataset_internals import attributes, functions, kind, with_inputs
 from kdist.data.graphs.determinism import derived_seed, draws_unseeded, is_nondeterministic, make_deterministic
+from kdist.data.graphs.graph_def import graph_of
 from kdist.data.graphs.inspection import is_stateless
 from kdist.data.graphs.random_ops import with_rank_seeds
 from kdist.data.graphs.replay import can_be_replayed, is_nondeterministic_op, replay, reshuffles
@@ -196,12 +197,23 @@ def nondeterministic_parts(dataset: Any) -> list[str]:
     """Returns descriptions of the operations in a pipeline that may order elements differently on each rank.
 
     Only what can be seen without serialising the pipeline is found. Of a parallel interleave nothing is seen: it may.
+    What TensorFlow has made of a variant tensor, as the choices of `choose_from_datasets`, is serialised.
     """
     return [
         " ".join(_description(part) for part in with_inputs(each))
         for each in with_inputs(dataset)
-        if kind(each) == "ParallelInterleave" or is_nondeterministic_op(each) or _has_nondeterministic_function(each)
+        if kind(each) == "ParallelInterleave"
+        or is_nondeterministic_op(each)
+        or _has_nondeterministic_function(each)
+        or (kind(each) == "Variant" and not internals.is_of_kdist(each) and _has_nondeterministic_graph(each))
     ]
+
+
+def _has_nondeterministic_graph(dataset: Any) -> bool:
+    try:
+        return is_nondeterministic(graph_of(dataset), random_counts=False)
+    except Exception:  # TensorFlow raises several kinds: too large, not serializable, ...
+        return False
 
 
 def _is_deterministic(dataset: Any) -> bool:
