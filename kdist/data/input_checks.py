@@ -109,8 +109,8 @@ def _warn_of_other_targets(reports: Sequence[InputReport]) -> None:
     if others := [rank for rank, report in enumerate(reports) if report.targets != reports[0].targets]:
         logger.warning(
             "the first batch of rank(s) %s has other targets than that of rank 0. If the data was shuffled before the "
-            "scope, in another order on each rank, some samples are lost and others are seen twice. Fix: make the data "
-            "inside kdist.scope(), or pass a seed to the shuffle; where each rank has data of its own, pass "
-            "auto_shard=False. Targets drawn at random, as by mixup, may differ.",
+            "scope, or classes were numbered by the order of a set, samples are lost, or count as other classes. Fix: "
+            "make the data inside kdist.scope(), or pass a seed to the shuffle; number by sorted(set(labels)); where "
+            "each rank has data of its own, pass auto_shard=False. Targets drawn at random, as by mixup, may differ.",
             others,
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 _FORWARDED = frozenset(
     (
         *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "KERAS_BACKEND", "KERAS_HOME"),
-        *("CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES"),
+        *("CUDA_VISIBLE_DEVICES", "GLIBC_TUNABLES", "PYTHONHASHSEED"),
     )
 )
 _FORWARDED_PREFIXES = ("KDIST_", "TF_", "OMP_", "KMP_", "XLA_", "NCCL_", "UCX_", "FI_", "HOROVOD_")

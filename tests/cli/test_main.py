@@ -242,6 +242,29 @@ def test_ranks_ask_for_huge_pages_unless_the_user_has_set_the_allocator(words, s
 
 
 @pytest.mark.starts_processes  # `mpirun --version`
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--strategy", "collective"], ["-H", "a:1,b:1"], ["--rendezvous", "a:1", "--nnodes", "2", "--node-rank", "0"]],
+)
+def test_ranks_have_one_order_of_sets_unless_the_user_has_chosen(words, script, capsys, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert cli.main(["run", "-np", "2", *words, "--dry-run", script]) == 0
+    assert "PYTHONHASHSEED=0 " in (asked := capsys.readouterr().out)
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    assert cli.main(["run", "-np", "2", *words, "--dry-run", script]) == 0
+    assert "PYTHONHASHSEED=" not in (own := capsys.readouterr().out)
+    to_others = "a:1,b:1" in words
+    assert ("-x PYTHONHASHSEED " in asked) == ("-x PYTHONHASHSEED " in own) == to_others
+
+
+@pytest.mark.starts_processes  # `mpirun --version`
+def test_one_process_keeps_its_own_order_of_sets(script, capsys, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert cli.main(["run", "-np", "1", "--dry-run", script]) == 0
+    assert "PYTHONHASHSEED" not in capsys.readouterr().out
+
+
+@pytest.mark.starts_processes  # `mpirun --version`
 def test_more_ranks_than_slots_if_asked(script, capsys):
     assert cli.main(["run", "-np", "4", "-H", "localhost:2", "--oversubscribe", "--dry-run", script]) == 0
     assert "--oversubscribe" in capsys.readouterr().out

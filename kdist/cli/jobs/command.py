@@ -88,9 +88,14 @@ def take_allocation(options: argparse.Namespace, env: Mapping[str, str], least: 
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
-def _memory(env: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns what the ranks' allocator is told, unless the user has set it."""
-    return {name: value for name, value in _HUGE_PAGES.items() if name not in env}
+# Sets of strings, as of labels, have one order on all ranks, and in all attempts of a job.
+_ONE_ORDER_OF_SETS = {"PYTHONHASHSEED": "0"}
+
+
+def _defaults(env: Mapping[str, str], *, is_one_process: bool) -> Mapping[str, str]:
+    """Returns the variables that the ranks get unless the user has set them."""
+    every = _HUGE_PAGES if is_one_process else {**_HUGE_PAGES, **_ONE_ORDER_OF_SETS}
+    return {name: value for name, value in every.items() if name not in env}
 
 
 def _word(options: argparse.Namespace, env: Mapping[str, str]) -> str:
@@ -123,7 +128,8 @@ def build(
         _check_not_a_rank(os.environ)
     check_environment(os.environ)
     if node is not None:
-        env = {**_memory(os.environ), **({} if options.strategy is None else {"KDIST_STRATEGY": options.strategy})}
+        strategies = {} if options.strategy is None else {"KDIST_STRATEGY": options.strategy}
+        env = {**_defaults(os.environ, is_one_process=False), **strategies}
         python, timeout = sys.executable, options.start_timeout
         return local_cluster.build(
             python, program, np=node.np, env=env, reports=reports, node=node, start_timeout=timeout
@@ -143,7 +149,10 @@ def build(
             f"Two different strategies are given. Received: --strategy {strategy} and KDIST_STRATEGY={variable}. "
             "Expected one. Fix: omit --strategy, or unset KDIST_STRATEGY."
         )
-    env = {**_memory(os.environ), **({} if strategy is None else {"KDIST_STRATEGY": _check_strategy(strategy)})}
+    env = {
+        **_defaults(os.environ, is_one_process=np == 1 and placement is None),
+        **({} if strategy is None else {"KDIST_STRATEGY": _check_strategy(strategy)}),
+    }
     job = _Job(
         program=program,
         np=np,
