@@ -48,6 +48,7 @@ _KEPT = {
     "first": "Rank 0's value is kept",
 }
 _COLLECTIVES = ("allreduce", "allgather", "broadcast")  # their results are equal on all ranks
+_TABLE_WRITES = ("LookupTableInsertV2", "LookupTableImportV2", "LookupTableRemoveV2")
 
 
 @dataclasses.dataclass
@@ -83,6 +84,7 @@ class WrittenState:
         self.merges: dict[str, dict[int, tuple[Any, Merge]]] = collections.defaultdict(dict)
         self.variables: dict[int, Any] = {}
         self._told: set[tuple[int, str]] = set()
+        self._is_told_of_tables = False
 
     def tell_once(self, variable: Any, engine: Engine, message: str) -> None:
         """Logs a warning about a variable on rank 0, once; its path is filled in."""
@@ -90,6 +92,16 @@ class WrittenState:
         if key not in self._told and engine.rank == 0:
             logger.warning(message, path_of(variable))
         self._told.add(key)
+
+    def tell_of_tables_once(self, engine: Engine) -> None:
+        """Logs a warning about lookup tables on rank 0, once."""
+        if not self._is_told_of_tables and engine.rank == 0:
+            logger.warning(
+                "the step writes a lookup table from each rank's own rows: its contents differ between the ranks, and "
+                "so does what is looked up. Fix: insert what `kdist.all_gather` returns for keys and values, or fill "
+                "the table before training"
+            )
+        self._is_told_of_tables = True
 
 
 class Assignments:
@@ -336,8 +348,18 @@ class Assignments:
                 f"one process. {_KEPT[merge]}. {WAYS_OUT}",
             )
 
-    def tell_of_early_reads(self) -> None:
-        """Warns of variables that the step has used since it wrote them. Must be called before the first merge."""
+    def tell_of_differences(self) -> None:
+        """Warns of what differs between ranks and is not merged, or too late. Must be called before the first merge."""
+        self._tell_of_tables()
+        self._tell_of_early_reads()
+
+    def _tell_of_tables(self) -> None:
+        for operation in self.graph.get_operations() if not self.is_eager else ():
+            if operation.type in _TABLE_WRITES and self._dependence.differs(operation.inputs[1:], self.graph):
+                self._state.tell_of_tables_once(self._engine)
+
+    def _tell_of_early_reads(self) -> None:
+        """Warns of variables that the step has used since it wrote them."""
         for written, merge in self.to_merge():
             handle = raw_variable(written.variable).handle
             is_harmless = key_of(written.variable) in self._statistics or (merge == "count" and not written.counts_rows)

@@ -62,7 +62,7 @@ class BufferSync:
         """
         self._assignments.add_writes_of_other_ranks()
         if not self._sent:
-            self._assignments.tell_of_early_reads()
+            self._assignments.tell_of_differences()
         self._sent = self._assignments.to_merge()
         return [self._contribution(written, merge) for written, merge in self._sent]
 

@@ -326,6 +326,39 @@ def what_no_rule_can_merge_is_told_of() -> None:
 
 
 @feature
+def lookup_tables_that_differ_are_told_of() -> None:
+    """Once, by the chief; not of one that gets the rows of all ranks."""
+    fresh()
+    x, y = rows("ragged")
+
+    class Seen(keras.layers.Layer):
+        def __init__(self, rows_of: Callable[[Any], Any]) -> None:
+            super().__init__()
+            self.rows_of = rows_of
+            self.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if training:
+                keys = self.rows_of(tf.cast(100 * inputs[:, 0], tf.int64))
+                self.table.insert(keys, tf.ones_like(keys))
+            return inputs
+
+    for rows_of in (lambda keys: keys, kdist.all_gather):
+        with warned() as said, kdist.scope(scale_lr=None):
+            layer = Seen(rows_of)
+            model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(2)])
+            model.compile("sgd", "mse")
+            for _ in range(2):
+                model.fit(x, y, batch_size=BATCH, verbose=0, shuffle=False)
+            num_keys = int(layer.table.size())
+        if rows_of is kdist.all_gather:
+            assert not said, said
+            assert_equal_everywhere(num_keys)
+        else:
+            assert ["lookup table" in each for each in said] == [True], said
+
+
+@feature
 def what_a_collective_has_computed_is_kept() -> None:
     """State of the global batch is right, is not told of, and is not sent again."""
     x, y = rows("ragged")
