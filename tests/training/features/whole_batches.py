@@ -372,6 +372,39 @@ def metrics_of_whole_batches_in_own_steps() -> None:
         both(script)
 
 
+class Remembers(keras.metrics.Metric):
+    """Keeps all errors in a list of Python's, which kdist does not see, and takes their median."""
+
+    def __init__(self, name: str = "median", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        self.errors: list[float] = []
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.errors += np.abs(np.asarray(y_true) - np.asarray(y_pred)).ravel().tolist()
+
+    def result(self) -> Any:
+        return tf.constant(np.median(self.errors))
+
+    def reset_state(self) -> None:
+        self.errors = []
+
+
+@feature
+def metrics_whose_state_is_a_list() -> None:
+    """In eager steps: a step that is traced would keep symbolic tensors."""
+    for shape in ("ragged", "one short", "few"):
+        x, y = rows(shape)
+
+        def script(batch: int, x: Any = x, y: Any = y) -> dict[str, Any]:
+            model, metric = mlp(), Remembers()
+            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=[metric], run_eagerly=True)
+            model.fit(**fed("arrays", (x, y), batch), validation_data=(x[:3], y[:3]), verbose=0)
+            evaluated = model.evaluate(x, y, batch_size=batch, verbose=0, return_dict=True)
+            return {"evaluate": evaluated, "number": len(metric.errors), "weights": model.get_weights()}
+
+        both(script)
+
+
 @feature
 def metrics_of_whole_batches_on_batches() -> None:
     x, y = rows("one short")
