@@ -1,4 +1,4 @@
-"""Random losses, metrics and layers, built of `keras.ops`: N ranks against one process, a property of all of them.
+"""Random losses, metrics, layers, counters and penalties, built of `keras.ops`: N ranks against one process.
 
 A case is three examples that hypothesis draws from a seed: the same on all ranks, and not the simplest, its first.
 """
@@ -12,10 +12,12 @@ from typing import Any
 import hypothesis
 import keras
 import numpy as np
+import tensorflow as tf
 from hypothesis import strategies as st
 from keras import ops
 
 import kdist
+from tests.training.features.counters import ADDITIONS
 from tests.training.fidelity import both, deterministic_weights, fed, fit_evaluate_predict, outcome, rows
 
 EXAMPLES_A_CASE = 3
@@ -99,8 +101,49 @@ class OwnLayer(keras.layers.Layer):
         return x - 0.1 * kdist.all_reduce(local, self.op)
 
 
+class Counting(keras.layers.Layer):
+    """Counts rows twice: of 1 a step, eager steps on several ranks would not know whether it is a row."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        dtype = "float64" if way == "float" else "int64"
+        self.kept = tf.Variable(np.zeros(3, dtype), trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            number = 2 * tf.shape(x, tf.int64)[0]
+            if self.way == "float":
+                self.kept.assign_add(tf.cast(tf.stack([0, number, 0]), "float64"))
+            else:
+                ADDITIONS[self.way](self.kept, number)
+        return x
+
+
+PENALTIES: dict[str, Callable[[Any], Any]] = {
+    "squares": lambda x: 0.1 * ops.mean(x**2),
+    "absolute": lambda x: ops.mean(ops.abs(x)),
+    "per row": lambda x: 0.1 * ops.mean(ops.logsumexp(x, axis=-1)),
+    "of rows that count": lambda x: 0.1 * ops.mean(ops.where(x > 0, x, 0.5 * x**2)),
+}
+
+
+class Penalty(keras.layers.Layer):
+    """`add_loss`, as Keras' guides use it: a mean over the batch."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(self.function(x))
+        return x
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> dict[str, Any]:
+    eager = draw(st.booleans())
+    ways = sorted(ADDITIONS) if eager else ["float", *sorted(ADDITIONS)]  # eager steps average floats
     return {
         "loss": draw(FUNCTIONS),
         "is_class": draw(st.booleans()),
@@ -109,7 +152,9 @@ def programs(draw: st.DrawFn) -> dict[str, Any]:
         "layer": draw(st.sampled_from([None, "rows", "sum", "mean", "max", "min"])),
         "shape": draw(st.sampled_from(["even", "ragged", "one short", "few"])),
         "kind": draw(st.sampled_from(["arrays", "tf_data"])),
-        "eager": draw(st.booleans()),
+        "eager": eager,
+        "counting": draw(st.none() | st.sampled_from(ways)),
+        "penalty": draw(st.none() | st.sampled_from(sorted(PENALTIES))),
         "scale_batch": draw(st.booleans()),
         "weighted": draw(st.booleans()),
     }
@@ -121,6 +166,8 @@ def compare(program: dict[str, Any]) -> None:
 
     def script(batch: int) -> dict[str, Any]:
         inner = [] if program["layer"] is None else [OwnLayer(program["layer"])]
+        counting = [] if program["counting"] is None else [Counting(program["counting"])]
+        inner += [*counting, *([] if program["penalty"] is None else [Penalty(PENALTIES[program["penalty"]])])]
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, "tanh"), *inner, keras.layers.Dense(2)])
         deterministic_weights(model)
         model.compile(
@@ -133,8 +180,10 @@ def compare(program: dict[str, Any]) -> None:
         weight = [np.linspace(0.1, 3.0, len(x))] if program["weighted"] else []
         data = fed(program["kind"], (x, y, *weight), batch)
         if program["kind"] != "arrays":
-            return outcome(model, model.fit(**data, epochs=1, verbose=0))
-        return fit_evaluate_predict(model, data, x, y, batch)
+            found = outcome(model, model.fit(**data, epochs=1, verbose=0))
+        else:
+            found = fit_evaluate_predict(model, data, x, y, batch)
+        return {**found, "counts": [each.kept.numpy() for each in counting]}
 
     if program["scale_batch"]:
         both(script)
