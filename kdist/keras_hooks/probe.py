@@ -35,7 +35,9 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "_backend_increment_gradient_accumulators",
         *("_backend_reset_gradient_accumulators", "_check_variables_are_known", "_distribution_strategy"),
         *("_get_current_learning_rate", "_get_variable_index", "_iterations", "_learning_rate"),
-        *("_distributed_tf_update_step", "_trainable_variables"),
+        *("_distributed_tf_update_step", "_trainable_variables", "_all_reduce_sum_gradients", "_clip_by_norm"),
+        *("_filter_empty_gradients", "_overwrite_model_variables_with_average_value", "_use_weight_decay"),
+        *("_overwrite_variables_directly_with_gradients", "_update_model_variables_moving_average"),
     ),
     "variable": (
         *("_direct_assign", "_export_to_saved_model_graph", "_path", "_restore_from_tensors", "_serialize_to_tensors"),

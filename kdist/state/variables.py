@@ -32,7 +32,7 @@ class SlotsInParts(Protocol):
 
     Attributes:
         engine: `Engine`, of all ranks.
-        loads: pair, how many files or values were loaded, and a checksum of the last: every rank must load them alike.
+        loads: pair, how many files or values were loaded, and a checksum of the last: equal on all ranks.
     """
 
     engine: Engine
