@@ -58,7 +58,7 @@ def _parameter_files() -> Iterator[Path]:
         for path in dict.fromkeys(re.findall(r"/\S*/libmpi\.so\S*", Path("/proc/self/maps").read_text())):
             prefixes.append(Path(path).parents[1])
     yield from (prefix / "etc" / "openmpi-mca-params.conf" for prefix in prefixes)
-    yield Path("/etc/openmpi/openmpi-mca-params.conf")
+    yield from sorted(Path("/etc").glob("openmpi*/openmpi-mca-params.conf"))
 
 
 @contextlib.contextmanager

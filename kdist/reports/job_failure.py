@@ -118,7 +118,7 @@ class JobFailure:
         if not (cause := self.cause(directory)):
             return ""
         rank, what, fix = cause
-        if rank is not None:
+        if rank is not None and self._of_a_rank():  # a launcher names the first numbers
             rank = [each for each in range(rank + len(gone) + 1) if each not in gone][rank]
         kept = "to keep each rank's output: kdist run --output DIR"
         if output:

@@ -327,16 +327,22 @@ class Assignments:
         return None if None in by_assignment else [term for terms in by_assignment for term in terms or ()]
 
     def _counts(self, terms: list[Any], differs: bool) -> bool:
-        """Returns whether what is added to a float counts something: integers that were cast, a number of rows."""
-        if not differs:
-            return self._is_number_of_rows(terms)
-        return all(self._increments.is_cast_of_integer(each) for each in terms)
+        """Returns whether what is added to a float counts something: integers that were cast, the number of rows."""
+        if differs:
+            return all(self._increments.is_cast_of_integer(each) for each in terms)
+        values = [self._increments.static_value(each) for each in terms]
+        if any(value is None for value in values):
+            return False
+        total = np.asarray(sum(values))
+        counts = set(total[total != 0].tolist())
+        return bool(counts) and counts <= self._num_rows - {1}
 
     def _is_number_of_rows(self, terms: list[Any]) -> bool:
         """Returns whether some of the terms are computed from a constant that may be the number of rows."""
         constants = [np.asarray(constant) for each in terms for constant in self._increments.constants(each)]
         numbers = [each for each in constants if each.dtype.kind in "iuf"]
-        return any(((each != 0) & (each % rows == 0)).any() for each in numbers for rows in self._num_rows - {1})
+        counts = [each[each != 0] for each in numbers if each.any()]
+        return any((each % rows == 0).all() for each in counts for rows in self._num_rows - {1})
 
     def tell(self, written: Written, merge: Merge) -> None:
         """Warns once of a variable that is merged by a guess; not of one whose merge is known."""

@@ -44,6 +44,7 @@ def test_how_many_ranks_must_be_left() -> None:
         (["-np", "3", "--look", "4", *BOTH], "--wait or --look"),
         (["-H", "a:2,b:2", *BOTH], "-H or --hostfile.*Fix: omit --heal"),
         (["-np", "3", "--rendezvous", "a", *BOTH], "--rendezvous"),
+        (["-np", "3", "--launcher-args=-H a:2,b:2", *BOTH], "hosts in --launcher-args"),
     ],
 )
 def test_what_is_refused(line: list[str], said: str) -> None:

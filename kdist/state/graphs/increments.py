@@ -20,6 +20,7 @@ _VALUES = {  # the methods that add, and which of their values they add
     "scatter_nd_sub": slice(1, None),
 }
 _MAX_SAMPLED = 10**5  # elements of a variable
+_OTHERS = (0, 1, 100, -100)  # what all that is unknown is, in turn
 
 
 class Increments:
@@ -84,7 +85,7 @@ class Increments:
             return [value]
         if tf.is_symbolic_tensor(value) and value.op.type in (*_COPIES, "Mul", "AddV2", "Add", "Sub"):
             return [constant for each in value.op.inputs for constant in self.constants(each)]
-        return [self._static_value(value)]
+        return [self.static_value(value)]
 
     def is_cast_of_integer(self, value: Any) -> bool:
         """Returns whether a tensor is an integer that was cast, to a float as a rule, or a constant."""
@@ -93,7 +94,7 @@ class Increments:
             value = self._source(value.op.inputs[0])
         return not tf.is_symbolic_tensor(value) or value.dtype.is_integer
 
-    def _static_value(self, value: tf.Tensor) -> Any:
+    def static_value(self, value: tf.Tensor) -> Any:
         """Returns what a tensor is in each step, as `tf.shape(x)[0]` of a static shape; `None` if that is unknown."""
         value = self._source(value)
         known = tf.get_static_value(value)
@@ -102,7 +103,7 @@ class Increments:
         operation = value.op
         if not can_be_copied(operation) or not operation.inputs:
             return None
-        operands = [self._static_value(each) for each in operation.inputs]
+        operands = [self.static_value(each) for each in operation.inputs]
         if any(each is None for each in operands):
             return None
         with tf.Graph().as_default() as graph:
@@ -116,21 +117,27 @@ class Increments:
         if size is None or size > _MAX_SAMPLED:
             return None
         with tf.Graph().as_default() as graph:
-            copy = GraphCopy(variable, self._source, self._static_value)
+            copy = GraphCopy(variable, self._source, self.static_value)
             try:
                 new, old = copy.new_and_old(method, values)
                 increment = new - old
             except (LookupError, ValueError, tf.errors.OpError):
                 return None
+        any_added = False
         with tf.compat.v1.Session(graph=graph) as session:
-            for others in (0, 1):
+            for others in _OTHERS:
                 try:
                     found = [session.run(increment, copy.feed(each, others)) for each in _samples(variable)]
                 except tf.errors.OpError:  # an index that is out of bounds
-                    return None
+                    if others in (0, 1):
+                        return None
+                    continue
                 if any((each != found[0]).any() for each in found):
                     return None
-        return [] if copy.unknown else [found[0]]
+                any_added = any_added or bool(found[0].any())
+        if copy.unknown:
+            return [] if any_added else None  # what replaces it now and then has not shown
+        return [found[0]]
 
 
 def _samples(variable: tf.Variable) -> Iterator[np.ndarray]:

@@ -91,7 +91,8 @@ class CountsInFloats(keras.layers.Layer):
             return self.add_weight(shape=(), dtype=dtype, trainable=False, initializer="zeros", name=name)
 
         self.seen, self.hits, self.steps = zeros("seen"), zeros("hits"), zeros("steps", "float32")
-        self.fraction = zeros("fraction")
+        self.fraction, self.penalty, self.grown = zeros("fraction"), zeros("penalty"), zeros("grown")
+        self.several = tf.Variable([0, 0, 0], trainable=False)
 
     def call(self, x: Any, training: bool = False) -> Any:
         if training:
@@ -99,6 +100,9 @@ class CountsInFloats(keras.layers.Layer):
             self.hits.assign(self.hits + ops.cast(ops.sum(ops.cast(x[:, 0] > 0, "int32")), "float64"))
             self.steps.assign_add(1.0)
             self.fraction.assign_add(0.25)
+            self.penalty.assign_add(12.0 * BATCH)  # a multiple of the number of rows
+            self.grown.assign_add(float(BATCH) * ops.cast(ops.tanh(self.steps), "float64"))
+            self.several.assign_add([1, 2, 12 * BATCH])
         return x
 
 
@@ -114,7 +118,8 @@ def counters_that_are_floats() -> None:
             deterministic_weights(model)
             model.compile(keras.optimizers.SGD(0.01), "mse")
             model.fit(**fed("arrays", (x, y), batch), verbose=0)
-            return {each.name: each.numpy() for each in model.layers[0].weights}
+            layer = model.layers[0]
+            return {"several": layer.several.numpy(), **{each.name: each.numpy() for each in layer.weights}}
 
         return run
 
@@ -132,6 +137,7 @@ def integers_that_are_not_added_to() -> None:
         "remainder": lambda kept, n: (kept + n) % 7,
         "absolute": lambda kept, n: -ops.abs(kept) + n,
         "chosen": lambda kept, n: ops.where(n > 1, n, kept),
+        "raised": lambda kept, n: ops.where(n > kept + 3, n, kept),
     }
 
     class Keeps(keras.layers.Layer):
