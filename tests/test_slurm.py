@@ -103,7 +103,8 @@ def test_a_rank_that_is_killed_in_training_ends_the_step(cluster: slurm.Slurm, s
     assert not done.timed_out, done.output
     assert done.returncode != 0, done.output
     assert "task 1: Killed" in done.output, done.output
-    assert re.search(r"rank 1 at 127.0.0.2:\d+ has ended", done.output), done.output
+    # What rank 0 finds by its connections, or the failure detector by the heartbeats, whichever is first.
+    assert re.search(r"rank 1 (at 127.0.0.2:\d+ has ended|died without an error message)", done.output), done.output
     assert waited < 10 * spmd.PATIENCE, done.output
 
 

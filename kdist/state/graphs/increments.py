@@ -121,7 +121,7 @@ class Increments:
             try:
                 new, old = copy.new_and_old(method, values)
                 increment = new - old
-            except (LookupError, ValueError, tf.errors.OpError):
+            except (LookupError, TypeError, ValueError, tf.errors.OpError):
                 return None
         any_added = False
         with tf.compat.v1.Session(graph=graph) as session:
