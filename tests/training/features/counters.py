@@ -15,7 +15,7 @@ from tests.training.features.registry import feature
 from tests.training.features.states import assert_equal_everywhere, warned
 from tests.training.fidelity import BATCH, both, deterministic_weights, fed, fresh, rows
 
-PART = tf.constant([False, True, False])
+PART = np.array([False, True, False])
 
 
 def at_one(values: Any) -> Any:
