@@ -194,7 +194,9 @@ def _configurations(tasks: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     return [json.dumps({"cluster": dict(tasks), "task": task}) for task in own]
 
 
-class _Stopped(Exception):
+class _Stopped(BaseException):
+    """A signal. What comes while a line is logged would be lost as an `Exception`: `logging` prints and drops these."""
+
     def __init__(self, number: int) -> None:
         self.number = number
 
