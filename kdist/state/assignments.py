@@ -309,6 +309,8 @@ class Assignments:
                 return "count"
             return "sum" if differs or not by_graph else None
         if by_graph and dtype.is_floating and terms and self._counts(terms, differs):
+            if not differs:  # a constant that is the number of rows, or happens to equal it
+                self.tell(written, "sum")
             return "sum"
         if by_graph and not differs:
             return None
