@@ -191,7 +191,7 @@ class RankSynchronization(keras.callbacks.Callback):
             if own_reports.is_resized:
                 once.warning(
                     "the number of ranks may change, and the global batch with it. Received: scale_batch=True, and "
-                    "--min-np or --max-np. Expected a global batch that stays. Fix: "
+                    "--min-np, --max-np or --heal. Expected a global batch that stays. Fix: "
                     f"kdist.scope(micro_batches={size}), by which a step is {size} of your batches on any number of "
                     "ranks; kdist.scope(scale_batch=False); or batch_size=GLOBAL_BATCH // kdist.size(), with which "
                     "this can be ignored."

@@ -17,6 +17,7 @@ from pathlib import Path
 import keras
 
 import kdist
+from kdist.restarts.report import own_reports
 from tests.restarts import here
 from tests.restarts.resized import keep, train
 from tests.restarts.training import Broken
@@ -30,6 +31,7 @@ def main() -> None:
     keras.backend.set_floatx("float64")
     assert not hasattr(here, "was_imported"), "the run of before has left its modules"
     here.was_imported = True
+    assert own_reports.is_resized, "a global batch that changes would not be warned of"
     runs, own = Path(folder, "runs"), int(os.environ.get(OWN_RUNS, "0"))
     os.environ[OWN_RUNS] = str(own + 1)
     if own < len(ways) and ways[own] == f"start@{kdist.rank()}" and not Path(folder, "killed").exists():

@@ -82,7 +82,7 @@ def started(
             begin.callback(waiting.begin)
             address = waiting.address
         placement = None if watched is None else watched.placement
-        is_resized = placement is not None
+        is_resized = placement is not None or what.options.heal is not None
         program = what.program(
             output=output,
             running=running,
