@@ -121,7 +121,7 @@ def in_words(attempts: Sequence[Attempt], why: str) -> str:
 
 
 def _in_words(steps: int | None) -> str:
-    return "all steps, without a backup," if steps is None else f"{steps} steps"
+    return "all steps, without a backup," if steps is None else f"{steps} step{'s' * (steps != 1)}"
 
 
 def as_values(attempts: Sequence[Attempt], why: str, restarts: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
+from kdist.engines.tensors.checksum import checksum_of_array
 from kdist.state.part import BLOCK, DeferredArray
 
 
@@ -60,8 +60,7 @@ def checksum(array: Any, dtype: Any, before: int = 0) -> int:
     """
     blocks = [array] if not array.shape else (block for _, block in row_blocks(array))
     for block in blocks:
-        values = np.ascontiguousarray(block, dtype.as_numpy_dtype)
-        before = zlib.crc32(values.reshape(-1).view(np.uint8).data, before)
+        before = checksum_of_array(np.ascontiguousarray(block, dtype.as_numpy_dtype), before)
     return before
 
 

@@ -308,10 +308,6 @@ class Assignments:
                 written.counts_rows = differs or self._is_number_of_rows(terms or [])
                 return "count"
             return "sum" if differs or not by_graph else None
-        if by_graph and dtype.is_floating and terms and self._counts(terms, differs):
-            if not differs:  # a constant that is the number of rows, or happens to equal it
-                self.tell(written, "sum")
-            return "sum"
         if by_graph and not differs:
             return None
         guessed: Merge = "mean" if is_number else "first"
@@ -327,17 +323,6 @@ class Assignments:
         variable = raw_variable(written.variable)
         by_assignment = [self._increments.terms(variable, *each[:2]) for each in written.assignments]
         return None if None in by_assignment else [term for terms in by_assignment for term in terms or ()]
-
-    def _counts(self, terms: list[Any], differs: bool) -> bool:
-        """Returns whether what is added to a float counts something: integers that were cast, the number of rows."""
-        if differs:
-            return all(self._increments.is_cast_of_integer(each) for each in terms)
-        values = [self._increments.static_value(each) for each in terms]
-        if any(value is None for value in values):
-            return False
-        total = np.asarray(sum(values))
-        counts = set(total[total != 0].tolist())
-        return bool(counts) and counts <= self._num_rows - {1}
 
     def _is_number_of_rows(self, terms: list[Any]) -> bool:
         """Returns whether some of the terms are computed from a constant that may be the number of rows."""

@@ -83,7 +83,7 @@ def _check_options(options: argparse.Namespace, env: Mapping[str, str], least: i
             f"--heal is for ranks that talk over MPI on one host. Received: {wrong[0]}. Expected none of it. Fix: omit "
             "--heal; --restarts alone starts the job again."
         )
-    if not least >= 2:
+    if least < 2:
         raise LaunchError(
             f"--min-np is too small to heal. Received: --min-np {least} with --heal. Expected at least 2: a last rank "
             "would train by Keras' own code, whose input order is another. Fix: omit --min-np."

@@ -51,7 +51,12 @@ class GraphCopy:
         raise LookupError(method)
 
     def feed(self, value: np.ndarray, others: int) -> dict[tf.Tensor, np.ndarray]:
-        """Returns what to compute a tensor of the copy from: the variable's value, a number for all that is unknown."""
+        """Returns what to compute a tensor of the copy from: the variable's value, a number for all that is unknown.
+
+        Args:
+            value: array of the variable's shape and dtype.
+            others: int, the number, which each placeholder of an unknown tensor takes in its own dtype.
+        """
         return {self._variable: value, **{each: np.full(shape, others) for each, shape in self.unknown}}
 
     def _joined(self, parts: list[tf.Tensor]) -> tf.Tensor:
@@ -68,7 +73,7 @@ class GraphCopy:
 
     def _make(self, value: tf.Tensor) -> tf.Tensor:
         operation = value.op
-        if not self._is_of_variable(value):
+        if not is_computed_of(self._handle, value, self._source):
             known = self._static_value(value)
             if known is not None:
                 return tf.constant(known, value.dtype)
@@ -88,16 +93,24 @@ class GraphCopy:
             raise LookupError(value)
         return copied(value, [self._made_of(each) for each in operation.inputs])
 
-    def _is_of_variable(self, value: tf.Tensor) -> bool:
-        pending, seen = [value], set()
-        while pending:
-            tensor = self._source(pending.pop())
-            if tensor is self._handle:
-                return True
-            if tf.is_symbolic_tensor(tensor) and id(tensor.op) not in seen:
-                seen.add(id(tensor.op))
-                pending += tensor.op.inputs
-        return False
+
+def is_computed_of(handle: Any, value: Any, source: Callable[[Any], Any]) -> bool:
+    """Returns whether a value is computed from what a variable holds.
+
+    Args:
+        handle: the variable's handle.
+        value: tensor, array or number.
+        source: callable, as that of `Increments`.
+    """
+    pending, seen = [value], set()
+    while pending:
+        tensor = source(pending.pop())
+        if tensor is handle:
+            return True
+        if tf.is_symbolic_tensor(tensor) and id(tensor.op) not in seen:
+            seen.add(id(tensor.op))
+            pending += tensor.op.inputs
+    return False
 
 
 def can_be_copied(operation: tf.Operation) -> bool:

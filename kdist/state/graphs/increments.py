@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdist.state.graphs.graph_copy import ASSIGNMENTS, GraphCopy, can_be_copied, copied
+from kdist.state.graphs.graph_copy import ASSIGNMENTS, GraphCopy, can_be_copied, copied, is_computed_of
 
 _COPIES = ("Identity", "Cast", "EnsureShape")
 _VALUES = {  # the methods that add, and which of their values they add
@@ -36,6 +36,7 @@ class Increments:
     def __init__(self, source: Callable[[tf.Tensor], tf.Tensor]) -> None:
         self._source = source
         self._sampled: dict[int, tuple[list[Any], list[Any] | None]] = {}
+        self._values: dict[tuple[tf.Graph, str], np.ndarray | None] = {}  # of tensors that are known, or are not
 
     def terms(self, variable: tf.Variable, method: str, values: list[Any]) -> list[Any] | None:
         """Returns what an assignment adds to a variable; `None` if it replaces its value, or nothing is known.
@@ -45,12 +46,13 @@ class Increments:
             method: str, the name of the method that assigns.
             values: list of tensors, arrays and numbers that it was given.
         """
-        if method in _VALUES:
-            return values[_VALUES[method]]
         if not values:
             return None
-        if method in ASSIGNMENTS and (found := self._terms_of_sum(values[0], variable.handle)) is not None:
-            return found
+        found = values[_VALUES[method]] if method in _VALUES else None
+        if method in ASSIGNMENTS:
+            found = self._terms_of_sum(values[0], variable.handle)
+        if found is not None:  # what is added may depend on what is there: `v + (n - v)`
+            return None if any(is_computed_of(variable.handle, each, self._source) for each in found) else found
         if not variable.dtype.is_integer:
             return None
         if id(values) not in self._sampled:
@@ -85,30 +87,36 @@ class Increments:
             return [value]
         if tf.is_symbolic_tensor(value) and value.op.type in (*_COPIES, "Mul", "AddV2", "Add", "Sub"):
             return [constant for each in value.op.inputs for constant in self.constants(each)]
-        return [self.static_value(value)]
+        return [self._static_value(value)]
 
-    def is_cast_of_integer(self, value: Any) -> bool:
-        """Returns whether a tensor is an integer that was cast, to a float as a rule, or a constant."""
-        value = self._source(value)
-        while tf.is_symbolic_tensor(value) and value.op.type in _COPIES and not value.dtype.is_integer:
-            value = self._source(value.op.inputs[0])
-        return not tf.is_symbolic_tensor(value) or value.dtype.is_integer
-
-    def static_value(self, value: tf.Tensor) -> Any:
+    def _static_value(self, value: Any) -> Any:
         """Returns what a tensor is in each step, as `tf.shape(x)[0]` of a static shape; `None` if that is unknown."""
         value = self._source(value)
         known = tf.get_static_value(value)
         if known is not None or not tf.is_symbolic_tensor(value):
             return known
-        operation = value.op
-        if not can_be_copied(operation) or not operation.inputs:
-            return None
-        operands = [self.static_value(each) for each in operation.inputs]
-        if any(each is None for each in operands):
-            return None
+        key = (value.graph, value.name)
+        if key not in self._values:
+            self._values[key] = self._computed(value) if self._is_static(value) else None
+        return self._values[key]
+
+    def _is_static(self, value: tf.Tensor) -> bool:
+        """Returns whether a tensor is computed from constants alone; not by recursion, for a network may be deep."""
+        pending, seen = [value], set()
+        while pending:
+            tensor = self._source(pending.pop())
+            if not tf.is_symbolic_tensor(tensor) or id(tensor.op) in seen or tf.get_static_value(tensor) is not None:
+                continue
+            if not can_be_copied(tensor.op) or not tensor.op.inputs:
+                return False
+            seen.add(id(tensor.op))
+            pending += tensor.op.inputs
+        return True
+
+    def _computed(self, value: tf.Tensor) -> np.ndarray:
+        operands = [(self._static_value(each), each.dtype) for each in value.op.inputs]
         with tf.Graph().as_default() as graph:
-            inputs = [tf.constant(each, of.dtype) for each, of in zip(operands, operation.inputs, strict=True)]
-            found = copied(value, inputs)
+            found = copied(value, [tf.constant(each, dtype) for each, dtype in operands])
         with tf.compat.v1.Session(graph=graph) as session:
             return session.run(found)
 
@@ -117,12 +125,14 @@ class Increments:
         if size is None or size > _MAX_SAMPLED:
             return None
         with tf.Graph().as_default() as graph:
-            copy = GraphCopy(variable, self._source, self.static_value)
+            copy = GraphCopy(variable, self._source, self._static_value)
             try:
                 new, old = copy.new_and_old(method, values)
                 increment = new - old
             except (LookupError, TypeError, ValueError, tf.errors.OpError):
                 return None
+        if len(copy.unknown) > 1:  # of which each would have to take all values beside all of the others
+            return None
         any_added = False
         with tf.compat.v1.Session(graph=graph) as session:
             for others in _OTHERS:

@@ -138,6 +138,7 @@ def weights_that_all_ranks_clip_after_each_step() -> None:
 
     with mock.patch("kdist.state.broadcast.broadcast_in_groups", wraps=broadcast_in_groups) as broadcast:
         both(script)
+    assert broadcast.called
     assert not any(len(call.args[1]) for call in broadcast.call_args_list)
 
 
