@@ -41,7 +41,7 @@ def case_large_shapes_that_differ_are_an_error(engine):
     if engine._shared is not None:
         with pytest.raises(tf.errors.OpError) as raised:
             tf.function(engine.allreduce, autograph=False)(tensors)
-        assert "bytes to sum on rank" in str(engine.explain(raised.value))
+        assert "bytes of float32 to sum on rank" in str(engine.explain(raised.value))
     assert float(engine.allreduce([tf.constant(1.0)])[0]) == engine.size
 
 

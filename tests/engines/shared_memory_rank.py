@@ -102,7 +102,13 @@ def stops(memory, rank, size):
     memory.sum(np.ones(10, np.float32))
 
 
-ACTIONS = {each.__name__: each for each in (sums, gathers, rows, differs, differs_in_kind, dies, stops)}
+def differs_in_dtype(memory, rank, size):
+    memory.sum(np.ones(10, np.int32 if rank else np.float32))
+
+
+ACTIONS = {
+    each.__name__: each for each in (sums, gathers, rows, differs, differs_in_kind, differs_in_dtype, dies, stops)
+}
 
 
 def main(action, rank, size):

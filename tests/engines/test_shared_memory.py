@@ -61,8 +61,8 @@ def test_each_rank_gets_its_rows_of_sums(run, size):
 @pytest.mark.timeout(60)
 def test_ranks_that_call_other_collectives_are_told_of_both(run):
     first, second = run("differs_in_kind", 2)
-    assert "40 bytes to sum on this rank, and a gathering on rank 1" in first
-    assert "a gathering on this rank, and 40 bytes to sum on rank 0" in second
+    assert "40 bytes of float32 to sum on this rank, and a gathering on rank 1" in first
+    assert "a gathering on this rank, and 40 bytes of float32 to sum on rank 0" in second
 
 
 @pytest.mark.timeout(60)
@@ -73,8 +73,15 @@ def test_where_one_rank_has_no_such_memory_none_uses_it_and_nothing_is_left_open
 @pytest.mark.timeout(60)
 def test_ranks_that_differ_are_told_of_both_sizes(run):
     first, second = run("differs", 2)
-    assert "40 bytes to sum on this rank, and 44 bytes to sum on rank 1" in first
-    assert "44 bytes to sum on this rank, and 40 bytes to sum on rank 0" in second
+    assert "40 bytes of float32 to sum on this rank, and 44 bytes of float32 to sum on rank 1" in first
+    assert "44 bytes of float32 to sum on this rank, and 40 bytes of float32 to sum on rank 0" in second
+
+
+@pytest.mark.timeout(60)
+def test_ranks_whose_dtypes_differ_are_told_of_both(run):
+    first, second = run("differs_in_dtype", 2)
+    assert "40 bytes of float32 to sum on this rank, and 40 bytes of int32 to sum on rank 1" in first
+    assert "40 bytes of int32 to sum on this rank, and 40 bytes of float32 to sum on rank 0" in second
 
 
 @pytest.mark.timeout(60)

@@ -26,8 +26,8 @@ FAILURE = "A collective failed in shared memory: "
 # Used in turn. Having synchronised, a rank reads the others' sums of the piece before, and then writes the next piece,
 # while another rank may still be reading.
 _NUM_SLOTS = 3
-_GATHER = -1  # the word of ranks that gather; that of ranks which sum is their number of bytes
-_SCATTER = -2  # less the number of bytes, the word of ranks which sum rows of their own
+_GATHER = -1  # the word of ranks that gather; that of ranks which sum has their number of bytes and the dtype
+_SCATTER = -2  # less the same, the word of ranks which sum rows of their own
 _TOKEN_BYTES = 16
 _WORD = struct.Struct("=q")
 
@@ -207,7 +207,7 @@ class SharedMemory:
         for rank, each in enumerate(sent):
             if rank != self.rank:
                 own[starts[rank] : starts[rank + 1]] = each.view(np.uint8)
-        self._synchronize(_SCATTER - (starts[-1] - place))
+        self._synchronize(_SCATTER - _word(starts[-1] - place, sent[0].dtype))
         first, last = starts[self.rank : self.rank + 2]
         mine = sent[self.rank]
         return [
@@ -228,7 +228,7 @@ class SharedMemory:
             first, last = bounds[self.rank], bounds[self.rank + 1]
             own[written : written + first] = piece[:first]  # what the other ranks sum
             own[written + last : written + piece.size] = piece[last:]
-            self._synchronize(buffer.nbytes)
+            self._synchronize(_word(buffer.nbytes, buffer.dtype))
             if before is not None:
                 self._take(regions, *before)
             part = own[written + step : written + step + last - first]
@@ -238,7 +238,7 @@ class SharedMemory:
             for term in terms[2:]:
                 np.add(part, term, out=part)
             before = piece, written + step
-        self._synchronize(buffer.nbytes)
+        self._synchronize(_word(buffer.nbytes, buffer.dtype))
         if before is not None:
             self._take(regions, *before)
 
@@ -273,10 +273,17 @@ class SharedMemory:
         return EngineError(f"{FAILURE}{what}")
 
 
+def _word(num_bytes: int, dtype: np.dtype[Any]) -> int:
+    """Returns what ranks that sum compare: equal numbers of bytes may be of other dtypes."""
+    return num_bytes << 16 | ord(dtype.kind) << 8 | dtype.itemsize
+
+
 def _said(word: int) -> str:
-    if word <= _SCATTER:
-        return f"{_SCATTER - word} bytes to sum by rows"
-    return "a gathering" if word == _GATHER else f"{word} bytes to sum"
+    if word == _GATHER:
+        return "a gathering"
+    by_rows = " by rows" if word <= _SCATTER else ""
+    word = _SCATTER - word if by_rows else word
+    return f"{word >> 16} bytes of {np.dtype(f'{chr(word >> 8 & 0xFF)}{word & 0xFF}')} to sum{by_rows}"
 
 
 def _slot_bytes(size: int) -> int:
