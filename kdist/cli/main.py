@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Sequence
 
 from kdist import __version__
-from kdist.cli import check, env, install_horovod, plan, run
 from kdist.cli.jobs.parser import Parser
 from kdist.errors import KDistError
 
-_VERBS = (run, plan, env, check, install_horovod)
+_VERBS = ("run", "plan", "env", "check", "install-horovod")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,8 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: that of the script, or 2 if it could not be started.
     """
-    parser = make_parser()
-    options = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    # The modules of the other verbs need not be imported: a job starts sooner.
+    parser = make_parser([word for word in words[:1] if word in _VERBS] or _VERBS)
+    options = parser.parse_args(words)
     if options.verb is None:
         parser.print_help()
         return 0
@@ -36,8 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def make_parser() -> Parser:
-    """Returns the parser of the command's arguments, with those of each verb."""
+def make_parser(names: Sequence[str] = _VERBS) -> Parser:
+    """Returns the parser of the command's arguments, with those of some verbs.
+
+    Args:
+        names: sequence of str, the verbs; by default all.
+    """
     parser = Parser(
         prog="kdist",
         description="Train an unchanged Keras script on several processes exactly as on one.",
@@ -46,8 +52,8 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"kdist {__version__}")
     parser.set_defaults(verb=None)
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for verb in _VERBS:
-        verb.add_parser(verbs)
+    for name in names:
+        importlib.import_module(f"kdist.cli.{name.replace('-', '_')}").add_parser(verbs)
     for each in verbs.choices.values():
         each.set_defaults(parser=each)
     return parser
