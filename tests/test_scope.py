@@ -239,7 +239,7 @@ def test_a_strategy_of_the_user_is_used_unchanged():
 # Two ranks.
 
 
-CASES = "tests.scope_cases,tests.testing_cases"  # faults that do not end a job, too
+CASES = "tests.scope_cases,tests.testing_cases,tests.keras_hooks.patch_cases"  # faults that do not end a job, too
 
 
 @pytest.fixture(scope="module")

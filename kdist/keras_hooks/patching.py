@@ -14,6 +14,7 @@ from typing import Any
 from kdist._tf_internals import ASSIGNMENTS, SCATTERS
 from kdist.errors import KDistError
 
+WRITING = ("_load_model", "_save_model", "_should_save_model", "delete_checkpoint", "filename", "log_dir", "root")
 DATASET_METHODS = ("__iter__", "get_single_element", "reduce")
 VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -35,6 +36,11 @@ class Patch:
     place: str
     until: str
     why: str
+
+    @property
+    def is_for_life(self) -> bool:
+        """Whether an object's attributes are never put back: they are replaced by `patch`, else by `patched`."""
+        return self.place == "instance" and self.until.endswith(" life")
 
 
 _TRAINER = "keras.src.backend.tensorflow.trainer"
@@ -63,32 +69,35 @@ PATCHES = (
     ),
     Patch(
         _MODEL,
-        ("train_step", "compute_loss", "make_train_function"),
+        ("train_step", "make_train_function"),
         "instance",
         _FIT,
         "let callbacks look into the step",
     ),
+    Patch(_MODEL, ("compute_loss",), "instance", _STEP, "look at losses"),
+    Patch(_MODEL, ("test_step", "predict_step"), "instance", _VERB, "compute nothing in `kdist plan`"),
     Patch(_MODEL, ("steps_per_execution",), "instance", _PASS, "end data of unknown length together"),
     Patch(
         _TRAINER,
         ("TFEpochIterator", "callbacks_module"),
         "module",
         _VERB,
-        "put kdist's iterator and callback list there",
+        "put kdist's there",
     ),
     Patch("keras.callbacks.CallbackList", ("set_model",), "class", "a callback's life", "know its list"),
-    Patch("keras.callbacks.Callback", (), "instance", _VERB, "write on one rank"),
+    Patch("keras.callbacks.Callback", WRITING, "instance", _VERB, "write on one rank"),
     Patch(_OPTIMIZER, ("__init__", "apply", "apply_gradients"), "class", _SCOPE, "see optimizers made or used in it"),
     Patch(
         _OPTIMIZER,
         (
-            *("apply", "apply_gradients", "add_variable", "build"),
+            *("apply", "apply_gradients", "build", "_get_current_learning_rate"),
             *("finalize_variable_values", "load_own_variables", "save_own_variables"),
         ),
         "instance",
         "an optimizer's life",
-        "serve own loops and slots in parts",
+        "serve own loops, slots in parts, TensorFlow's strategies",
     ),
+    Patch(_OPTIMIZER, ("build", "add_variable"), "instance", "a build", "build later, and know slots"),
     Patch(_OPTIMIZER, ("apply", "apply_gradients", "scale_loss"), "instance", _STEP, "run the update pipeline"),
     Patch(_OPTIMIZER, ("_get_current_learning_rate",), "instance", _STEP, "scale the learning rate"),
     Patch(_OPTIMIZER, ("_backend_apply_gradients",), "instance", _STEP, "correct the momentum"),
@@ -140,6 +149,7 @@ PATCHES = (
         "a layer's life",
         "share rows",
     ),
+    Patch("keras.Variable", ("__class__",), "instance", "a variable's life", "hold a part"),
     Patch("keras.Variable", ("_direct_assign",), "class", _STEP, "record what a step writes"),
     Patch(f"{_TENSORFLOW}.ResourceVariable", ASSIGNMENTS, "class", _STEP, "record the same of `tf.Variable`"),
     Patch(
@@ -184,7 +194,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
     The old attribute is restored, an override on the instance too. Raises `KDistError` if the table has no such patch.
     """
-    _check_table(owner, name)
+    _check_table(owner, name, for_life=False)
     attributes = vars(owner)
     is_own, before = name in attributes, attributes.get(name)
     _set(owner, name, value)
@@ -201,7 +211,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def patch(owner: Any, name: str, value: Any) -> None:
     """Replaces an attribute of an instance for its life; raises `KDistError` if the table has no such patch."""
-    _check_table(owner, name)
+    _check_table(owner, name, for_life=True)
     _set(owner, name, value)
 
 
@@ -287,26 +297,26 @@ def resolved(dotted: str) -> Any:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, (type, types.ModuleType)):
+    if isinstance(owner, (type, types.ModuleType)) or name == "__class__":
         setattr(owner, name, value)
     else:
         vars(owner)[name] = value  # without Keras' tracking of attributes
 
 
-def _check_table(owner: Any, name: str) -> None:
+def _check_table(owner: Any, name: str, *, for_life: bool) -> None:
     for row in PATCHES:
-        if not is_imported(row):
+        if row.is_for_life != for_life or not is_imported(row):
             continue
         found = _owner(row.owner)
-        if row.names and name not in row.names:
+        if name not in row.names:
             continue
         if isinstance(owner, found) if row.place == "instance" else owner is found:
             return
         if row.place == "class" and isinstance(owner, type) and issubclass(owner, found) and name in vars(owner):
             return  # an override
     raise KDistError(
-        f"The table of patches has no such row. Received: {name!r} of {owner!r}. Expected a row in "
-        "kdist/keras_hooks/patching.py. Fix: add the row."
+        f"The table of patches has no such row. Received: {name!r} of {owner!r}, "
+        f"{'for its life' if for_life else 'for a time'}. Expected a row in kdist/keras_hooks/patching.py. Fix: add it."
     )
 
 

@@ -168,6 +168,8 @@ _SAMPLES: Mapping[str, Callable[[], Any]] = {
     "callback list": keras.callbacks.CallbackList,
     "ModelCheckpoint": lambda: keras.callbacks.ModelCheckpoint("probe.keras"),
     "BackupAndRestore": lambda: keras.callbacks.BackupAndRestore("probe"),
+    "CSVLogger": lambda: keras.callbacks.CSVLogger("probe"),
+    "RemoteMonitor": keras.callbacks.RemoteMonitor,
     "SwapEMAWeights": keras.callbacks.SwapEMAWeights,
     "TensorBoard": keras.callbacks.TensorBoard,
     "array adapter": lambda: _adapter(np.zeros((2, 1))),

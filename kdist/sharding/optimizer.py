@@ -229,7 +229,7 @@ class ShardedOptimizer:
                 part.load()  # some optimizers copy the weights
             by_variable = {id(part.variable): part for part in parts}
             for slot, variable in recorded_slots(optimizer, self.part_variables()):
-                slot.__class__ = SlotPart
+                patch(slot, "__class__", SlotPart)
                 if id(variable) in tables:
                     self._table_slots[id(slot)] = slot, tables[id(variable)]
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,9 +24,10 @@ def slots_in_parts(optimizer: keras.optimizers.Optimizer) -> SlotsInParts | None
 
 
 def save_whole_slots(optimizer: keras.optimizers.Optimizer) -> None:
-    """Lets the methods of an optimizer that save and load its variables do so with whole slots."""
-    patch(optimizer, "save_own_variables", lambda store: _save(optimizer, store))
-    patch(optimizer, "load_own_variables", lambda store: _load(optimizer, store))
+    """Lets an optimizer save whole slots, and load from what is whole; a second call has no effect."""
+    for name, method in (("save_own_variables", _save), ("load_own_variables", _load)):
+        if getattr(vars(optimizer).get(name), "func", None) is not method:
+            patch(optimizer, name, functools.partial(method, optimizer))
 
 
 def _save(optimizer: keras.optimizers.Optimizer, store: Any) -> None:

@@ -71,7 +71,7 @@ class TableOptimizer:
             of = {id(rows): table for rows, table in zip(updated, tables, strict=True) if table is not None}
             for slot, variable in recorded_slots(optimizer, updated):
                 if id(variable) in of:
-                    slot.__class__ = SlotPart
+                    patch(slot, "__class__", SlotPart)
                     self._slots[id(slot)] = slot, of[id(variable)]
         set_trained_variables(optimizer, weights)
         vars(optimizer)[SLOTS_IN_PARTS] = self

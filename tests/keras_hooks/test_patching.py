@@ -7,7 +7,7 @@ import keras
 import pytest
 
 from kdist.errors import KDistError
-from kdist.keras_hooks.patching import PATCHES, VERBS, patched
+from kdist.keras_hooks.patching import PATCHES, VERBS, WRITING, patch, patched
 
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
 BEGIN, END = "<!-- patches -->\n", "<!-- /patches -->"
@@ -16,16 +16,17 @@ BEGIN, END = "<!-- patches -->\n", "<!-- /patches -->"
 def table() -> str:
     """Returns the table as ARCHITECTURE.md shows it: a paragraph for each time that patches last."""
     by_time: dict[str, dict[str, list[str]]] = {}
-    for patch in PATCHES:
-        has_all_verbs = set(VERBS) <= set(patch.names)
-        names = [f"`{name}`" for name in patch.names if not has_all_verbs or name not in VERBS]
+    for row in PATCHES:
+        has_all_verbs = set(VERBS) <= set(row.names)
+        names = [f"`{name}`" for name in row.names if not has_all_verbs or name not in VERBS]
         if has_all_verbs:
             names.append("the verbs")
-        elif len(names) > 10 or not names:
+        elif len(names) > 10 or row.names == WRITING:
             names = ["what it writes with"]
-        owner = patch.owner.rpartition(".")[2]
-        texts = by_time.setdefault(patch.until, {}).setdefault(f"`{owner}` ({patch.place})", [])
-        texts.append(f"{', '.join(names)}, to {patch.why}")
+        owner = row.owner.rpartition(".")[2]
+        kind = "" if row.place == "instance" else f" ({row.place})"
+        texts = by_time.setdefault(row.until, {}).setdefault(f"`{owner}`{kind}", [])
+        texts.append(f"{', '.join(names)}, to {row.why}")
     listed = {
         until: [f"{owner}: {'; also '.join(texts)}" for owner, texts in owners.items()]
         for until, owners in by_time.items()
@@ -63,6 +64,31 @@ def test_a_class_comes_back():
     with patched(keras.metrics.Mean, "update_state", print):
         assert keras.metrics.Mean.update_state is print
     assert keras.metrics.Mean.update_state is before
+
+
+def test_an_object_takes_another_class_for_its_life():
+    class Part(keras.Variable):
+        pass
+
+    variable = keras.Variable([1.0])
+    patch(variable, "__class__", Part)
+    assert type(variable) is Part
+
+
+def test_what_lasts_for_a_time_is_not_replaced_for_a_life():
+    with pytest.raises(KDistError, match="(?s)for its life.*Expected a row"):
+        patch(keras.optimizers.SGD(), "update_step", print)
+    assert all(row.place == "instance" for row in PATCHES if row.is_for_life)
+
+
+def test_what_lasts_for_a_life_is_not_replaced_for_a_time():
+    optimizer = keras.optimizers.SGD()
+    with pytest.raises(KDistError, match="(?s)for a time.*Expected a row"), patched(optimizer, "built", print):
+        pass
+    row = next(row for row in PATCHES if row.names == ("save", "save_weights", "export"))
+    assert row.is_for_life
+    with pytest.raises(KDistError, match="for a time"), patched(keras.Sequential(), "export", print):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ def make_table(
         )
         rows = keras.Variable(made._value, dtype=made.dtype, trainable=True, name=made.name)
     rows._path = made.path
-    made.__class__, made._shape = TableVariable, (layer.input_dim, layer.output_dim)
+    patch(made, "__class__", TableVariable)
+    made._shape = layer.input_dim, layer.output_dim
     made.kdist_table = make(rows, sign)
     if layer.embeddings_regularizer is not None:
         made.regularizer = lambda _: made.kdist_table.penalty()
