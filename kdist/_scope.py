@@ -6,37 +6,25 @@ Not `scope.py`: a module of that name would hide `kdist.scope`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
-import random
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from kdist import _arguments
-from kdist._arguments import AUTO_STALL_TIMEOUT
-from kdist._engine import open_engine, select_together, set_stall_timeout
+from kdist import _arguments, _scopes
+from kdist._engine import select_together
 from kdist._process import cluster_info
 from kdist._scope_context import ScopeContext
 from kdist._suggestions import with_suggestions
-from kdist.cluster.info import ClusterInfo
-from kdist.cluster.own_rank import take_rank
 from kdist.errors import ScopeError, StrategyError
-from kdist.reports.log import once, show_log, warnings_at_users_lines
+from kdist.reports.log import show_log
 from kdist.reports.scope_marks import own_scopes
 from kdist.strategies.options import TPU, AllReduce, ParameterServer
-from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, Selection
-from kdist.watch.failure_detector import StallTimeout
+from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH
 
 if TYPE_CHECKING:
     import tensorflow as tf
-
-    from kdist.engines.engine import Engine
-    from kdist.parameter_server.chief import Chief
-    from kdist.parameter_server.evaluator import Evaluator
-    from kdist.strategies.all_reduce import AllReduceStrategy
-    from kdist.strategies.settings import Settings
 
 logger = logging.getLogger("kdist")
 
@@ -134,7 +122,7 @@ def _chosen_scope(chosen: dict[str, Any]) -> contextlib.AbstractContextManager[t
         _refuse_micro_batches(chosen, type(asked).__name__)
         if chosen["scale_lr"] in ("auto", None):  # the strategy's own conventions, unless the user sets a scale
             chosen.update(scale_batch=False, scale_lr=None)
-        return _passed_through(asked, chosen)
+        return _scopes.passed_through(asked, chosen)
     info = cluster_info()
     for name, meant in _arguments.misspelled(os.environ).items() if info.is_chief else ():
         show_log(info)
@@ -144,28 +132,16 @@ def _chosen_scope(chosen: dict[str, Any]) -> contextlib.AbstractContextManager[t
     is_single = selection.strategy == "single"
     is_alone = is_single or selection.strategy in (PARAMETER_SERVER, *PASSED_THROUGH)
     if not is_alone or (is_single and info.size == 1 and not _is_plain(chosen)):
-        return _all_reduce(info, selection, chosen)
+        return _scopes.all_reduce(info, selection, chosen, is_plain=_is_plain(chosen))
     if not (is_single and _is_plain(chosen)):
         who = "'single', by which each rank trains for itself" if is_single else repr(selection.strategy)
         _refuse_micro_batches(chosen, who)
     own_scopes.mark_alone()  # the tasks of parameter servers do not wait for each other either
     if is_single:
-        return contextlib.nullcontext(_default_strategy(info))
+        return contextlib.nullcontext(_scopes.default_strategy(info))
     if selection.strategy == PARAMETER_SERVER:
-        return _parameter_server(info, asked, chosen)
-    return _passed_through(_tensorflow_strategy(info, selection, asked), chosen)
-
-
-@dataclasses.dataclass
-class _State:
-    """The strategies that the scopes of this process share."""
-
-    strategy: AllReduceStrategy | None = None
-    role: Chief | Evaluator | None = None
-    tensorflow_strategies: dict[Any, tf.distribute.Strategy] = dataclasses.field(default_factory=dict)
-
-
-_state = _State()
+        return _scopes.parameter_server(info, asked, chosen)
+    return _scopes.passed_through(_scopes.tensorflow_strategy(info, selection, asked), chosen)
 
 
 @contextlib.contextmanager
@@ -179,41 +155,18 @@ def _single_open_scope(chosen: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _tensorflow_strategy(info: ClusterInfo, selection: Selection, asked: Any) -> tf.distribute.Strategy:
-    """Returns TensorFlow's strategy for several replicas in this process, which the first call makes."""
-    show_log(info)
-    options = asked if isinstance(asked, TPU) else TPU()
-    resolver = options.resolver or info.tpu_name or "local"
-    key = selection.strategy if selection.strategy == "mirrored" else resolver
-    if key not in _state.tensorflow_strategies:
-        if selection.strategy == "mirrored":
-            from kdist.tf_strategies.mirrored import mirrored_strategy
-
-            _state.tensorflow_strategies[key] = mirrored_strategy()
-        else:
-            from kdist.tf_strategies.tpu import tpu_strategy
-
-            # A TPU that is initialised again loses its state.
-            _state.tensorflow_strategies[key] = tpu_strategy(resolver, options.timeout)
-    strategy = _state.tensorflow_strategies[key]
-    once.info(
-        f"{strategy.num_replicas_in_sync} replicas train in this process by TensorFlow's {type(strategy).__name__}: "
-        f"{selection.why}"
-    )
-    return strategy
+def _is_plain(chosen: Mapping[str, Any]) -> bool:
+    """Returns whether one process trains as without kdist."""
+    return own_scopes.is_planned or chosen["micro_batches"] in (None, 1)
 
 
-@contextlib.contextmanager
-def _passed_through(strategy: tf.distribute.Strategy, chosen: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
-    """Opens the scope of a strategy that is not kdist's; scales batch and learning rate with its replicas if asked."""
-    from kdist.keras_hooks.clear_session import scopes_outlive_clear_session
-    from kdist.tf_strategies.session import ScalingOptions, scaled_models
-
-    options = ScalingOptions(
-        strategy.num_replicas_in_sync, chosen["scale_batch"], chosen["scale_lr"], chosen["warmup_epochs"]
-    )
-    with scopes_outlive_clear_session(), strategy.scope(), scaled_models(options):
-        yield strategy
+def _refuse_micro_batches(chosen: Mapping[str, Any], strategy: str) -> None:
+    if chosen["micro_batches"] is not None:
+        raise StrategyError(
+            "micro_batches is for ranks that train together by all-reduce. Received: "
+            f"micro_batches={chosen['micro_batches']} with {strategy}. Expected 'mpi', 'horovod' or 'collective'. Fix: "
+            "choose one of these, or omit micro_batches."
+        )
 
 
 def _refuse_multi_worker(strategy: tf.distribute.Strategy) -> None:
@@ -235,204 +188,3 @@ def _refuse_multi_worker(strategy: tf.distribute.Strategy) -> None:
         "none: kdist does the same over the same TF_CONFIG. Fix: use `with kdist.scope():` instead, and remove "
         f"the line that makes it.{partitioned}"
     )
-
-
-def _is_plain(chosen: Mapping[str, Any]) -> bool:
-    """Returns whether one process trains as without kdist."""
-    return own_scopes.is_planned or chosen["micro_batches"] in (None, 1)
-
-
-def _refuse_micro_batches(chosen: Mapping[str, Any], strategy: str) -> None:
-    if chosen["micro_batches"] is not None:
-        raise StrategyError(
-            "micro_batches is for ranks that train together by all-reduce. Received: "
-            f"micro_batches={chosen['micro_batches']} with {strategy}. Expected 'mpi', 'horovod' or 'collective'. Fix: "
-            "choose one of these, or omit micro_batches."
-        )
-
-
-def _default_strategy(info: ClusterInfo) -> tf.distribute.Strategy:
-    """Returns TensorFlow's default strategy, with which Keras runs its own code."""
-    import tensorflow as tf
-
-    if info.local_size > 1:
-        from kdist.strategies.devices import configure_devices
-
-        configure_devices(info.local_rank, info.local_size, os.environ)
-    return tf.distribute.get_strategy()
-
-
-@contextlib.contextmanager
-def _all_reduce(info: ClusterInfo, selection: Selection, chosen: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
-    """Opens the scope of several ranks."""
-    import kdist.trainer.replicated_model  # noqa: F401  # before the ranks meet: imports take seconds, or fail
-    from kdist.reports import failure
-
-    show_log(info)
-    asked = chosen["strategy"]
-    options = asked if isinstance(asked, AllReduce) else AllReduce()
-    own_scopes.waits_for_others()
-    engine = open_engine(info, selection.strategy, options.start_timeout)
-    if engine.size == 1 and _is_plain(chosen):
-        yield _default_strategy(info)
-        return
-    if engine.size == 1:  # which has all of each part
-        options = dataclasses.replace(options, shard=None, shard_embeddings=None)
-    seconds = chosen["stall_timeout"]
-    set_stall_timeout(StallTimeout(AUTO_STALL_TIMEOUT) if seconds == "auto" else StallTimeout(seconds, is_strict=True))
-    settings = _settings(chosen, options)
-    seed = _agree(engine, settings)
-    _log_ranks(engine, info, selection)
-    strategy = _strategy_of(engine, seed)
-    with _trained_by(strategy, settings, seed):
-        strategy.settings = settings
-        try:
-            yield strategy
-        except SystemExit as error:
-            if failure.exit_code(error):
-                # Python calls no hook for it, and the handlers at exit would wait for the other ranks.
-                failure.install(engine.abort, engine.rank, engine.size)(type(error), error, error.__traceback__)
-            raise
-        finally:
-            strategy.settings = None
-
-
-def _settings(chosen: Mapping[str, Any], options: AllReduce) -> Settings:
-    """Returns what the scope was asked to do."""
-    from kdist.strategies.settings import Settings
-
-    scale_lr = chosen["scale_lr"]
-    if options.sync_every > 1 and scale_lr == "auto":
-        scale_lr = 1.0  # a local step is on the rank's own batch; schedules are still fitted to the epochs
-    number = chosen["micro_batches"]
-    return Settings(
-        chosen["scale_batch"],
-        scale_lr,
-        chosen["warmup_epochs"],
-        chosen["auto_shard"],
-        options,
-        micro_batches=None if number is None else int(number),  # it may be NumPy's, and goes into checkpoints
-    )
-
-
-def _agree(engine: Engine, settings: Settings) -> int:
-    """Compares the settings of the ranks, makes their random states equal, and returns a seed of these.
-
-    Collective: every rank must call this, in the same order.
-    """
-    from kdist.state.comparison import check_agreement
-    from kdist.state.random_state import agree_global_seeds, agree_random_state, input_seed
-
-    check_agreement(engine, "kdist.scope", {name: repr(value) for name, value in settings.values().items()})
-    agree_random_state(engine)
-    agree_global_seeds(engine)
-    return input_seed(repr(random.getstate()), 0)
-
-
-def _log_ranks(engine: Engine, info: ClusterInfo, selection: Selection) -> None:
-    """Logs who trains together, and in the first scope what the ranks' cores are lacking.
-
-    Collective: every rank must call this, in the same order.
-    """
-    from kdist.strategies.cores import own_cores, remark_on_cores
-
-    if engine.size == 1:
-        return
-    if engine.rank == 0:
-        once.info(f"{engine.size} ranks train together over {engine.name}, {selection.why}")
-        logger.debug("the launcher's variables: %s", info.reason)
-    if _state.strategy is None:
-        remark = remark_on_cores(engine.gather_objects(own_cores()), engine.local_size)
-        if engine.rank == 0 and remark:
-            once.info(remark)
-
-
-def _strategy_of(engine: Engine, seed: int) -> AllReduceStrategy:
-    """Returns the strategy of all scopes over an engine: TensorFlow refuses models of one strategy under another.
-
-    Collective: every rank must call this, in the same order.
-    """
-    from kdist.data.make_source import split_dataset
-    from kdist.state.random_state import AgreedDraws
-    from kdist.strategies.all_reduce import AllReduceStrategy
-
-    if _state.strategy is None or _state.strategy.engine is not engine:
-        _state.strategy = AllReduceStrategy(engine, split_dataset(engine))
-        _state.strategy.draws = AgreedDraws(seed)
-    _state.strategy.draws.agree(engine, "kdist.scope()", with_states=False)
-    return _state.strategy
-
-
-@contextlib.contextmanager
-def _trained_by(strategy: AllReduceStrategy, settings: Settings, seed: int) -> Iterator[None]:
-    """A context in which models are made and trained under a strategy."""
-    import keras
-
-    from kdist.data.graphs.eager_order import one_order
-    from kdist.keras_hooks.clear_session import scopes_outlive_clear_session
-    from kdist.keras_hooks.trainer import is_overridden, watch_models
-    from kdist.keras_hooks.tuner import JointSearches
-    from kdist.sharding.embedding import tables_in_parts
-    from kdist.trainer.downloads import once_a_host
-    from kdist.trainer.own_loops import OwnLoops
-    from kdist.trainer.replicated_model import replicate
-    from kdist.trainer.saving import whole_files
-
-    searches = JointSearches(strategy.engine)
-
-    def silence_other_ranks() -> None:
-        if strategy.engine.rank:
-            keras.config.disable_interactive_logging()  # only the chief shows a progress bar
-
-    def adopt(model: keras.Model, verb: str) -> None:
-        if is_overridden(model, verb):
-            raise ScopeError(
-                "A model made outside of kdist.scope() cannot be distributed. Received: "
-                f"{type(model).__name__}.{verb}, which the class overrides. Expected the model to be made inside. "
-                "Fix: move the line that makes it into the scope."
-            )
-        replicate(model, strategy, settings)
-
-    def made(model: keras.Model) -> None:
-        searches.prepare()  # a tuner that is imported in the scope makes a model before it writes
-        replicate(model, strategy, settings)
-
-    with (
-        warnings_at_users_lines(),
-        scopes_outlive_clear_session(silence_other_ranks),
-        strategy.scope(),
-        watch_models(made, adopt),
-        OwnLoops(strategy).opened(),
-        tables_in_parts(strategy, settings.options.shard_embeddings),
-        strategy.draws.running(),
-        one_order(seed) if settings.auto_shard else contextlib.nullcontext(),
-        whole_files(strategy),
-        once_a_host(),
-        searches,
-    ):
-        searches.prepare()
-        yield
-
-
-@contextlib.contextmanager
-def _parameter_server(info: ClusterInfo, asked: Any, chosen: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
-    """Opens the scope of the chief or an evaluator; a worker or ps runs its server here, then exits."""
-    from kdist.keras_hooks.clear_session import scopes_outlive_clear_session
-    from kdist.parameter_server.roles import find_role, take_role
-
-    options = asked if isinstance(asked, ParameterServer) else ParameterServer()
-    if chosen["scale_lr"] not in ("auto", None):
-        raise StrategyError(
-            f"The learning rate cannot be scaled in asynchronous training. Received: scale_lr={chosen['scale_lr']!r}. "
-            "Expected 'auto' or None. Fix: remove scale_lr."
-        )
-    show_log(info)
-    unused = _arguments.changed(chosen, ("warmup_epochs", "auto_shard", "stall_timeout"))
-    if unused and info.is_chief:
-        logger.warning("parameter-server training ignores %s: see kdist.ParameterServer", ", ".join(unused))
-    cluster, job, index = find_role(info, options, lambda: open_engine(info, "mpi"))
-    if _state.role is None:
-        take_rank(info, os.environ)
-        _state.role = take_role(cluster, job, index, info=info, options=options)
-    with scopes_outlive_clear_session(), _state.role.scope(options) as strategy:
-        yield strategy
