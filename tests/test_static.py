@@ -1,4 +1,4 @@
-"""The source as ruff and mypy see it."""
+"""The source as ruff and mypy see it, and the titles of commits."""
 
 import subprocess
 import sys
@@ -19,6 +19,9 @@ WRONG = {
     "types": '"""A module."""\n\n\ndef f(x: int) -> str:\n    """Adds."""\n    return x + 1\n',
 }
 
+LAST_LONG_TITLE = "3ef56fb1f22d"  # before the rule was a test
+COLUMNS_OF_TITLE = 72
+
 
 def run(check: str, *paths: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *CHECKS[check], *paths]
@@ -37,3 +40,25 @@ def test_what_is_wrong_is_seen(check, tmp_path):
     done = run(check, str(tmp_path / "wrong.py"))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "wrong.py" in done.stdout
+
+
+def titles(revisions: str) -> list[str]:
+    """Returns the titles of commits; skips the test where git, or its history, is not there."""
+    command = ["git", "log", "--no-merges", "--format=%s", revisions, "--"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no history of commits here: {error}")
+    return done.stdout.splitlines()
+
+
+def too_long(found: list[str]) -> list[str]:
+    return [title for title in found if len(title) > COLUMNS_OF_TITLE]
+
+
+def test_titles_of_commits_are_short():
+    assert too_long(titles(f"{LAST_LONG_TITLE}..HEAD")) == []
+
+
+def test_a_long_title_is_seen():
+    assert len(too_long(titles(f"{LAST_LONG_TITLE}~1..HEAD"))) == 1
