@@ -30,7 +30,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         usage="kdist check [-np N] [options] [SCRIPT [ARGS...]]",
         allow_abbrev=False,
     )
-    add_launch_arguments(parser)
+    add_launch_arguments(parser, otherwise="2")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="a script to run instead of the built-in test")
     parser.set_defaults(verb=run)
 

@@ -46,7 +46,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         "plan",
         help="say what each rank will hold in memory, and whether it fits",
         description="Run a script up to its first fit in a scope, and say what each rank would hold in memory.",
-        usage="kdist plan -np N [--memory SIZE] [--timeout S] [--json] SCRIPT [ARGS...]",
+        usage="kdist plan -np N [options] SCRIPT [ARGS...]\n       kdist plan -np N [options] -m MODULE [ARGS...]",
         allow_abbrev=False,
     )
     parser.add_argument("-np", type=count, required=True, metavar="N", help="the number of ranks")
@@ -56,7 +56,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
         type=_seconds,
         default=1800.0,
         metavar="SECONDS",
-        help="how long the script may run",
+        help="how long the script may run (1800)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     script.add_arguments(parser, "plan")

@@ -114,6 +114,48 @@ def test_a_command_that_is_not_understood_is_seen():
         make_parser().parse_args(words)
 
 
+def sections(text):
+    """Returns the text of each section that a page has on a command, by the command's verb."""
+    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
+    found = zip(parts[1::2], parts[2::2], strict=True)
+    return {title.strip("`").removeprefix("kdist "): body for title, body in found if "`kdist " in title}
+
+
+def differences(text):
+    """Returns where a page on the commands and `--help` differ: in the options of a verb, or in a default number."""
+    (verbs,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    found = [f"kdist {verb}" for verb in set(verbs.choices) ^ set(sections(text))]
+    for verb, body in sections(text).items():
+        rows = [line for line in body.splitlines() if line.startswith("| `-")]
+        options = [each for each in verbs.choices[verb]._actions if each.option_strings and each.dest != "help"]
+        known = {name for each in options for name in each.option_strings}
+        listed = {name for row in rows for name in re.findall(r"`(--?\w[\w-]*)", row.split(" | ")[0])}
+        found += [f"kdist {verb} {name}" for name in listed - known]
+        for each in options:
+            lines = [row for row in rows if any(f"`{name}" in row.split(" | ")[0] for name in each.option_strings)]
+            if not any(f"`{name}" in body for name in each.option_strings):
+                found.append(f"kdist {verb} {each.option_strings[0]}")
+            for number in re.findall(r"\((\d+)\)$", each.help or "") if lines else ():
+                found += [f"kdist {verb} {each.option_strings[0]} ({number})"] * (number not in " ".join(lines))
+    return found
+
+
+COMMANDS = guide.PAGES["command_line"].read_text()
+
+
+def test_the_page_on_the_commands_says_what_help_says():
+    assert differences(COMMANDS) == []
+
+
+def test_a_difference_from_help_is_seen():
+    assert differences(COMMANDS.replace("`--look SECONDS`", "`--glance SECONDS`")) == [
+        "kdist run --glance",
+        "kdist run --look",
+    ]
+    assert differences(COMMANDS.replace("1800 by default", "900 by default")) == ["kdist plan --timeout (1800)"]
+    assert differences(COMMANDS.replace("## `kdist env`", "## env")) == ["kdist env"]
+
+
 def names():
     """Returns all that a user can write: public names, arguments, options and environment variables."""
     yield from (f"kdist.{name}" for name in kdist.__all__)

@@ -27,16 +27,16 @@ from kdist.launchers.nodes import Node
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, WORDS
 
 
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+def add_launch_arguments(parser: argparse.ArgumentParser, otherwise: str = "") -> None:
     """Adds the arguments for the number of ranks and their hosts.
 
     Args:
         parser: the verb's parser.
+        otherwise: str, the number of ranks where none is known.
     """
     ranks = parser.add_argument_group("ranks and hosts")
-    ranks.add_argument(
-        "-np", type=count, metavar="N", help="number of ranks; by default all slots of the hosts, or of a scheduler"
-    )
+    known = "number of ranks; by default all slots of the hosts, or of a scheduler"
+    ranks.add_argument("-np", type=count, metavar="N", help=f"{known}, or {otherwise}" if otherwise else known)
     where = ranks.add_mutually_exclusive_group()
     where.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts, and the ranks that each may run")
     where.add_argument("--hostfile", metavar="FILE", help="the same, one host per line: `host slots=4` or `host:4`")
