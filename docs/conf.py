@@ -36,6 +36,11 @@ python_use_unqualified_type_names = True
 nitpick_ignore_regex = [
     ("py:class", r"(tf|keras|collections|pathlib)\..*|ScopeContext|Plan|kdist\.(engines|launchers)\..*"),
 ]
+# `sphinx-build -b linkcheck docs build/links` asks other sites. One that asks for patience gets a minute, not five.
+linkcheck_timeout = 20  # seconds
+linkcheck_retries = 2
+linkcheck_rate_limit_timeout = 60
+linkcheck_report_timeouts_as_broken = True
 maximum_signature_line_length = 80  # longer ones have a line for each argument
 autodoc_member_order = "bysource"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +77,19 @@ def local_links(text: str) -> list[str]:
     """Returns the targets of a page's links and pictures that are no addresses."""
     found = [target for _, target in _LINK.findall(without_code(text))]
     return [target for target in found if not re.match(r"\w+:", target)]
+
+
+def addresses(text: str) -> list[str]:
+    """Returns the web addresses that a page links to, or has in its text."""
+    linked = [target for _, target in _LINK.findall(without_code(text)) if re.match(r"\w+:", target)]
+    return linked + re.findall(r"(?<!\()https?:[^\s<>)`]+", _CODE.sub("", without_code(text)))
+
+
+def is_well_formed(address: str) -> bool:
+    """Returns whether a web address is encrypted, has a host with a domain, and ends with no mark of a sentence."""
+    parts = urllib.parse.urlsplit(address)
+    host = parts.hostname or ""
+    return parts.scheme == "https" and "." in host.strip(".") and not re.search(r"[.,;:]$|//", address[8:])
 
 
 def leads_somewhere(page: Path, target: str) -> bool:

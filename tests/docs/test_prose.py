@@ -189,9 +189,17 @@ def test_lines_are_narrow(page):
     assert too_wide(page.read_text()) == []
 
 
-@pytest.mark.parametrize("name", prose.OTHER_PAGES)
-def test_lines_of_other_pages_are_narrow(name):
-    assert too_wide((spmd.ROOT / name).read_text()) == []
+@pytest.fixture(params=prose.OTHER_PAGES, scope="module")
+def other_page(request):
+    return spmd.ROOT / request.param
+
+
+def test_lines_of_other_pages_are_narrow(other_page):
+    assert too_wide(other_page.read_text()) == []
+
+
+def test_links_of_other_pages_lead_somewhere(other_page):
+    assert unfounded(other_page) == []
 
 
 def test_words_are_those_of_the_field(page):
@@ -199,8 +207,15 @@ def test_words_are_those_of_the_field(page):
     assert found == [], {word: PRIVATE_WORDS[word] for word in found}
 
 
+def unfounded(page):
+    """Returns the links of a page that lead nowhere: to no file, to no heading, or to an address that is none."""
+    text = page.read_text()
+    nowhere = [each for each in prose.local_links(text) if not prose.leads_somewhere(page, each)]
+    return nowhere + [each for each in prose.addresses(text) if not prose.is_well_formed(each)]
+
+
 def test_links_lead_somewhere(page):
-    assert [each for each in prose.local_links(page.read_text()) if not prose.leads_somewhere(page, each)] == []
+    assert unfounded(page) == []
 
 
 def test_a_page_has_one_title(page):
@@ -230,3 +245,7 @@ def test_faults_are_seen():
     assert not prose.leads_somewhere(target, "no_such_page.md")
     assert prose.leads_somewhere(target, "faq.md")
     assert not prose.leads_somewhere(target, "faq.md#no-such-heading")
+    text = "[a](https://d.e/f) [b](http://d.e) <https://d.e/g> `https://h` https://localhost/i.\n```\nhttps://k\n```\n"
+    found = prose.addresses(text)
+    assert sorted(found) == ["http://d.e", "https://d.e/f", "https://d.e/g", "https://localhost/i."]
+    assert [each for each in found if prose.is_well_formed(each)] == ["https://d.e/f", "https://d.e/g"]
