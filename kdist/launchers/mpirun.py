@@ -136,8 +136,27 @@ def build(
     check_slots(np, hosts, oversubscribe=oversubscribe)
     options, settings = _OPTIONS[mpirun.flavour](hosts, forward, root, oversubscribe)
     options += ["--with-ft", "ulfm"] if survives else []
-    argv = (mpirun.path, "-np", str(np), *options, *extra, *program)
+    argv = (mpirun.path, "-np", str(np), *_unbound(mpirun.flavour, extra), *options, *extra, *program)
     return Command(argv, {**mpirun.env, **settings, **(env or {})}, prints_boxes=mpirun.flavour == "openmpi")
+
+
+# Open MPI 5 binds each rank to one core, which all of TensorFlow's threads would share; Intel MPI binds, too. Unbound
+# ranks leave no core idle. Before each option are the words by which a user has decided that.
+_UNBOUND: Mapping[str, Sequence[tuple[frozenset[str], tuple[str, ...]]]] = {
+    "openmpi": (
+        (frozenset(("bind-to",)), ("--bind-to", "none")),
+        # Open MPI shares ranks out over what they are bound to. By slot, all would be bound to the first NUMA node.
+        (frozenset(("bind-to", "map-by")), ("--map-by", "slot")),
+    ),
+    "mpich": ((frozenset(("bind-to",)), ("-bind-to", "none")),),
+    "intel_mpi": ((frozenset(("I_MPI_PIN",)), ("-genv", "I_MPI_PIN", "off")),),
+}
+
+
+def _unbound(flavour: str, extra: Sequence[str]) -> list[str]:
+    """Returns the options that bind no rank, without what the user has decided: Open MPI takes no option twice."""
+    given = {word.lstrip("-").partition("=")[0] for word in extra}
+    return [word for names, words in _UNBOUND[flavour] if names.isdisjoint(given) for word in words]
 
 
 _Options = tuple[list[str], dict[str, str]]
@@ -152,10 +171,7 @@ _KEEPALIVE = {
 
 
 def _openmpi(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubscribe: bool) -> _Options:
-    # For few ranks Open MPI binds each to one core by default, which all of TensorFlow's threads would share.
-    options = ["--bind-to", "none", "--map-by", "slot"]
-    if oversubscribe:
-        options += ["--oversubscribe"]
+    options = ["--oversubscribe"] if oversubscribe else []
     if hosts:
         options += ["-H", ",".join(map(str, hosts))]
     for name in forward:
@@ -168,14 +184,11 @@ def _openmpi(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubs
 
 
 def _mpich(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubscribe: bool) -> _Options:
-    options = ["-bind-to", "none"]
-    if hosts:
-        options += ["-hosts", ",".join(map(str, hosts))]
-    return options, {}
+    return ["-hosts", ",".join(map(str, hosts))] if hosts else [], {}
 
 
 def _intel_mpi(hosts: Sequence[Host], forward: Sequence[str], root: bool, oversubscribe: bool) -> _Options:
-    options = ["-genv", "I_MPI_PIN", "off"]
+    options = []
     if hosts:
         counts = {host.slots for host in hosts}
         if len(counts) > 1:

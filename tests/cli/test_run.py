@@ -35,6 +35,7 @@ if "wait" in how:
     if "mpi" in how: MPI.COMM_WORLD.Barrier()
     time.sleep(300)
 if "noise" in how: print("I0000 00:00:1795632424.849653 705 port.cc:153] oneDNN is on.", file=sys.stderr)
+if "cores" in how: print("cores", *sorted(os.sched_getaffinity(0)))
 """
 
 
@@ -51,6 +52,12 @@ def run(*arguments, ranks=2, timeout=60, env=None):
     return done
 
 
+def cores(said):
+    """Returns on which cores a rank may run."""
+    (found,) = re.findall(r"^cores (.*)", said, re.MULTILINE)
+    return [int(core) for core in found.split()]
+
+
 def test_only_the_output_of_rank_0_is_shown(script):
     done = run("--strategy", "mpi", script, "mpi", "--epochs", "5", ":", "x", ranks=3)
     assert done.returncode == 0, done.output
@@ -61,14 +68,15 @@ def test_only_the_output_of_rank_0_is_shown(script):
 
 
 def test_output_has_the_files_of_every_rank(script, tmp_path):
-    done = run("--output", str(tmp_path / "logs" / "today"), script, "mpi")
+    done = run("--output", str(tmp_path / "logs" / "today"), script, "mpi cores", ranks=3)
     assert done.returncode == 0, done.output
     kept = {path.name: path.read_text() for path in (tmp_path / "logs" / "today").iterdir()}
-    assert sorted(kept) == ["rank0.err", "rank0.out", "rank1.err", "rank1.out"]
-    for rank in range(2):
-        assert f"out {rank} of 2" in kept[f"rank{rank}.out"]
+    assert sorted(kept) == [f"rank{rank}.{end}" for rank in range(3) for end in ("err", "out")]
+    for rank in range(3):
+        assert f"out {rank} of 3" in kept[f"rank{rank}.out"]
         assert kept[f"rank{rank}.err"].splitlines() == [f"err {rank}"]
-    assert "out 0 of 2" in done.output
+        assert cores(kept[f"rank{rank}.out"]) == sorted(os.sched_getaffinity(0))  # bound to none
+    assert "out 0 of 3" in done.output
     assert "err 0" in done.output
     assert "out 1" not in done.output
     assert f"the output of each rank is in {tmp_path / 'logs' / 'today'}" in done.output
@@ -201,8 +209,10 @@ def test_a_module(tmp_path):
 
 def test_hosts_and_launcher_args(script, tmp_path):
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    done = spmd.execute([*KDIST, "run", "--hostfile", str(tmp_path / "hosts"), script, "ok"], timeout=60)
+    bound = ["--launcher-args", "--bind-to core --map-by core"]  # Open MPI takes no option twice
+    done = spmd.execute([*KDIST, "run", "--hostfile", str(tmp_path / "hosts"), *bound, script, "cores"], timeout=60)
     assert "out 0 of 2" in done.output
+    assert len(cores(done.output)) < len(os.sched_getaffinity(0)) or os.cpu_count() == 1
     done = run("-H", "localhost:2", "--dry-run", "--launcher-args", "-x 'A B'", script, "ok", "it's")
     assert done.returncode == 0
     assert "-x 'A B'" in done.output

@@ -1,5 +1,6 @@
 """The command line for each MPI, which is identified by its `mpirun --version`."""
 
+import re
 import shlex
 import stat
 import sys
@@ -11,6 +12,7 @@ from kdist.launchers import mpirun
 from kdist.launchers.command import Command, variables_to_forward
 from kdist.launchers.hosts.host import Host
 from kdist.launchers.mpirun import MPIRun
+from tests.helpers import spmd
 
 OPENMPI = MPIRun("/opt/bin/mpirun", "openmpi", "5.0.11")
 MPICH = MPIRun("/opt/bin/mpirun", "mpich", "5.0.2")
@@ -111,6 +113,38 @@ def test_mpich_forwards_the_environment():
     )
     assert shlex.join(command.argv) == "/opt/bin/mpirun -np 3 -bind-to none -hosts a:2,b:1 python train.py"
     assert command.env == {}
+
+
+@pytest.mark.parametrize(
+    ("found", "extra", "options"),
+    [
+        (OPENMPI, "--bind-to numa", "--bind-to numa"),
+        (OPENMPI, "--map-by numa:PE=4", "--bind-to none --map-by numa:PE=4"),
+        (MPICH, "-bind-to=core", "-bind-to=core"),
+        (INTEL, "-genv I_MPI_PIN on", "-genv I_MPI_PIN on"),
+    ],
+)
+def test_what_the_user_says_of_binding_is_said_once(found, extra, options):
+    command = mpirun.build(found, PROGRAM, np=2, extra=extra.split())
+    assert shlex.join(command.argv) == f"/opt/bin/mpirun -np 2 {options} python train.py"
+
+
+@pytest.mark.parametrize(
+    ("extra", "bindings"),
+    [
+        ("", ["UNBOUND"] * 4),
+        ("--map-by numa", ["UNBOUND"] * 4),
+        ("--bind-to numa", [*["package[0][core:L0-3]"] * 2, *["package[1][core:L4-7]"] * 2]),
+    ],
+)
+def test_ranks_on_a_host_with_two_numa_nodes(extra, bindings):
+    """What Open MPI says that it would do, on a host that its hwloc makes up."""
+    found = mpirun.find(sys.executable, None)
+    shown = [*extra.split(), *shlex.split("--runtime-options donotlaunch --display bind")]
+    command = mpirun.build(found, ["true"], np=4, extra=shown, root=True, oversubscribe=True)
+    env = {**command.env, "HWLOC_SYNTHETIC": "pack:2 numa:1 core:4 pu:1"}
+    done = spmd.execute(command.argv, env=env, timeout=60)
+    assert re.findall(r"^Proc .* (\S+)$", done.output, re.MULTILINE) == bindings, done.output
 
 
 def test_intel_mpi_needs_equal_slots():
