@@ -157,16 +157,17 @@ class Batch:
 
 @pytest.fixture(scope="module")
 def whole(cluster: slurm.Slurm, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Returns the losses of a training that nothing interrupts, by `kdist run` in an allocation."""
+    """Returns the losses of a training that nothing interrupts, by `kdist run` in a batch script of two nodes."""
     folder = tmp_path_factory.mktemp("whole")
     script = folder / "train.py"
     script.write_text(TRAIN)
-    command = [sys.executable, "-m", "kdist.cli.main", "run", str(script), str(folder)]
-    done = cluster.run("salloc", "--nodes=2", "--ntasks=2", *command)
-    assert done.returncode == 0, done.output
-    assert "kdist: -np 2, by SLURM_NTASKS=2" in done.output, done.output
-    assert "2 ranks train together over mpi, started by Open MPI" in done.output, done.output
-    return losses(done.output)[0]
+    run = shlex.join([sys.executable, "-m", "kdist.cli.main", "run", str(script), str(folder)])
+    job = Batch(cluster, folder / "output", f"--wrap={run}")
+    job.wait_for(lambda: job.state().startswith("COMPLETED"))
+    said = job.said()
+    assert "kdist: -np 2, by SLURM_NTASKS=2" in said, said
+    assert "2 ranks train together over mpi, started by Open MPI" in said, said
+    return losses(said)[0]
 
 
 def test_a_batch_job_that_is_preempted_goes_on(

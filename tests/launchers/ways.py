@@ -157,13 +157,20 @@ def _salloc(env: Mapping[str, str], arguments: list[str]) -> spmd.Finished:
     return spmd.execute(command, env={**spmd.RANK_ENVIRONMENT, **env}, timeout=TIMEOUT)
 
 
-def _sbatch(env: Mapping[str, str], arguments: list[str]) -> spmd.Finished:
-    run = [sys.executable, "-m", "kdist.cli.main", "run", "--strategy", "collective", *arguments]
+def _sbatch(nodes: int, options: list[str], env: Mapping[str, str], arguments: list[str]) -> spmd.Finished:
+    run = [sys.executable, "-m", "kdist.cli.main", "run", *options, *arguments]
     output = Path(arguments[-1], "output")  # a batch job has a file, and no terminal
-    sizes = ("--nodes=1", f"--ntasks={RANKS}")
+    sizes = (f"--nodes={nodes}", f"--ntasks={RANKS}")
     command = ["sbatch", "--wait", *sizes, f"--output={output}", f"--wrap={shlex.join(run)}"]
     done = spmd.execute(command, env={**spmd.RANK_ENVIRONMENT, **env}, timeout=TIMEOUT)
     return dataclasses.replace(done, output=done.output + (output.read_text() if output.exists() else ""))
+
+
+def _srun_of_rendezvous(env: Mapping[str, str], arguments: list[str]) -> spmd.Finished:
+    (port,) = free_ports(1)
+    run = [sys.executable, "-m", "kdist.cli.main", "run", "--rendezvous", f"127.0.0.1:{port}", "-np", "1", *arguments]
+    command = ["srun", "--mpi=none", "--nodes=2", "--ntasks-per-node=1", *run]
+    return spmd.execute(command, env={**spmd.RANK_ENVIRONMENT, **env}, timeout=TIMEOUT)
 
 
 def _by_mpi(flavour: str, launcher: str, command: str) -> Way:
@@ -229,11 +236,29 @@ WAYS = (
         needs_slurm=True,
     ),
     Way(
+        "Slurm, kdist run in a batch script",
+        f'sbatch -N 2 -n {RANKS} --wrap "kdist run train.py"',
+        "openmpi",
+        "mpi",
+        functools.partial(_sbatch, 2, []),
+        functools.partial(_slurm_with, "openmpi"),
+        needs_slurm=True,
+    ),
+    Way(
         "Slurm, kdist run on one node",
         f'sbatch -N 1 -n {RANKS} --wrap "kdist run --strategy collective train.py"',
         "tf_config",
         "collective",
-        _sbatch,
+        functools.partial(_sbatch, 1, ["--strategy", "collective"]),
+        _slurm,
+        needs_slurm=True,
+    ),
+    Way(
+        "Slurm, rendezvous",
+        "srun --ntasks-per-node=1 kdist run --rendezvous HOST:PORT -np 1 train.py",
+        "tf_config",
+        "collective",
+        _srun_of_rendezvous,
         _slurm,
         needs_slurm=True,
     ),
