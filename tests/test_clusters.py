@@ -5,6 +5,7 @@ No Kubernetes is at hand: they were not run there. The script for Slurm runs in 
 
 from __future__ import annotations
 
+import configparser
 import dataclasses
 import re
 import shlex
@@ -95,6 +96,8 @@ def test_the_mpijob_has_the_fields_of_its_operator() -> None:
     spec = job["spec"]
     assert spec["mpiReplicaSpecs"].keys() == {"Launcher", "Worker"}
     arguments = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["args"]
+    assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
+    assert "ConnectionAttempts" in (CLUSTERS / "Dockerfile").read_text()  # ready is not yet listening
     ranks = int(arguments[arguments.index("-np") + 1])
     assert ranks == spec["slotsPerWorker"] * spec["mpiReplicaSpecs"]["Worker"]["replicas"]
 
@@ -151,6 +154,8 @@ class Image:
         owners: mapping of a directory to the user that it is given to.
         user: str, as whom its containers run.
         directory: str, in which they run.
+        extras: set of str, those of kdist that it installs.
+        python: str, the version of its Python.
     """
 
     files: set[str] = dataclasses.field(default_factory=set)
@@ -158,6 +163,8 @@ class Image:
     owners: dict[str, str] = dataclasses.field(default_factory=dict)
     user: str = "root"
     directory: str = "/"
+    extras: set[str] = dataclasses.field(default_factory=set)
+    python: str = ""
 
     def run(self, words: list[str]) -> None:
         """Does a step of the shell, as far as it makes files, directories or users."""
@@ -174,6 +181,9 @@ class Image:
                 self.files.add(path)
             case ["apt-get", "install", *packages] if "openssh-server" in packages:
                 self.files.add("/usr/sbin/sshd")
+            case ["pip", "install", *what]:
+                for extras in re.findall(r"/src\[(.*?)\]", " ".join(what)):
+                    self.extras |= set(extras.split(","))
 
 
 def image_of(dockerfile: str) -> Image:
@@ -185,6 +195,8 @@ def image_of(dockerfile: str) -> Image:
             assert image.user == "root", "a step after USER may not do that"
             for step in rest.split("&&"):
                 image.run(shlex.split(step))
+        if keyword == "FROM":
+            image.python = rest.removeprefix("python:").removesuffix("-slim")
         image.user = rest if keyword == "USER" else image.user
         image.directory = rest if keyword == "WORKDIR" else image.directory
     return image
@@ -212,6 +224,16 @@ def lacking(image: Image, jobs: Mapping[str, Any]) -> list[str]:
             if str(each.get("securityContext", {}).get("runAsUser", uid)) != uid:
                 found.append(f"{name}: another user")
     return found
+
+
+def test_the_image_installs_what_setup_cfg_knows() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    known, oldest = config["options.extras_require"], config["options"]["python_requires"].removeprefix(">=")
+    image = image_of((CLUSTERS / "Dockerfile").read_text())
+    assert image.extras
+    assert image.extras <= set(known)
+    assert [*map(int, image.python.split("."))] >= [*map(int, oldest.split("."))]
 
 
 def test_the_image_has_what_the_jobs_run_in_a_directory_of_their_user() -> None:
