@@ -48,31 +48,37 @@ class FirstCall(BaseException):
 def stops_at_first_call() -> Iterator[None]:
     """Raises `FirstCall` instead of the first training of a model in a scope, or that was made in one.
 
-    Evaluations and predictions before it return zeros. Without a training it is raised at the end, for the first one.
+    Evaluations and predictions before it return zeros, those of models outside of the scope, too. Without a training it
+    is raised at the end, for the first one in a scope.
+
+    Raises:
+        KDistError: if a model is trained outside of the scope, or used there and none in it.
     """
     own_scopes.is_planned = True
     in_scope: set[int] = set()
     inferences: list[FirstCall] = []
+    outside: list[KDistError] = []
 
     def made(model: Any) -> None:
         if own_scopes.is_open:
             in_scope.add(id(model))
 
     def used(model: Any, name: str) -> None:
-        if not own_scopes.is_open and id(model) not in in_scope:
-            raise KDistError(
-                f"{name} was called outside of kdist.scope(). Received: {type(model).__name__}.{name} in "
-                f"{user_line()}. Expected a model of the scope first. Fix: put the lines that make and fit the model "
-                "into `with kdist.scope():`."
-            )
+        del name
         for verb in VERBS:
             patch(model, verb, lambda *args, _verb=verb, **kwargs: call(model, _verb, args, kwargs))
 
     def call(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made(model)  # one that is used in a scope is of the scope
+        is_outside = id(model) not in in_scope
+        if is_outside:
+            outside.append(_outside(model, verb))
+            if is_training(verb):
+                raise outside[-1]
         found = _call_of(model, verb, args, kwargs)
         if is_training(verb):
             raise found
-        if not inferences:
+        if not is_outside and not inferences:
             inferences.append(found)
         return _zeros(found, args, kwargs)
 
@@ -80,12 +86,19 @@ def stops_at_first_call() -> Iterator[None]:
         with watched(_trainer(), VERBS, made, used):
             yield
     except SystemExit as end:
-        if end.code or not inferences:
+        if end.code or not (inferences or outside):
             raise
     finally:
         own_scopes.is_planned = False
-    if inferences:
-        raise inferences[0]
+    for first in (*inferences, *outside):
+        raise first
+
+
+def _outside(model: keras.Model, verb: str) -> KDistError:
+    return KDistError(
+        f"{verb} was called outside of kdist.scope(). Received: {type(model).__name__}.{verb} in {user_line()}. "
+        "Expected a model of the scope. Fix: put the lines that make and fit the model into `with kdist.scope():`."
+    )
 
 
 def _trainer() -> type:
@@ -157,7 +170,7 @@ def _traced(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _batches_per_step(verb: str) -> int | None:
     settings = own_scopes.settings
-    if verb.endswith("_on_batch") or not settings["scale_batch"]:
+    if verb.endswith("_on_batch") or not settings.get("scale_batch", True):
         return 1  # which is split over the ranks
     found: int | None = settings["micro_batches"] if verb == "fit" else None
     return found

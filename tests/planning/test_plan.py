@@ -189,6 +189,38 @@ def test_what_a_script_predicts_before_it_trains_is_zeros():
 
 class TwoOptimizers(keras.Model):
     """Two layers, each with an optimizer of its own, as of a GAN; that of `compile` is never used."""
+def test_models_outside_of_the_scope_predict_zeros_and_the_training_in_it_is_planned():
+    x = np.ones((70, 600), "float32")
+
+    def used_outside(verb="predict", *targets):
+        outside = keras.Sequential([keras.layers.Dense(4096), keras.layers.Dense(3)])
+        outside.compile("sgd", "mse")
+        return outside, getattr(outside, verb)(x, *targets, verbose=0)
+
+    def run():
+        features = used_outside()[1]
+        np.testing.assert_array_equal(features, np.zeros((70, 3)))
+        with kdist.scope():
+            model = keras.Sequential([keras.layers.Dense(2)])
+            model.compile("adam", "mse")
+            model.fit(features, np.ones((70, 2)), batch_size=8)
+
+    def adopt():
+        outside, _ = used_outside()
+        with kdist.scope():
+            outside.predict(x, verbose=0)
+
+    with unallocated(), pytest.raises(FirstCall) as caught, stops_at_first_call():
+        run()
+    assert (caught.value.verb, caught.value.batch_size) == ("fit", 8)
+    assert model_sizes(caught.value.model, 8, inputs_of(caught.value)).trained == 4 * (3 * 2 + 2)
+    with pytest.raises(FirstCall), stops_at_first_call():
+        adopt()
+    for verb, *targets in (("predict",), ("evaluate", x[:, :3]), ("fit", x[:, :3])):
+        with pytest.raises(KDistError, match=rf"{verb} was called outside of kdist\.scope\(\)"), stops_at_first_call():
+            used_outside(verb, *targets)
+
+
 
     def __init__(self):
         super().__init__()
