@@ -14,6 +14,7 @@ from pathlib import Path
 from kdist.errors import KDistError
 from kdist.planning.activations import LEAST_ROWS, available, measure, status
 from kdist.planning.first_call import FirstCall, inputs_of, run_step, stops_at_first_call
+from kdist.planning.gathers import counted_gathers, traced_gathers
 from kdist.planning.memory import Sizes, is_training
 from kdist.planning.weights import model_sizes, slots, unallocated
 
@@ -67,12 +68,14 @@ def _sizes(call: FirstCall, way: str) -> Sizes:
     data = call.data + call.copies
     sizes = dataclasses.replace(sizes, data=data, batches_per_step=call.batches_per_step, verb=call.verb)
     held = sizes.weights + sizes.slots + sizes.trained
-    if way == COUNT:
-        return dataclasses.replace(sizes, process=max(0, before - call.data))
-    if 1.5 * held + LEAST_ROWS * sizes.row > available():
-        return dataclasses.replace(sizes, process=max(0, before - call.data))
+    if way == COUNT or 1.5 * held + LEAST_ROWS * sizes.row > available():
+        return dataclasses.replace(sizes, process=max(0, before - call.data), gathered=traced_gathers(call))
+    with counted_gathers(call.model) as gathers:
+        run_step(call, 1)
+        gathered = gathers.num_bytes  # now, as the step's next trace clears it
     base, row = measure(lambda rows: run_step(call, rows), call.batch_size)
     if is_trained:  # by now it is known which of several optimizers updates what
         sizes = dataclasses.replace(sizes, slots=slots(call.model))
     held = sizes.weights + sizes.slots + sizes.trained
-    return dataclasses.replace(sizes, process=max(0, base - held - call.data), row=row, source="measured")
+    sizes = dataclasses.replace(sizes, gathered=gathered, row=row, source="measured")
+    return dataclasses.replace(sizes, process=max(0, base - held - call.data))

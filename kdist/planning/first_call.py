@@ -14,7 +14,7 @@ from kdist._user_code import user_line
 from kdist.errors import KDistError
 from kdist.keras_hooks.patching import VERBS, patch, patched, watched
 from kdist.planning.memory import is_training
-from kdist.planning.rows import copied_bytes, first_rows, held_bytes, keras_tensor, number_of_rows, repeated
+from kdist.planning.rows import copied_bytes, fed, first_rows, held_bytes, keras_tensor, number_of_rows, repeated
 from kdist.reports.scope_marks import own_scopes
 
 
@@ -128,6 +128,8 @@ def _call_of(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[
     data = sum(map(held_bytes, arrays))
     copies = 0 if verb.endswith("_on_batch") else sum(map(copied_bytes, arrays))
     batch = tf.nest.map_structure(lambda each: first_rows(each, rows), batch)
+    if not is_whole and not verb.endswith("_on_batch"):
+        batch = tf.nest.map_structure(fed, batch)
     return FirstCall(model, verb, batch, rows, data, copies, _batches_per_step(verb))
 
 

@@ -38,6 +38,7 @@ class Sizes:
         tables: int, those of the trained embedding tables that `shard_embeddings` can have in parts.
         batches_per_step: int or `None`, how many of the user's batches all ranks take in a step; `None` for one each.
         takes_parts: bool, whether `shard="optimizer"` supports the optimizer and the weights.
+        gathered: int, what a rank sends of a row to all ranks, which gather it.
         verb: str, the method of the model that is planned.
     """
 
@@ -54,6 +55,7 @@ class Sizes:
     tables: int = 0
     batches_per_step: int | None = None
     takes_parts: bool = True
+    gathered: int = 0
     verb: str = "fit"
 
     def rows(self, ranks: int) -> int:
@@ -108,17 +110,18 @@ def shares(sizes: Sizes, ranks: int) -> list[Share]:
         ranks: int, how many ranks train.
     """
     activations = sizes.row * sizes.rows(ranks)
+    gathered = sizes.gathered * sizes.rows(ranks) * ranks if ranks > 1 else 0  # the rows of all ranks, on each
     common = {"data": sizes.data, "process": sizes.process}
     part = _part(sizes, ranks)
     found = [
         Share(
             ALL_REDUCE, "each", sizes.weights, sizes.trained, sizes.slots,
-            sizes.trained if ranks > 1 else 0, activations, **common,
+            sizes.trained + gathered if ranks > 1 else 0, activations, **common,
         )
     ]  # fmt: skip
     if ranks > 1 and sizes.takes_parts:
-        slots, sums = round(sizes.slots * part), round(sizes.trained * part)
-        found.append(Share(IN_PARTS, "each", sizes.weights, sizes.trained, slots, sums, activations, **common))
+        slots, messages = round(sizes.slots * part), round(sizes.trained * part) + gathered
+        found.append(Share(IN_PARTS, "each", sizes.weights, sizes.trained, slots, messages, activations, **common))
     if ranks > 1 and sizes.tables and sizes.trained:  # nothing is trained by evaluate and predict
         away, others = round(sizes.tables * (1 - 1 / ranks)), sizes.trained - sizes.tables
         slots_of_tables = sizes.slots * sizes.tables / sizes.trained
@@ -126,8 +129,8 @@ def shares(sizes: Sizes, ranks: int) -> list[Share]:
             slots = round(slots_of_tables / ranks + (sizes.slots - slots_of_tables) * of_others)
             found.append(
                 Share(
-                    strategy, "each", sizes.weights - away, sizes.trained - away, slots, round(others * of_others),
-                    activations, **common,
+                    strategy, "each", sizes.weights - away, sizes.trained - away, slots,
+                    round(others * of_others) + gathered, activations, **common,
                 )
             )  # fmt: skip
     if ranks > 2:

@@ -36,6 +36,16 @@ def copied_bytes(array: Any) -> int:
     return int(array.size) * (np.dtype(keras.config.floatx()) if dtype.kind == "f" else dtype).itemsize
 
 
+def fed(array: Any) -> Any:
+    """Returns what `fit` feeds of an array: floats in Keras' own precision; others, and what is no array, as they are.
+
+    Args:
+        array: what `first_rows` has returned.
+    """
+    is_float = isinstance(array, np.ndarray) and array.dtype.kind == "f"
+    return array.astype(keras.config.floatx()) if is_float else array
+
+
 def number_of_rows(batch: Any) -> int:
     """Returns how many rows a batch has.
 

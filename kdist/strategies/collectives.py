@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import keras
@@ -9,6 +12,8 @@ import tensorflow as tf
 
 from kdist.strategies.all_reduce import AllReduceExtended, AllReduceStrategy
 from kdist.strategies.differentiable import rows_of_all_ranks, sum_over_ranks
+
+_note: contextvars.ContextVar[Callable[[Any], None] | None] = contextvars.ContextVar("kdist.all_gather", default=None)
 
 
 def all_gather(x: Any) -> Any:
@@ -47,6 +52,8 @@ def all_gather(x: Any) -> Any:
     """
     extended = _extended()
     if extended is None:
+        if (note := _note.get()) is not None:
+            note(x)
         return x
     tensors = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(x)]
     return keras.tree.pack_sequence_as(x, rows_of_all_ranks(extended.engine, extended.step, tensors))
@@ -108,6 +115,16 @@ def all_reduce(x: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
             tensors = [x * tf.cast(share, x.dtype) for x in tensors]
         combined = sum_over_ranks(engine, step, tensors)
     return keras.tree.pack_sequence_as(x, combined)
+
+
+@contextlib.contextmanager
+def gathers_noted(note: Callable[[Any], None]) -> Iterator[None]:
+    """Calls a function with what `all_gather` is given in one process, while the context is open."""
+    token = _note.set(note)
+    try:
+        yield
+    finally:
+        _note.reset(token)
 
 
 def _extended() -> AllReduceExtended | None:

@@ -44,6 +44,15 @@ def test_servers_need_three_ranks():
     assert all(strategy != "parameter server" for strategy, _ in by_rank(ADAM, 2))
 
 
+def test_each_rank_gathers_the_rows_of_all():
+    gathering = dataclasses.replace(ADAM, gathered=1000, tables=50 * MB)
+    for ranks in (1, 2, 8):
+        with_gathers, without = by_rank(gathering, ranks), by_rank(dataclasses.replace(gathering, gathered=0), ranks)
+        for key, share in with_gathers.items():
+            added = 1000 * 64 * ranks if ranks > 1 and key[0] != "parameter server" else 0
+            assert share.messages - without[key].messages == share.peak - without[key].peak == added
+
+
 @pytest.mark.parametrize(("ranks", "number", "rows"), [(2, None, 64), (2, 1, 32), (3, 4, 86), (8, 4, 32), (1, 4, 256)])
 def test_rows_follow_the_batches_of_a_step(ranks, number, rows):
     sizes = dataclasses.replace(ADAM, batches_per_step=number)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from kdist.cli import main as cli
 from kdist.errors import KDistError
 from kdist.planning import activations
 from kdist.planning.first_call import FirstCall, inputs_of, run_step, stops_at_first_call
+from kdist.planning.gathers import traced_gathers
 from kdist.planning.rows import copied_bytes, held_bytes
 from kdist.planning.weights import model_sizes, slots, unallocated
 from tests.helpers import spmd
@@ -187,8 +189,6 @@ def test_what_a_script_predicts_before_it_trains_is_zeros():
     run_step(call, 3)
 
 
-class TwoOptimizers(keras.Model):
-    """Two layers, each with an optimizer of its own, as of a GAN; that of `compile` is never used."""
 def test_models_outside_of_the_scope_predict_zeros_and_the_training_in_it_is_planned():
     x = np.ones((70, 600), "float32")
 
@@ -221,6 +221,8 @@ def test_models_outside_of_the_scope_predict_zeros_and_the_training_in_it_is_pla
             used_outside(verb, *targets)
 
 
+class TwoOptimizers(keras.Model):
+    """Two layers, each with an optimizer of its own, as of a GAN; that of `compile` is never used."""
 
     def __init__(self):
         super().__init__()
@@ -281,6 +283,63 @@ def test_what_the_optimizer_or_the_layers_do_not_allow_is_not_planned():
             {each.strategy for each in kdist.plan(model, batch_size=8, ranks=2).shares} for model in (plain, own)
         ]
         assert ['shard="optimizer"' in each for each in strategies] == [not refused, False]
+
+
+GATHERS = """
+import keras, numpy as np, kdist
+
+received = []
+
+def own_loss(y_true, y_pred):  # of the rows of all ranks, as nothing is known of it
+    received.extend([y_true, y_pred])
+    return keras.ops.mean((y_true - y_pred) ** 2)
+
+class Contrastive(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = keras.layers.Dense(512), keras.layers.Dense(300)
+
+    def call(self, x):
+        found = self.other(self.one(x))
+        received.append(kdist.all_gather(found[:, :200]))
+        return found
+
+with kdist.scope():
+    model = Contrastive()
+    model.compile("adam", own_loss, run_eagerly=kdist.size() > 1)
+    model.fit(np.zeros((128, 600), "float32"), np.zeros((128, 300), "float32"), batch_size=64)
+    sizes = [int(keras.ops.size(each)) * each.dtype.size for each in received[-3:]]
+    print("GATHERED", sum(sizes))  # of the step, not of what builds the model
+"""
+
+
+@pytest.mark.starts_processes
+@pytest.mark.timeout(300)
+def test_what_ranks_gather_is_planned(tmp_path):
+    """For `kdist.all_gather` and for a loss that gets the rows of all: as many bytes as each of two ranks has got."""
+    done = planned(tmp_path, GATHERS, "--json")
+    assert done.returncode == 0, done.output
+    found = json.loads(done.output[done.output.index("{") :])
+    (whole, parts) = (each["ranks"][0] for each in found["strategies"])
+    ran = spmd.launch([sys.executable, str(tmp_path / "train.py")], 2)
+    assert ran.returncode == 0, ran.output
+    gathered = int(re.findall(r"GATHERED (\d+)", ran.output)[0])
+    assert gathered == 128 * 4 * (300 + 300 + 200)
+    assert whole["messages"] - whole["gradients"] == parts["messages"] - parts["gradients"] // 2 == gathered
+
+
+def test_what_ranks_gather_is_counted_of_models_that_are_not_run():
+    def fit():
+        class Gathering(keras.layers.Layer):
+            def call(self, x):
+                return x + keras.ops.mean(kdist.all_gather(x))
+
+        model = keras.Sequential([keras.layers.Dense(8), Gathering()])
+        model.compile("adam", lambda y_true, y_pred: keras.ops.mean(y_true - y_pred), metrics=["mse"])
+        model.fit(np.ones((5, 3), "float32"), np.ones((5, 8), "float32"), sample_weight=np.ones(5))
+
+    with unallocated():
+        assert traced_gathers(first_call(fit)) == 4 * (8 + 8 + 8 + 1)
 
 
 def planned(tmp_path, source, *options, env=None):
