@@ -32,6 +32,23 @@ def int64(value: Any) -> Any:
     return tf.cast(value, tf.int64)
 
 
+def slice_or_first(total: Any, num_shards: int, shard_id: Any) -> tuple[Any, Any, Any]:
+    """Returns a shard's near-equal slice of some rows, or the first of them where that is empty.
+
+    Args:
+        total: `int64` scalar tensor, the number of rows.
+        num_shards: int, the number of slices.
+        shard_id: int or `int64` scalar tensor, which slice.
+
+    Returns:
+        `(start, stop, rows)`, `int64` scalar tensors; `rows` is 0 where the slice is empty.
+    """
+    start, stop = split_rows(total, num_shards, int64(shard_id))
+    rows = stop - start
+    start = tf.where(rows > 0, start, 0)
+    return start, start + tf.maximum(rows, 1), rows
+
+
 class Rows:
     """The rows of a batch: which leaves have them, how many there are, and slices of them.
 
@@ -77,6 +94,16 @@ class Rows:
         """Returns the number of rows of a batch: an int if it is known from the structure, or an `int64` scalar."""
         return _length(tf.nest.flatten(batch)[self._counted]) if self.size is None else self.size
 
+    def count_equal(self, batch: Any) -> Any:
+        """Returns the number of rows of a batch, an `int64` scalar; an op fails where its leaves differ in it."""
+        total = int64(self.count(batch))
+        if self._sliced is None or not self._may_differ:
+            return total
+        lengths = self._lengths(batch)
+        check = tf.debugging.Assert(tf.reduce_all(lengths == total), [_OTHER_ROWS.format("the numbers below"), lengths])
+        with tf.control_dependencies([check]):
+            return tf.identity(total)
+
     def slice(self, batch: Any, start: Any, stop: Any) -> Any:
         """Returns the rows `start:stop` of a batch; leaves without rows are kept whole.
 
@@ -118,18 +145,9 @@ class Rows:
         Raises:
             DataError: if it is not known which leaves have rows.
         """
-        total = int64(self.count(batch))
-        if self._sliced is not None and self._may_differ:
-            lengths = self._lengths(batch)
-            check = tf.debugging.Assert(
-                tf.reduce_all(lengths == total), [_OTHER_ROWS.format("the numbers below"), lengths]
-            )
-            with tf.control_dependencies([check]):
-                total = tf.identity(total)
-        start, stop = split_rows(total, num_shards, int64(shard_id))
-        rows = stop - start
-        start = tf.where(rows > 0, start, 0)
-        return Shard(self.slice(batch, start, start + tf.maximum(rows, 1)), rows, total)
+        total = self.count_equal(batch)
+        start, stop, rows = slice_or_first(total, num_shards, shard_id)
+        return Shard(self.slice(batch, start, stop), rows, total)
 
     def split_eagerly(self, batch: Any, num_shards: int, shard_id: int) -> Shard:
         """Returns what `split` does of arrays or eager tensors, with ints: no operation of TensorFlow's counts.

@@ -31,7 +31,6 @@ def shard_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Shard]:
         end.
     """
     batches = iter(batches)
-    splits_rows = plan.joins_batches or not plan.scale_batch
     for step in itertools.count():
         data, rows, total = None, 0, 0
         group: list[Any] = []
@@ -40,7 +39,7 @@ def shard_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Shard]:
                 batch = next(batches)
             except StopIteration:
                 break
-            if splits_rows:
+            if plan.splits_rows:
                 group.append(batch)
                 continue
             batch_rows = Rows(batch)
@@ -96,7 +95,7 @@ class GeneratorSource(Source):
         self._first = first
         self.cardinality = num_batches
         self.is_single_pass = is_single_pass and num_batches is None
-        if plan.joins_batches or not plan.scale_batch:
+        if plan.splits_rows:
             Rows(first).slice(first, 0, 1)  # raises here, not in the thread that reads the data
         self._dataset = self._build(lists_to_tuples(signature))
 

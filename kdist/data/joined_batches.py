@@ -9,9 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.data.batch import Rows
-from kdist.data.graphs.optionals import from_optional
-from kdist.data.groups import grouped
-from kdist.data.sharding import Plan
 from kdist.errors import DataError
 
 _OTHER_SHAPES = (
@@ -40,32 +37,6 @@ def joined(batches: Sequence[Any]) -> Any:
         for number, parts in enumerate(zip(*flat, strict=True))
     ]
     return tf.nest.pack_sequence_as(batches[0], leaves)
-
-
-def join_batches(batches: tf.data.Dataset, plan: Plan, rows: Rows) -> tf.data.Dataset:
-    """Joins each group of `plan.group_size` batches.
-
-    Args:
-        batches: `tf.data.Dataset` of batches.
-        plan: `Plan`. Groups restart after each `steps_per_epoch` batches.
-        rows: `Rows` of the batches.
-
-    Returns:
-        A dataset of as large a batch for each step. An iterator of it raises `InvalidArgumentError` where the rows of
-        the batches of a step have different shapes.
-    """
-    spec, size = batches.element_spec, plan.group_size
-
-    def join(optionals: Any, counts: Any) -> Any:
-        counts = tf.pad(counts, [[0, size - tf.shape(counts)[0]]])
-        counts.set_shape([size])
-        parts = []
-        for place in range(size):
-            there = tf.where(counts[place] > 0, place, tf.argmax(tf.cast(counts > 0, tf.int32), output_type=tf.int32))
-            parts.append(rows.slice(from_optional(spec, optionals[there]), 0, counts[place]))
-        return joined(parts)
-
-    return grouped(batches, plan, rows.count).map(join)
 
 
 def _concatenated(parts: Sequence[Any]) -> Any:

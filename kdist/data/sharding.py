@@ -66,6 +66,15 @@ class Plan:
         return self.micro_batches not in (None, self.num_shards)
 
     @property
+    def splits_rows(self) -> bool:
+        """Whether a rank takes a near-equal slice of the rows of a step's batches, instead of one whole batch."""
+        return self.joins_batches or not self.scale_batch
+
+    def most_rows(self, batch_size: int) -> int:
+        """Returns how many rows a rank takes at most in a step, of batches of `batch_size` rows."""
+        return -(-self.group_size * batch_size // self.num_shards)
+
+    @property
     def job_steps_per_epoch(self) -> int | None:
         """The steps that the job makes for `steps_per_epoch` of the user's batches."""
         return None if self.steps_per_epoch is None else -(-self.steps_per_epoch // self.group_size)

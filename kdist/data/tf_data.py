@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.data.batch import Rows, Shard, batch_signature, int64
-from kdist.data.batch_selection import select_batches
+from kdist.data.batch_selection import select_shards
 from kdist.data.graphs.dataset_internals import flat_structure, from_variant, resources_of
 from kdist.data.graphs.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
 from kdist.data.graphs.inspection import batch_sizes, calls_python
@@ -16,7 +16,6 @@ from kdist.data.graphs.options import prefetched, sharded_options, untuned
 from kdist.data.graphs.pipeline import Pipeline
 from kdist.data.graphs.tuning import is_tuned
 from kdist.data.groups import element_of
-from kdist.data.joined_batches import join_batches
 from kdist.data.per_rank_stream import PerRankStream
 from kdist.data.sharding import Plan
 from kdist.data.source import Source, empty_input_error
@@ -141,13 +140,7 @@ class StreamSource(Source):
         else:
             ordered = Pipeline(dataset, plan.seed)
             depends_on_seed = ordered.depends_on_seed
-            if plan.scale_batch and not plan.joins_batches:
-                shards, knows_global_rows, parallel_maps = select_batches(ordered, plan, rows)
-            else:
-                batches = ordered.dataset()
-                shards = (join_batches(batches, plan, rows) if plan.joins_batches else batches).map(
-                    lambda *batch: rows.split(element_of(spec, batch), plan.num_shards, plan.shard_id)
-                )
+            shards, knows_global_rows, parallel_maps = select_shards(ordered, plan, rows)
             options = sharded_options()
             options.deterministic = True
         options.autotune.enabled = is_tuned(dataset, parallel_maps) if tuned is None else tuned

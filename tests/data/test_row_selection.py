@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from kdist.data.graphs.dataset_internals import kind, with_inputs
 from kdist.data.graphs.pipeline import Pipeline
-from kdist.data.graphs.tail import tail_of
+from kdist.data.graphs.tail import is_map, tail_of
+from kdist.data.sharding import Plan, split_rows
 from kdist.data.tf_data import tf_data_source
 from tests.data.ranks import groups, one_pass, plans
 
@@ -115,6 +116,59 @@ def test_samples_without_numbers_are_followed_as_well(monkeypatch, name, num_sha
         assert one_pass(ranks) == groups(batches_of(plain), num_shards, steps_per_epoch)
 
 
+# Ranks take rows of one batch, or of several: the plan's options, and the number of ranks.
+SPLITS = [
+    (2, {"scale_batch": False}),
+    (3, {"scale_batch": False, "steps_per_epoch": 4}),
+    (2, {"micro_batches": 4, "steps_per_epoch": 6}),
+    (3, {"micro_batches": 4}),
+    (3, {"micro_batches": 2, "steps_per_epoch": 5}),
+    (1, {"micro_batches": 3}),
+]
+
+
+def slices_of(steps, num_shards):
+    """What each rank has of each step where rows are split."""
+    bounds = [[split_rows(len(rows), num_shards, rank) for rank in range(num_shards)] for rows in steps]
+    return [[rows[start:stop] for start, stop in each] for rows, each in zip(steps, bounds, strict=True)]
+
+
+def own_rows(sources):
+    """What each rank has of each step of a pass."""
+    passes = [
+        [np.asarray(tf.nest.flatten(shard.data)[0])[: int(shard.rows)].tolist() for shard in source.dataset()]
+        for source in sources
+    ]
+    return [list(shares) for shares in zip(*passes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("numbered", "name", "num_shards", "options"),
+    [
+        *((True, name, *split) for name, split in zip(NUMBERED, itertools.cycle(SPLITS), strict=False)),
+        (False, "map.batch", *SPLITS[1]),
+        (False, "map.batch.repeat", *SPLITS[2]),
+        (False, "shuffle.repeat.batch", *SPLITS[3]),
+        (False, "map.shuffled batches", *SPLITS[4]),
+        (False, "map.shuffle.map.batch.map", *SPLITS[0]),
+        (False, "skip.take", *SPLITS[5]),
+    ],
+)
+def test_rows_of_batches_are_split(monkeypatch, numbered, name, num_shards, options):
+    if not numbered:
+        monkeypatch.setitem(globals(), "slices", lambda *size: SLICES(*size).filter(lambda _: True))
+    plain = NUMBERED[name]()
+    ranks = [tf_data_source(NUMBERED[name](), plan) for plan in plans(num_shards, **options)]
+    number, epoch = options.get("micro_batches", 1), options.get("steps_per_epoch")
+    for _ in range(2):
+        expected = groups(batches_of(plain), number, epoch)
+        assert own_rows(ranks) == slices_of(expected, num_shards)
+    assert one_pass(ranks) == groups(batches_of(plain), number, epoch)
+    maps_batches = any(is_map(step) for step in tail_of(Pipeline(plain, 0), Plan(), static=False).batch_maps)
+    if numbered and not maps_batches:
+        assert "TensorSlice" not in kinds_in(ranks[0].dataset())
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -179,6 +233,59 @@ def test_a_rank_asks_the_source_for_its_own_rows_only(name, num_shards):
     assert sum(len(rows) for rows in own) == sum(len(batch) for batch in READ[name](lambda x: x))
 
 
+@pytest.mark.parametrize(("num_shards", "options"), [(2, {"scale_batch": False}), (3, {"micro_batches": 6})])
+@pytest.mark.parametrize("name", [name for name in READ if "maps of full batches" not in name])
+def test_a_rank_asks_the_source_for_its_rows_of_a_batch_only(name, num_shards, options):
+    reads = [Reads() for _ in range(num_shards)]
+    all_plans = plans(num_shards, **options)
+    ranks = [tf_data_source(READ[name](read), plan) for read, plan in zip(reads, all_plans, strict=True)]
+    steps = groups(batches_of(READ[name](lambda x: x)), options.get("micro_batches", 1))
+    own = own_rows(ranks)
+    assert own == slices_of(steps, num_shards)
+    for rank, read in enumerate(reads):
+        assert collections.Counter(read.seen) == collections.Counter(row for step in own for row in step[rank])
+
+
+@pytest.mark.parametrize("make", [lambda: Dataset.range(24), lambda: unnumbered()])
+@pytest.mark.parametrize(("drop", "options"), [(True, {"scale_batch": False}), (False, {"micro_batches": 2})])
+def test_a_rank_parses_no_more_than_the_largest_share_of_a_step(make, drop, options):
+    """Where rows do not divide by the ranks, a rank with fewer parses one twice."""
+    for plan in plans(3, **options):
+        read = Reads()
+        source = tf_data_source(make().map(read).batch(4, drop_remainder=drop).repeat(2), plan)
+        num_steps = len(list(source.dataset()))
+        assert len(read.seen) == plan.most_rows(4) * num_steps
+
+
+def test_maps_of_batches_and_maps_with_a_state_run_for_all_rows_where_rows_are_split():
+    def state(row):
+        read = tf.numpy_function(lambda row: seen.append(int(row)) or row, [row], tf.int64)
+        return tf.ensure_shape(read, [])
+
+    for make in (
+        lambda: unnumbered().map(state).batch(4),
+        lambda: Dataset.range(24).map(state).batch(4).prefetch(1),
+        lambda: Dataset.range(24).map(state).batch(4).map(lambda x: x + 0 * tf.reduce_max(x)),
+    ):
+        for options in ({"scale_batch": False}, {"micro_batches": 3}):
+            for plan in plans(2, **options):
+                seen = []
+                assert len(list(tf_data_source(make(), plan).dataset())) == 6 // plan.group_size
+                assert seen == list(range(24))
+
+
+def test_rows_of_other_shapes_are_not_joined():
+    def make():
+        rows = Dataset.range(12).map(lambda x: tf.repeat(x, x // 4 + 1))
+        return rows.batch(2)
+
+    joined = tf_data_source(make(), plans(2, micro_batches=4)[0])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="batches of a step cannot be joined"):
+        list(joined.dataset())
+    ranks = [tf_data_source(make(), plan) for plan in plans(2, scale_batch=False)]
+    assert one_pass(ranks) == [[row, row + 1] for row in range(0, 12, 2)]
+
+
 @pytest.mark.parametrize("drop", [True, False])
 def test_a_rank_parses_no_more_than_a_batch_a_step_where_epochs_end_within_a_group(drop):
     for plan in plans(3, steps_per_epoch=4):
@@ -208,10 +315,11 @@ def test_images_of_a_directory_are_decoded_for_own_batches_only(tmp_path):
         options = {"label_mode": "binary", "image_size": (4, 4), "batch_size": 2, "seed": 1}
         return keras.utils.image_dataset_from_directory(tmp_path, **options, verbose=False).repeat(2)
 
-    ranks = [tf_data_source(make(), plan) for plan in plans(2)]
     expected = [images[:, 0, 0, 0].numpy().tolist() for images, _ in make()]
-    assert one_pass(ranks) == groups(expected, 2)
-    assert "Window" in kinds_in(ranks[0].dataset()), "a rank decodes images before it takes its own"
+    for options, number in (({}, 2), ({"scale_batch": False}, 1), ({"micro_batches": 3}, 3)):
+        ranks = [tf_data_source(make(), plan) for plan in plans(2, **options)]
+        assert one_pass(ranks) == groups(expected, number)
+        assert "Window" in kinds_in(ranks[0].dataset()), "a rank decodes images before it takes its own"
 
 
 def stateful(row):
@@ -233,6 +341,6 @@ def stateful(row):
     ],
 )
 def test_where_the_choice_stops(make, start):
-    tail = tail_of(Pipeline(make(), seed=7), exact=True, static=False)
+    tail = tail_of(Pipeline(make(), seed=7), Plan(), static=False)
     assert tail.start == start
     assert (tail.numbered is None) == (start > 0 or kind(tail.pipeline.dataset(0)) != "Range")

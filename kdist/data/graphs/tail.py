@@ -8,6 +8,7 @@ one step makes batches.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +17,7 @@ from kdist.data.graphs.dataset_internals import attributes, kind
 from kdist.data.graphs.indexed import Indexed, indexed
 from kdist.data.graphs.inspection import is_stateless, leaves_maps_to_tensorflow
 from kdist.data.graphs.pipeline import Pipeline, apply_to_first, is_elementwise
+from kdist.data.sharding import Plan
 
 _MAPS = ("Map", "ParallelMap")
 _BATCHES = ("Batch", "ParallelBatch")
@@ -28,12 +30,14 @@ class Tail:
 
     Attributes:
         pipeline: `Pipeline`.
+        plan: `Plan`.
         start: int, the position of the first of its steps.
         batch: int or `None`, the position of the step that makes batches; `None` if they come from before the tail.
         numbered: `Indexed` or `None`, how the elements before the tail are read by their number.
     """
 
     pipeline: Pipeline
+    plan: Plan
     start: int
     batch: int | None
     numbered: Indexed | None
@@ -84,9 +88,44 @@ class Tail:
         """Returns the batches of all ranks before their maps, in the order in which they come out of the pipeline."""
         return self.order_batches(self.pipeline.dataset(self._first_of_batches))
 
-    def apply_to_first(self, step: Any, dataset: tf.data.Dataset, rank: int) -> tf.data.Dataset:
+    def apply_to_first(self, step: Any, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Applies one of the elementwise steps to the first component of a dataset's elements; see `pipeline`."""
-        return apply_to_first(step, dataset, rank, parallel=self.makes_maps_parallel)
+        return apply_to_first(step, dataset, self.plan.shard_id, parallel=self.makes_maps_parallel)
+
+    @property
+    def most_rows(self) -> int:
+        """The samples of a rank in a step, at most."""
+        return self.plan.most_rows(self.batch_size)
+
+    @property
+    def fills_steps(self) -> bool:
+        """Whether a rank's samples of a step are to be filled up, for `map_and_batch` joins consecutive ones."""
+        if self.batch is None:
+            return False
+        is_even = self.plan.group_size * self.batch_size % self.plan.num_shards == 0
+        return not (is_even and self.plan.fills_groups) or self.reorders_batches
+
+    def map_and_batch(
+        self, samples: tf.data.Dataset, is_padded: bool, finish: Callable[[Any, Any, Any], Any]
+    ) -> tf.data.Dataset:
+        """Applies the maps of samples to this rank's, and makes one element of those of a step.
+
+        Args:
+            samples: dataset of pairs: a sample, and the vector of the number of this rank's rows in the step, that of
+                all ranks' rows, and that of the samples here.
+            is_padded: bool, whether each step has been filled up to `most_rows` samples.
+            finish: callable that takes the data and the two numbers of rows, and returns the element.
+        """
+
+        def join(data: Any, facts: Any) -> Any:
+            own, total, count = tf.unstack(facts[0], 3)
+            if is_padded:
+                data = tf.nest.map_structure(lambda leaf: leaf[:count], data)
+            return finish(data, own, total)
+
+        for step in self.sample_maps:
+            samples = self.apply_to_first(step, samples)
+        return samples.batch(self.most_rows).map(join)
 
     @property
     def makes_maps_parallel(self) -> bool:
@@ -121,30 +160,34 @@ class Tail:
         )
 
 
-def tail_of(pipeline: Pipeline, *, exact: bool, static: bool) -> Tail:
+def tail_of(pipeline: Pipeline, plan: Plan, *, static: bool) -> Tail:
     """Returns the end of a pipeline.
 
     A map with a state, or that draws random numbers, is in it only if nothing but elementwise steps and one batch
-    follow it: elsewhere it would be called in another order, or another number of times.
+    follow it: elsewhere it would be called in another order, or another number of times. Where ranks take parts of
+    batches, neither is a map of batches, which may look at all rows, nor any map with a state: all ranks compute what
+    one process would.
 
     Args:
         pipeline: `Pipeline` of batches.
-        exact: bool, whether groups of batches follow each other without a gap.
+        plan: `Plan`.
         static: bool, whether the number of rows of the pipeline's batches is known, which its maps may rely on.
     """
     steps = pipeline.steps
     start, batch, cache = len(steps), None, None
     reordered = mapped = False
+    exact = plan.fills_groups  # without gaps between the groups
     while start:
         step = steps[start - 1]
         if kind(step) == "Cache":
             cache = start if cache is None else cache
         elif is_map(step) and is_elementwise(step):
-            stays = reordered or (batch is not None and not exact)
-            if cache is not None or (stays and not is_stateless(step)):
+            stays = plan.splits_rows or reordered or (batch is not None and not exact)
+            of_whole = plan.splits_rows and batch is None
+            if cache is not None or of_whole or (stays and not is_stateless(step)):
                 break
             mapped = mapped or batch is None
-        elif kind(step) in _BATCHES and batch is None:
+        elif kind(step) in _BATCHES and batch is None and (not plan.joins_batches or _has_one_shape(step)):
             batch, exact = start - 1, exact and not reordered and not (mapped and static)
         elif kind(step) in _ORDERS:
             reordered = True
@@ -154,7 +197,13 @@ def tail_of(pipeline: Pipeline, *, exact: bool, static: bool) -> Tail:
     numbered = indexed(pipeline.dataset(0)) if start == 0 and batch is not None else None
     if numbered is None and cache is not None:  # what is iterated over comes from the user's cache
         start, batch = cache, None if batch is None or batch < cache else batch
-    return Tail(pipeline, start, batch, numbered)
+    return Tail(pipeline, plan, start, batch, numbered)
+
+
+def _has_one_shape(batches: Any) -> bool:
+    """Returns whether the rows of all batches are known to have one shape, by which they can be joined."""
+    leaves = tf.nest.flatten(batches.element_spec)
+    return all(isinstance(leaf, tf.TensorSpec) and leaf.shape[1:].is_fully_defined() for leaf in leaves)
 
 
 def is_map(step: Any) -> bool:
