@@ -33,8 +33,17 @@ def broadcast_state(engine: Engine, variables: Sequence[Any], root: int = 0) -> 
     """
     if not variables or engine.size == 1:
         return []
-    checksums = gathered_checksums(engine, variables)
+    return broadcast_differing(engine, variables, gathered_checksums(engine, variables), root)
+
+
+def broadcast_differing(engine: Engine, variables: Sequence[Any], checksums: np.ndarray, root: int = 0) -> list[Any]:
+    """Does what `broadcast_state` does with the checksums of all ranks, of shape `(size, number of variables)`.
+
+    Collective: every rank must call this, in the same order.
+    """
     found = [variables[place] for place in np.flatnonzero((checksums != checksums[0]).any(axis=0)).tolist()]
+    if not found:
+        return []
     raw = [raw_variable(variable) for variable in found]
     numbers = [each for each in raw if each.dtype != tf.string]
     for index, value in broadcast_in_groups(engine, numbers, root):
@@ -51,8 +60,12 @@ def gathered_checksums(engine: Engine, variables: Sequence[Any]) -> np.ndarray:
 
     Collective: every rank must call this, in the same order.
     """
-    checksums = [[checksum(tf.convert_to_tensor(raw_variable(each))) for each in variables]]
-    return np.asarray(engine.allgather([tf.constant(checksums, tf.int64)])[0])
+    return np.asarray(engine.allgather([tf.constant([checksums_of(variables)], tf.int64)])[0])
+
+
+def checksums_of(variables: Sequence[Any]) -> list[int]:
+    """Returns a checksum of each variable's bytes on this rank."""
+    return [checksum(tf.convert_to_tensor(raw_variable(each))) for each in variables]
 
 
 def broadcast_in_groups(engine: Engine, values: Sequence[Any], root: int = 0) -> Iterator[tuple[int, tf.Tensor]]:

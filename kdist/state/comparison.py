@@ -189,7 +189,10 @@ def first_difference(engine: Engine, variables: Sequence[Any]) -> Difference | N
         The first difference, or `None`; the same on all ranks.
     """
     variables = [variable for variable in variables if variable.dtype != "string"]
-    gathered = gathered_checksums(engine, variables)
+    return _difference(gathered_checksums(engine, variables))
+
+
+def _difference(gathered: np.ndarray) -> Difference | None:
     places = np.flatnonzero((gathered != gathered[0]).any(axis=0))
     if not places.size:
         return None
@@ -199,15 +202,24 @@ def first_difference(engine: Engine, variables: Sequence[Any]) -> Difference | N
     return Difference(place, [rank for rank, value in enumerate(column) if value != usual], column.index(usual))
 
 
-def check_equal(engine: Engine, named: Mapping[str, Any]) -> None:
+def check_equal(engine: Engine, named: Mapping[str, Any], others: Sequence[Any] = ()) -> np.ndarray:
     """Raises on all ranks if variables differ after the first step: an update was not synchronised.
 
     Collective: every rank must call this, in the same order.
 
+    Args:
+        engine: `Engine`, how the ranks communicate.
+        named: mapping of names to variables of numbers.
+        others: sequence of variables, which may differ.
+
+    Returns:
+        The checksums of the others on all ranks, of shape `(size, number of others)`.
+
     Raises:
         NotSynchronizedError: naming the first variable that differs and the ranks.
     """
-    found = first_difference(engine, list(named.values()))
+    checksums = gathered_checksums(engine, [*named.values(), *others])
+    found = _difference(checksums[:, : len(named)])
     if found is not None:
         on_gpus = (
             " Code of your own that adds up rows of a sparse gradient on a GPU does so in no fixed order: "
@@ -222,3 +234,4 @@ def check_equal(engine: Engine, named: Mapping[str, Any]) -> None:
             f"TensorFlow {tf.__version__}; if the training step is Keras' own, kdist does not support this version of "
             "Keras."
         )
+    return checksums[:, len(named) :]

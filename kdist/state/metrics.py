@@ -6,7 +6,7 @@ Metrics whose states are not known to add up are updated with the global batch, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,8 +17,13 @@ from kdist.engines.engine import Engine
 from kdist.keras_hooks.metrics import summed_variables
 from kdist.state.part import Placement, State, StatePart
 
+Sums = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
+"""Returns the sums of tensors over the ranks."""
 
-def add_over_ranks(engine: Engine, variables: Sequence[keras.Variable], before: Sequence[tf.Tensor]) -> None:
+
+def add_over_ranks(
+    engine: Engine, variables: Sequence[keras.Variable], before: Sequence[tf.Tensor], allreduce: Sums | None = None
+) -> None:
     """Sums the changes of metric variables since a common state over the ranks, in one message.
 
     Collective: every rank must call this, in the same order.
@@ -27,10 +32,12 @@ def add_over_ranks(engine: Engine, variables: Sequence[keras.Variable], before: 
         engine: `Engine`, how the ranks communicate.
         variables: sequence of metric variables; equal on all ranks afterwards.
         before: sequence of tensors, the values in the common state.
+        allreduce: `Sums` or `None`, called also without variables; by default the engine's.
     """
-    if not variables:
+    if not variables and allreduce is None:
         return
-    added = engine.allreduce([_numeric(v.value) - _numeric(b) for v, b in zip(variables, before, strict=True)])
+    changes = [_numeric(v.value) - _numeric(b) for v, b in zip(variables, before, strict=True)]
+    added = (allreduce or engine.allreduce)(changes)
     for variable, start, total in zip(variables, before, added, strict=True):
         if variable.aggregation == "mean":
             total = total / tf.cast(engine.size, total.dtype)
@@ -81,16 +88,18 @@ class MetricReducer(StatePart):
         value = _numeric(variable.value)
         return value - self._start.get(id(variable), tf.zeros_like(value))
 
-    def end(self, *, all_are_summed: bool = False) -> None:
+    def end(self, *, all_are_summed: bool = False, allreduce: Sums | None = None) -> None:
         """Sums what the ranks have counted since `begin`; the epoch may continue after an evaluation.
 
         Collective: every rank must call this, in the same order.
 
         Args:
             all_are_summed: bool, as for `begin`, of the pass that may continue.
+            allreduce: see `add_over_ranks`.
         """
         variables = self._summed()
-        add_over_ranks(self._engine, variables, [self._start.get(id(v), tf.zeros_like(v.value)) for v in variables])
+        before = [self._start.get(id(v), tf.zeros_like(v.value)) for v in variables]
+        add_over_ranks(self._engine, variables, before, allreduce)
         self.begin(all_are_summed=all_are_summed)
 
     def _summed(self) -> list[keras.Variable]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
@@ -56,17 +56,21 @@ class Votes:
         if self._cast == self._sent:
             return
         self._sent = set(self._cast)
-        self.sent.assign([float(name in self._sent) for name in NAMES])
+        self.sent.assign(self._vector())
 
     def receive(self, counts: Iterable[float]) -> None:
         """Receives the number of ranks that have cast each vote."""
         self.agreed.update(name for name, count in zip(NAMES, counts, strict=True) if count > 0)
 
-    def agree(self) -> None:
-        """Exchanges the votes at once.
+    def agree(self, others: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+        """Exchanges the votes at once, and returns the sums of other tensors over the ranks, by the same message.
 
         Collective: every rank must call this, in the same order.
         """
-        votes = tf.constant([int(name in self._cast) for name in NAMES], tf.int32)
-        (counts,) = self._engine.allreduce([votes])
+        dtype = others[0].dtype if others else tf.float32  # so that they share a buffer
+        counts, *sums = self._engine.allreduce([tf.constant(self._vector(), dtype), *others])
         self.receive(counts.numpy())
+        return sums
+
+    def _vector(self) -> list[float]:
+        return [float(name in self._cast) for name in NAMES]

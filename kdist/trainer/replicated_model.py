@@ -42,7 +42,7 @@ from kdist.reports.log import warnings_at_users_lines
 from kdist.sharding.optimizer import shard, sharded
 from kdist.sharding.refusals import lookups_in_loops_refused
 from kdist.sharding.table_optimizer import hold_rows
-from kdist.state.comparison import check_agreement, check_equal, whole_weights
+from kdist.state.comparison import check_agreement
 from kdist.state.metrics import add_over_ranks
 from kdist.state.session import has_session, set_session
 from kdist.step.compiled import CompiledSteps
@@ -195,8 +195,7 @@ class ReplicatedModel:
         if name == "predict_on_batch":
             result = as_dense(result, self._dense_outputs)
         if is_first and name == "train_on_batch":
-            check_equal(self._engine, whole_weights(self._model))
-            session.make_state_equal()
+            session.check_first_step()
         self._prepared_optimizers[name] = getattr(self._model, "optimizer", None)
         return result
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from kdist.errors import ScopeError
 from kdist.gradients.reducer import GradientReducer, make_compression
@@ -24,8 +25,8 @@ from kdist.sharding.table_optimizer import part_variables_of
 from kdist.sharding.table_update import TableReduce
 from kdist.sharding.update import ShardedReduce
 from kdist.state.assignments import WAYS_OUT, WrittenState
-from kdist.state.broadcast import broadcast_state
-from kdist.state.comparison import describe_model, gather_values, refuse_differences
+from kdist.state.broadcast import broadcast_differing, broadcast_state, checksums_of, gathered_checksums
+from kdist.state.comparison import check_equal, describe_model, gather_values, refuse_differences, whole_weights
 from kdist.state.part import Placement, StatePart
 from kdist.state.session import TrainingSession
 from kdist.state.slots import SlotState
@@ -43,6 +44,7 @@ from kdist.trainer.feeding.feed import Feed
 
 logger = logging.getLogger("kdist")
 
+_SAME_STATE = f"Expected steps and callbacks that write the same on all of them. {WAYS_OUT}"
 _SAME_WEIGHTS = (
     "Expected callbacks that write the same weights on all of them. Fix: write them on every rank; or on some, by "
     "`model.set_weights` or `model.load_weights`, after which the others get them"
@@ -207,36 +209,56 @@ class ReplicatedSession(TrainingSession):
                 f"{who}, or sync_every."
             )
 
-    def broadcast_state(self, verb: str) -> None:
+    def broadcast_state(self, verb: str, learning_rates: Mapping[str, float] | None = None) -> None:
         """Compares the model over the ranks, and broadcasts rank 0's state at the beginning of a verb.
 
         Collective: every rank must call this, in the same order.
+
+        Args:
+            verb: str, the verb.
+            learning_rates: mapping of names to the rates that `fit` was given, or `None`.
         """
         what, epoch = f"the model given to {verb}", initial_epoch(self.model) if verb == "fit" else None
         described = {**describe_model(self.model), **self._loads()}
-        models, epochs = zip(*gather_values(self.engine, what, [described, epoch]), strict=True)
+        state = self._whole_state()
+        if verb == "fit":
+            state += [variable for rate in self.rates() for variable in rate.anchors()]
+        local = [described, epoch, learning_rates or {}, checksums_of(state if self.engine.size > 1 else [])]
+        models, epochs, rates, checksums = zip(*gather_values(self.engine, what, local), strict=True)
         refuse_differences(what, models)
+        refuse_differences(f"the optimizer given to {verb}", rates)
         if self.engine.rank == 0:
             warn_of_whole_tables(self.model, self.engine.size, self.options.shard_embeddings)
-        self._broadcast(root=0)
+        broadcast_differing(self.engine, state, np.array(checksums, np.int64))
         self.votes.withdraw("weights")
         if verb == "fit":
             set_initial_epoch(self.model, epochs[0])
+
+    def check_first_step(self) -> None:
+        """Raises if the first step has left other weights on a rank, and does what `make_state_equal` does.
+
+        Collective: every rank must call this, in the same order.
+        """
+        kept = self._kept_state()
+        self._set_equal(kept, check_equal(self.engine, whole_weights(self.model), kept), _SAME_STATE)
 
     def make_state_equal(self) -> None:
         """Sets what is no weight to rank 0's values where the ranks differ, with a warning.
 
         Collective: every rank must call this, in the same order.
         """
+        self._make_equal(self._kept_state(), _SAME_STATE)
+
+    def _kept_state(self) -> list[Any]:
+        """Returns what is no weight of the optimizer or of metrics, and is to be the same on all ranks."""
         model = self.model
         others = {key_of(each) for each in [*model.trainable_variables, *model.metrics_variables]}
         state = {key_of(each): each for each in model.non_trainable_variables} | self.written.variables
-        kept = [
+        return [
             each
             for key, each in state.items()
             if key not in others and not is_seed(each) and not is_of_one_rank(model, each) and table_of(each) is None
         ]
-        self._make_equal(kept, f"Expected steps and callbacks that write the same on all of them. {WAYS_OUT}")
 
     def make_weights_equal(self) -> None:
         """Sets weights to rank 0's values where the ranks differ, with a warning: a callback has written them.
@@ -251,7 +273,12 @@ class ReplicatedSession(TrainingSession):
             broadcast_state(self.engine, self._comparable_state())  # averages and slots that follow the weights
 
     def _make_equal(self, variables: list[Any], expected: str) -> list[Any]:
-        found = broadcast_state(self.engine, variables)
+        if not variables or self.engine.size == 1:
+            return []
+        return self._set_equal(variables, gathered_checksums(self.engine, variables), expected)
+
+    def _set_equal(self, variables: list[Any], checksums: np.ndarray, expected: str) -> list[Any]:
+        found = broadcast_differing(self.engine, variables, checksums)
         for variable in found:
             message = f"%r differs between the ranks, and is rank 0's on all of them now. {expected}"
             self.written.tell_once(variable, self.engine, message)
@@ -275,12 +302,22 @@ class ReplicatedSession(TrainingSession):
 
     # Agreement.
 
-    def agree(self) -> None:
+    def agree(self, rates: Sequence[EffectiveRate] = ()) -> None:
         """Exchanges votes at once, and stops training or broadcasts loaded weights on all ranks.
 
         Collective: every rank must call this, in the same order.
+
+        Args:
+            rates: sequence of `EffectiveRate`, of which changes are exchanged, too.
         """
-        if self.agree_to_stop():
+        self._cast_stop()
+        changes = self.votes.agree([rate.local_change() for rate in rates])
+        for rate, change in zip(rates, changes, strict=True):
+            rate.apply_change(change)
+        self._follow_votes()
+
+    def _follow_votes(self) -> None:
+        if "stop" in self.votes.agreed:
             self.model.stop_training = True
         if "weights" in self.votes.agreed:
             self.broadcast_loaded_weights()
@@ -290,10 +327,13 @@ class ReplicatedSession(TrainingSession):
 
         Collective: every rank must call this, in the same order.
         """
-        if getattr(self.model, "stop_training", False):  # a model that is not compiled has none
-            self.votes.cast("stop")
+        self._cast_stop()
         self.votes.agree()
         return "stop" in self.votes.agreed
+
+    def _cast_stop(self) -> None:
+        if getattr(self.model, "stop_training", False):  # a model that is not compiled has none
+            self.votes.cast("stop")
 
     def broadcast_loaded_weights(self) -> None:
         """Broadcasts the state of the first rank that has loaded weights; if all have, only that which differs.
@@ -345,14 +385,18 @@ class ReplicatedSession(TrainingSession):
     def _end_pass(self) -> None:
         if self.verbs[-1] == "predict":
             return
-        self.metrics.end(all_are_summed="fit" in self.verbs and self.local_sgd is not None)
-        if self.verbs[-1] == "fit":
+        all_are_summed = "fit" in self.verbs and self.local_sgd is not None
+        if self.verbs[-1] != "fit":
+            self.metrics.end(all_are_summed=all_are_summed)
+        else:
+            self._cast_stop()
+            self.metrics.end(all_are_summed=all_are_summed, allreduce=self.votes.agree)
             if self.counts_ended_step:
                 for optimizer, variables in self._updates:
                     with scaled_rate(innermost(optimizer), self.rate_of(innermost(optimizer))):
                         count_ended_step(optimizer, part_variables_of(variables))
             self.accumulation.end()
-            self.agree()
+            self._follow_votes()
             self.votes.withdraw("stop")  # from here on the flag says it, which a callback may set back
             if self.local_sgd is not None:
                 self.local_sgd.end()

@@ -11,8 +11,7 @@ from kdist.checkpoint.backup import Backup
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.reports.log import once
 from kdist.restarts.report import own_reports
-from kdist.state.broadcast import broadcast_state
-from kdist.state.comparison import check_agreement, check_equal, learning_rates, whole_weights
+from kdist.state.comparison import learning_rates
 from kdist.trainer.session import ReplicatedSession
 
 
@@ -70,14 +69,12 @@ class RankSynchronization(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the state, which the user's callbacks may have restored on the chief."""
         session = self._session
-        check_agreement(session.engine, "the optimizer given to fit", self._given_rates)
         session.votes.withdraw("stop", "preempt")
         for backup in self.backups:
             backup.begin()
-        session.broadcast_state(self._verb)
+        session.broadcast_state(self._verb, self._given_rates)
         rates = session.effective_rates
         rates.notice_fewer_steps()
-        broadcast_state(session.engine, [variable for rate in rates.all() for variable in rate.anchors()])
         rates.set_warmup(session.settings.warmup_epochs, self.params, self.params.get("steps"))
         if session.engine.rank == 0 and len(rates.all()) == 1:
             self._report_settings()
@@ -135,8 +132,7 @@ class RankSynchronization(keras.callbacks.Callback):
             if session.engine.rank == 0 and len(session.rates()) > 1:  # by now it is known which ones update
                 self._report_settings()
             if session.local_sgd is None:  # which compares after its first average
-                check_equal(session.engine, whole_weights(self.model))
-                session.make_state_equal()
+                session.check_first_step()
         if "stop" in session.votes.agreed:
             self.model.stop_training = True
         elif self.model.stop_training:
@@ -149,11 +145,7 @@ class RankSynchronization(keras.callbacks.Callback):
         session = self._session
         num_steps = self._num_steps + session.counts_ended_step
         session.effective_rates.set_warmup(session.settings.warmup_epochs, self.params, num_steps)
-        rates = session.rates()
-        changes = session.engine.allreduce([rate.local_change() for rate in rates])
-        for rate, change in zip(rates, changes, strict=True):
-            rate.apply_change(change)
-        session.agree()
+        session.agree(session.rates())
         session.votes.withdraw("stop")  # the flag says it
         session.make_state_equal()
 

@@ -81,6 +81,7 @@ _OTHER_TOPICS = ("compression", "local_sgd", "loops")
 _OTHERS = (
     *("an_optimizer_that_clips_by_hand", "an_optimizer_of_several", "float8_layers", "sparse_gradients_as_dense_ones"),
     *("gradients_in_several_messages", "gradients_travel_with_their_update"),
+    "verbs_send_few_messages_beside_their_steps",
     *("gradients_travel_in_each_step_if_someone_looks", "accumulated_sums_are_whole_after_all_that_may_happen"),
 )
 

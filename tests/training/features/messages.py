@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -268,6 +269,57 @@ def messages_of_gradients(callbacks: list[Any]) -> int:
         finally:
             del engine.__dict__["allreduce"]
     return len(sent)
+
+
+@contextlib.contextmanager
+def messages_of_python() -> Iterator[list[str]]:
+    """Yields a list to which each collective is added that Python sends, and no graph."""
+    engine, sent = open_engine(kdist.cluster_info()), []
+    kinds = ("allreduce", "allgather", "broadcast", "barrier")
+
+    def noted(kind: str) -> Any:
+        method = getattr(engine, kind)
+
+        def send(*args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly():
+                sent.append(kind)
+            return method(*args, **kwargs)
+
+        return send
+
+    engine.__dict__.update({kind: noted(kind) for kind in kinds})
+    try:
+        yield sent
+    finally:
+        for kind in kinds:
+            del engine.__dict__[kind]
+
+
+@feature
+def verbs_send_few_messages_beside_their_steps() -> None:
+    """Of a model with statistics, metrics and a scaled learning rate; the first call of each is not counted."""
+    x, y = np.ones((4 * BATCH * size(), 5)), np.ones((4 * BATCH * size(), 2))
+    fresh()
+    with kdist.scope():
+        layers = [keras.Input((5,)), keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+        model = keras.Sequential(layers)
+        model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+        counts = {}
+        for name, call in {
+            "fit": lambda: model.fit(dataset, verbose=0),
+            "fit of two epochs": lambda: model.fit(dataset, epochs=2, verbose=0),
+            "evaluate": lambda: model.evaluate(dataset, verbose=0),
+            "predict": lambda: model.predict(dataset, verbose=0),
+            "train_on_batch": lambda: model.train_on_batch(x, y),
+            "predict_on_batch": lambda: model.predict_on_batch(x),
+        }.items():
+            call()
+            with messages_of_python() as sent:
+                call()
+            counts[name] = len(sent)
+    expected = {"fit": 12, "fit of two epochs": 17, "evaluate": 5, "predict": 4, "train_on_batch": 1}
+    assert counts == {**expected, "predict_on_batch": 1}
 
 
 @feature
