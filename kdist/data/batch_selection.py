@@ -56,15 +56,17 @@ def select_shards(pipeline: Pipeline, plan: Plan, rows: Rows) -> Selection:
         if mapped:  # which may change the number of rows; and the other batches' maps run on other ranks
             own = tf.where(own > 0, int64(rows.count(data)), 0)
             total = total if known else tf.constant(-1, tf.int64)
-        return Shard(data if plan.splits_rows else rows.head(data, tf.maximum(own, 1)), own, total)
+        return Shard(data if is_cut else rows.head(data, tf.maximum(own, 1)), own, total)
 
     finish = _as_tuple if mapped else to_shard
     mapped_size = size if mapped else None
     is_padded = tail.fills_steps or mapped_size is not None  # maps of batches may rely on their size
+    is_whole = mapped or (is_padded and bool(tail.sample_maps))
+    is_cut = plan.splits_rows or (tail.numbered is not None and not is_whole)
     applied = tail.batch_maps
     if tail.numbered is not None:
         applied += tail.sample_maps
-        selected = select_rows(tail, tail.numbered, mapped_size, is_padded, finish)
+        selected = select_rows(tail, tail.numbered, mapped_size, is_padded, is_whole, finish)
     elif any(map(is_map, tail.sample_maps)):
         applied += tail.sample_maps
         selected = _select_samples(tail, mapped_size, is_padded, finish)

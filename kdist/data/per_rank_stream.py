@@ -39,6 +39,7 @@ class PerRankStream(Source):
         self.num_own_batches = source.num_steps if num_splits == 1 else None
         self.draws_in_background = source.draws_in_background
         self.reshuffles_each_iteration = source.reshuffles_each_iteration
+        self.is_skipped_by_reading = source.is_skipped_by_reading
         self.has_hooks = source.has_hooks
 
     @property

@@ -27,6 +27,7 @@ class Source(abc.ABC):
             padding rows, and a pass ends when all ranks' rows are padding; `dataset()` ends there if `end_together` was
             told all lengths, else it never ends. If `False`, all ranks' datasets end at the same step.
         reshuffles_each_iteration: bool, whether the order of a pass depends on how many iterators were made before.
+        is_skipped_by_reading: bool, whether a pass is resumed by reading it from its beginning.
         has_hooks: bool, whether the user's code is called when an epoch begins or ends, and may change the order.
         draws_in_background: bool, whether the user's Python code makes the data in a thread that runs ahead of
             training.
@@ -44,6 +45,7 @@ class Source(abc.ABC):
     plan: Plan
     has_uneven_shards = False
     reshuffles_each_iteration = False
+    is_skipped_by_reading = False
     has_hooks = False
     draws_in_background = False
     has_workers = False

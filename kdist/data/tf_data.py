@@ -11,7 +11,7 @@ from kdist.data.batch import Rows, Shard, batch_signature, int64
 from kdist.data.batch_selection import select_shards
 from kdist.data.graphs.dataset_internals import flat_structure, from_variant, resources_of
 from kdist.data.graphs.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
-from kdist.data.graphs.inspection import batch_sizes, calls_python
+from kdist.data.graphs.inspection import batch_sizes, calls_python, may_reshuffle
 from kdist.data.graphs.options import prefetched, sharded_options, untuned
 from kdist.data.graphs.pipeline import Pipeline
 from kdist.data.graphs.tuning import is_tuned
@@ -71,7 +71,7 @@ class StreamSource(Source):
         DataError: if the dataset is empty, or may yield another order on each rank.
     """
 
-    reshuffles_each_iteration = True
+    is_skipped_by_reading = True
 
     def __init__(self, dataset: tf.data.Dataset, plan: Plan, *, tuned: bool | None = None):
         cardinality = int(dataset.cardinality())
@@ -83,6 +83,7 @@ class StreamSource(Source):
         self._batch_sizes = batch_sizes(dataset)
         self._signature = batch_signature(dataset.element_spec, self._batch_sizes)
         self.draws_in_background = calls_python(dataset)
+        self.reshuffles_each_iteration = may_reshuffle(dataset)
         self._dataset, self.knows_global_rows = self._kept_or_built(dataset, tuned)
 
     @property

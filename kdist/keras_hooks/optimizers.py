@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizers in a model's attributes, the compiled one too, each once, in a fixed order."""
     found: dict[int, keras.optimizers.Optimizer] = {}
     visited: set[int] = set()  # a list may contain itself
+    of_every_layer = _names_of_keras()
 
     def visit(value: Any) -> None:
         if isinstance(value, keras.optimizers.Optimizer):
@@ -45,10 +47,16 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
                 visit(item)
 
     for layer in layers_of(model):
-        for value in list(vars(layer).values()):
+        for value in [value for name, value in vars(layer).items() if name not in of_every_layer]:
             visit(value)
     inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
     return [optimizer for key, optimizer in found.items() if key not in inner]
+
+
+@functools.cache
+def _names_of_keras() -> frozenset[str]:
+    """Returns the attributes that each layer has: their long lists hold no optimizer."""
+    return frozenset(vars(keras.layers.Layer(name="bare")))
 
 
 def innermost(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.data.graphs.dataset_internals import attributes, functions, kind, with_inputs
+from kdist.data.graphs.dataset_internals import attributes, functions, is_known, kind, with_inputs
 from kdist.data.graphs.graph_def import node_lists
 
 
@@ -55,6 +55,14 @@ def is_stateless(step: Any) -> bool:
     An operation that calls a function with a state is itself one with a state for TensorFlow.
     """
     return not any(op.op_def.is_stateful for function in functions(step) for op in function.graph.get_operations())
+
+
+def may_reshuffle(dataset: Any) -> bool:
+    """Returns whether the elements of a pass may depend on how many iterators were made before."""
+    return any(
+        not is_known(each) or kind(each) in ("Random", "Shuffle") or not is_stateless(each)
+        for each in with_inputs(dataset)
+    )
 
 
 def leaves_maps_to_tensorflow(options: tf.data.Options) -> bool:

@@ -66,6 +66,6 @@ class ShardedData(StatePart):
             self.place = Place(0, again, change)
             return
         source, how = adapter.source, ""
-        if source.draws_in_background or source.reshuffles_each_iteration:
+        if source.draws_in_background or source.is_skipped_by_reading:
             how = f": the data is read from the beginning of the pass, {now.pass_step} step(s) without training"
         self.place = Place(now.epoch_step, f"after {now.epoch_step} step(s){how}", change)
