@@ -42,8 +42,6 @@ def broadcast_differing(engine: Engine, variables: Sequence[Any], checksums: np.
     Collective: every rank must call this, in the same order.
     """
     found = [variables[place] for place in np.flatnonzero((checksums != checksums[0]).any(axis=0)).tolist()]
-    if not found:
-        return []
     raw = [raw_variable(variable) for variable in found]
     numbers = [each for each in raw if each.dtype != tf.string]
     for index, value in broadcast_in_groups(engine, numbers, root):
