@@ -365,7 +365,7 @@ class EffectiveRates(StatePart):
 
     def notice_fewer_steps(self) -> None:
         """Notices that a callback has set the count of an optimizer's steps back, on all ranks."""
-        for rate in self.all():
+        for rate in self._rates.values():  # one that is made later counts from then
             rate.notice_fewer_steps()
 
     @contextlib.contextmanager

@@ -359,7 +359,7 @@ class ReplicatedModel:
 
     def _reset_metrics(self) -> None:
         self._original("reset_metrics")()
-        if self.session.verbs:
+        if any(verb not in self._on_batch_verbs for verb in self.session.verbs):  # in a pass over data
             self.session.metrics.rebase()
 
     def _epoch_logs(self, logs: Any) -> Any:
