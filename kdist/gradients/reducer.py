@@ -43,6 +43,7 @@ class GradientReducer:
 
     Attributes:
         keeps_residuals: bool, whether the compression uses error feedback.
+        sends_once: bool, whether all gradients are one message.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class GradientReducer:
         self._sparse_as_dense = sparse_as_dense
         self._compression = compression
         self._bucket_mb = bucket_mb
+        self.sends_once = bucket_mb is None
         self._logged: set[tuple[int, ...]] = set()
         self.keeps_residuals = compression is not None and compression.keeps_residuals
 

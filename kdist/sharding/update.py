@@ -76,6 +76,7 @@ class ShardedReduce(Reduce):
         are_parts = [True] * sum(each is not None for each in update.gradients)
         with (
             parts_are_updated(),
+            self._step.updating(in_turn=False),  # parts come in several messages
             whole_norms(update.optimizer, are_parts, self._step.engine),
             _updating_parts(update.optimizer, sharded_optimizer),
         ):

@@ -127,7 +127,7 @@ class Reduce(Stage):
         update.gradients = [reduced.get(place) for place in range(len(update.gradients))]
         self._step.applying = True  # the strategy refuses updates at any other time, and leaves these alone
         try:
-            with self._step.updating():
+            with self._step.updating(in_turn=self._reducer.sends_once):
                 return proceed()
         finally:
             self._step.applying = False

@@ -81,9 +81,9 @@ class Step:
         """How the ranks of this step communicate; with local SGD each step has one rank."""
         return self._extended.engine
 
-    def updating(self) -> contextlib.AbstractContextManager[None]:
+    def updating(self, *, in_turn: bool) -> contextlib.AbstractContextManager[None]:
         """See `AllReduceExtended.updating`."""
-        return self._extended.updating()
+        return self._extended.updating(in_turn=in_turn)
 
     def may_differ(self, value: tf.Tensor) -> bool:
         """Returns whether a tensor of this step's graph depends on the rank's rows; this step follows no graph."""

@@ -7,6 +7,7 @@ update follows a reduction.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from kdist.state.versions import Versions
 from kdist.strategies.devices import has_gpu
 from kdist.strategies.differentiable import ReplicaStep, sum_over_ranks
 from kdist.strategies.ordered_sums import ordered_sums
+from kdist.strategies.update_chain import UpdateChain
 
 
 class AllReduceStrategy(Strategy):
@@ -88,6 +90,7 @@ class AllReduceExtended(StrategyExtendedV1):
         self.engine: Engine = engine
         self._distribute_dataset = distribute_dataset
         self.step: ReplicaStep | None = None
+        self._updates: UpdateChain | None = None
 
     # The only place where a rank of the engine is a replica.
 
@@ -132,9 +135,22 @@ class AllReduceExtended(StrategyExtendedV1):
         with strategy.scope(), _ReducedReplicaContext(strategy, self.replica_id), self.updating():
             yield
 
-    def updating(self) -> contextlib.AbstractContextManager[None]:
-        """A context for what follows a reduction, clipping too: ranks compute the same to the bit, also on GPUs."""
-        return ordered_sums() if self.num_replicas > 1 and has_gpu() else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def updating(self, *, in_turn: bool | None = None) -> Iterator[None]:
+        """A context for what follows a reduction, clipping too: ranks compute the same to the bit, also on GPUs.
+
+        Args:
+            in_turn: bool or `None`, whether updates of large variables wait for each other, see `UpdateChain`; `None`
+                for what the outer context says.
+        """
+        outer = self._updates
+        if in_turn is not None:
+            self._updates = UpdateChain() if in_turn else None
+        try:
+            with ordered_sums() if self.num_replicas > 1 and has_gpu() else contextlib.nullcontext():
+                yield
+        finally:
+            self._updates = outer
 
     @contextlib.contextmanager
     def step_replica(self) -> Iterator[None]:
@@ -203,7 +219,8 @@ class AllReduceExtended(StrategyExtendedV1):
 
     def _run_update(self, var: Any, fn: Callable[..., Any], args: tuple, kwargs: dict, group: bool) -> Any:
         with self.updating():
-            result = fn(var, *args, **kwargs)
+            run = fn if self._updates is None else functools.partial(self._updates.run, fn)
+            result = run(var, *args, **kwargs)
         return result if group else tf.nest.map_structure(self._local_results, result)
 
     def _update_non_slot(
