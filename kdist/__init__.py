@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from kdist.strategies.collectives import all_gather, all_reduce
     from kdist.strategies.options import TPU, AllReduce, ParameterServer
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AllReduce",

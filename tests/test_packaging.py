@@ -108,6 +108,7 @@ def test_the_versions_agree():
     changes = (ROOT / "CHANGELOG.md").read_text()
     assert f"\n## {kdist.__version__} - " in changes
     assert f"\nversion: {kdist.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"kdist-{kdist.__version__}-py3-none-any.whl" in (ROOT / "docs" / "get_started.md").read_text()
 
 
 def bounds(config: str) -> dict[str, tuple[str, str]]:
