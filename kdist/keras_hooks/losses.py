@@ -85,20 +85,6 @@ def scaled_activity_losses(model: keras.Model, scaled: Callable[[tf.Tensor], tf.
 
 
 @contextlib.contextmanager
-def wrapped_added_losses(model: keras.Model, wrap: Callable[[Any, tf.Tensor], tf.Tensor]) -> Iterator[None]:
-    """Replaces what a model adds up of `add_loss` and regularizers by `wrap(loss, total)` while the context is open."""
-    aggregate = model._aggregate_additional_loss
-    with patched(model, "_aggregate_additional_loss", lambda loss: wrap(loss, aggregate(loss))):
-        yield
-
-
-def layer_that_added(model: keras.Model, loss: Any) -> str:
-    """Returns what a loss among those of a model's layers is, for messages."""
-    layers = [each for each in layers_of(model) if any(loss is own for own in each._losses)]
-    return f"A loss of the layer {layers[0].name!r} (`add_loss`)" if layers else "An added loss"
-
-
-@contextlib.contextmanager
 def recorded_masks(loss: keras.losses.Loss) -> Iterator[list[Any]]:
     """Records the mask of a loss's unreduced values (from `ignore_class`), or `None`, at each call.
 

@@ -140,12 +140,7 @@ def recorded_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[list[t
 
 @contextlib.contextmanager
 def weighted_scalars(
-    model: keras.Model,
-    weight: Callable[[], tf.Tensor],
-    *,
-    joint: bool,
-    loss_weight: Callable[[tf.Tensor], tf.Tensor],
-    as_mean: Callable[[Any, str], Any],
+    model: keras.Model, weight: Callable[[], tf.Tensor], *, joint: bool, loss_weight: Callable[[tf.Tensor], tf.Tensor]
 ) -> Iterator[None]:
     """Weights scalars that are passed to a model's `Mean` metrics by the rank's share.
 
@@ -157,20 +152,14 @@ def weighted_scalars(
         joint: bool, whether `joint_metrics` and what is nested in them count the global batch, without a weight.
         loss_weight: callable that returns the weight of a loss, from the one that Keras gives it: the length of the
             first input.
-        as_mean: callable that takes a scalar and what it is, and returns a mean over the rank's rows, if it is their
-            sum.
     """
     original = keras.metrics.Mean.update_state
 
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        is_counted = False
-        if tf.convert_to_tensor(values).shape.rank == 0:
+        if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
             counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)
-            is_counted = any(self is each for each in counted) and (not joint or _adds_up(self))
-        if is_counted:
-            values = as_mean(values, f"What the metric {self.name!r} is given")
-        if sample_weight is None and is_counted:
-            sample_weight = tf.cast(weight(), self.dtype)
+            if any(self is each for each in counted) and (not joint or _adds_up(self)):
+                sample_weight = tf.cast(weight(), self.dtype)
         elif sample_weight is not None and self is loss_tracker(model):
             sample_weight = loss_weight(tf.convert_to_tensor(sample_weight))
         elif sample_weight is not None and not tf.executing_eagerly() and is_output_loss(model, self):

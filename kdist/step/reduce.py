@@ -47,16 +47,13 @@ class Weigh(Stage):
             self._weighted.append(id(optimizer))
             # A step may return the value in its logs, which are averaged over the ranks: only the gradient is weighted.
             weighted = scale_loss(loss * tf.cast(self._step.weight, loss.dtype))
-            scaled = tf.custom_gradient(_with_gradient_of)(weighted, scale_loss(loss))
-            self._step.own_losses.note_same(scaled, loss)
-            return scaled
+            return tf.custom_gradient(_with_gradient_of)(weighted, scale_loss(loss))
 
         with patched(optimizer, "scale_loss", scale_weighted_loss):
             yield
 
     def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
         """Sets how this rank's terms are computed."""
-        self._step.own_losses.check_gradients(update.gradients)
         update.terms = self._zeros_if_idle if self._take_weighted_loss(update.optimizer) else self._weighted_each
         return proceed()
 

@@ -13,7 +13,6 @@ from kdist.data.batch import Shard
 from kdist.gradients.reducer import GradientReducer
 from kdist.keras_hooks.layers.batch_normalization import synchronized_moments
 from kdist.keras_hooks.optimizers import optimizers_of
-from kdist.reports.own_statistics import tell_of_own_statistics
 from kdist.state.assignments import WrittenState
 from kdist.state.votes import Votes
 from kdist.step.buffers import BufferSync
@@ -60,7 +59,7 @@ class ForwardStep(Step):
         """Opens the step on a model; what it has written is merged at its end."""
         with (
             super().running(model),
-            synchronized_moments(tell_of_own_statistics),
+            synchronized_moments(),
             BufferSync(model, self, self._written, self.kind, is_traced_alike=self._is_traced_alike) as buffers,
             self._updating(model, buffers) as pipeline,
         ):
