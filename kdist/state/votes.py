@@ -68,7 +68,7 @@ class Votes:
         Collective: every rank must call this, in the same order.
         """
         dtype = others[0].dtype if others else tf.float32  # so that they share a buffer
-        counts, *sums = self._engine.allreduce([tf.constant(self._vector(), dtype), *others])
+        counts, *sums = self._engine.allreduce([tf.cast(self._vector(), dtype), *others])
         self.receive(counts.numpy())
         return sums
 

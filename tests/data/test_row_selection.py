@@ -274,6 +274,14 @@ def test_maps_of_batches_and_maps_with_a_state_run_for_all_rows_where_rows_are_s
                 assert seen == list(range(24))
 
 
+def test_a_batch_of_rows_of_other_shapes_is_refused_where_it_is_split():
+    """As in one process, although the rows of each rank have one shape."""
+    source = Dataset.range(8).map(lambda number: tf.ones([number // 2 % 2 + 1])).batch(4)
+    for plan in plans(2, scale_batch=False):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Cannot add tensor to the batch"):
+            list(tf_data_source(source, plan).dataset())
+
+
 def test_rows_of_other_shapes_are_not_joined():
     def make():
         rows = Dataset.range(12).map(lambda x: tf.repeat(x, x // 4 + 1))

@@ -187,7 +187,7 @@ def tail_of(pipeline: Pipeline, plan: Plan, *, static: bool) -> Tail:
             if cache is not None or of_whole or (stays and not is_stateless(step)):
                 break
             mapped = mapped or batch is None
-        elif kind(step) in _BATCHES and batch is None and (not plan.joins_batches or _has_one_shape(step)):
+        elif kind(step) in _BATCHES and batch is None and (not plan.splits_rows or _has_one_shape(step)):
             batch, exact = start - 1, exact and not reordered and not (mapped and static)
         elif kind(step) in _ORDERS:
             reordered = True
@@ -201,7 +201,7 @@ def tail_of(pipeline: Pipeline, plan: Plan, *, static: bool) -> Tail:
 
 
 def _has_one_shape(batches: Any) -> bool:
-    """Returns whether the rows of all batches are known to have one shape, by which they can be joined."""
+    """Returns whether the rows of all batches are known to have one shape, by which any of them can be joined."""
     leaves = tf.nest.flatten(batches.element_spec)
     return all(isinstance(leaf, tf.TensorSpec) and leaf.shape[1:].is_fully_defined() for leaf in leaves)
 

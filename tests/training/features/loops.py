@@ -163,9 +163,11 @@ def a_loop_on_a_distributed_dataset() -> None:
 
     def script(batch: int) -> dict[str, Any]:
         model, optimizer = mlp(), keras.optimizers.Adam(0.01)
-        dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(size() * BATCH, drop_remainder=True)
-        dataset = tf.distribute.get_strategy().experimental_distribute_dataset(dataset)
-        loop(model, optimizer, dataset, tf.function)
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).map(lambda *row: row)
+        dataset = dataset.batch(size() * BATCH, drop_remainder=True)
+        shared = tf.distribute.get_strategy().experimental_distribute_dataset(dataset)
+        assert len(shared) == len(dataset)
+        loop(model, optimizer, shared, tf.function)
         return trained(model, optimizer)
 
     both(script)

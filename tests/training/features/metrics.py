@@ -81,6 +81,34 @@ def exact_metrics() -> None:
 
 
 @feature
+def integers_before_all_other_metrics() -> None:
+    """The first state that the ranks sum is of integers, as of `MeanIoU`; the model has no mean of the loss."""
+    x, y = rows("ragged")
+    labels = (y[:, :1] > 0).astype("int64")
+
+    class Segmented(keras.Sequential):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.iou = keras.metrics.MeanIoU(2, sparse_y_pred=False)
+
+        @property
+        def metrics(self) -> list[Any]:
+            return [self.iou]
+
+        def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+            self.iou.update_state(y, y_pred)
+            return {"iou": self.iou.result()}
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Segmented([keras.Input((5,)), keras.layers.Dense(2)])
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return fit_evaluate_predict(model, fed("arrays", (x, labels), batch), x, labels, batch)
+
+    both(script)
+
+
+@feature
 def predicting_within_an_epoch() -> None:
     """What a callback predicts in the middle of an epoch leaves the epoch's metrics alone."""
     x, y = rows("ragged")
