@@ -97,11 +97,9 @@ def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset
         rows = Rows(source.signature)
         # A user's own step has no weights: a rank without rows gets none, as with TensorFlow's strategies.
         shards = source.dataset().map(lambda shard: rows.slice(shard.data, 0, shard.rows))
-        shards = shards.with_options(sharded_options())
-        length = dataset.cardinality()
-        if length == tf.data.UNKNOWN_CARDINALITY:
-            return shards
-        return shards.apply(tf.data.experimental.assert_cardinality(length))  # which loops ask for
+        if (length := dataset.cardinality()) != tf.data.UNKNOWN_CARDINALITY:  # loops ask for it
+            shards = shards.apply(tf.data.experimental.assert_cardinality(length))
+        return shards.with_options(sharded_options())
 
     return split
 
