@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from kdist import _arguments, _scopes
+from kdist import _arguments, _strategy_scopes
 from kdist._engine import select_together
 from kdist._process import cluster_info
 from kdist._scope_context import ScopeContext
@@ -122,7 +122,7 @@ def _chosen_scope(chosen: dict[str, Any]) -> contextlib.AbstractContextManager[t
         _refuse_micro_batches(chosen, type(asked).__name__)
         if chosen["scale_lr"] in ("auto", None):  # the strategy's own conventions, unless the user sets a scale
             chosen.update(scale_batch=False, scale_lr=None)
-        return _scopes.passed_through(asked, chosen)
+        return _strategy_scopes.passed_through(asked, chosen)
     info = cluster_info()
     for name, meant in _arguments.misspelled(os.environ).items() if info.is_chief else ():
         show_log(info)
@@ -132,16 +132,16 @@ def _chosen_scope(chosen: dict[str, Any]) -> contextlib.AbstractContextManager[t
     is_single = selection.strategy == "single"
     is_alone = is_single or selection.strategy in (PARAMETER_SERVER, *PASSED_THROUGH)
     if not is_alone or (is_single and info.size == 1 and not _is_plain(chosen)):
-        return _scopes.all_reduce(info, selection, chosen, is_plain=_is_plain(chosen))
+        return _strategy_scopes.all_reduce(info, selection, chosen, is_plain=_is_plain(chosen))
     if not (is_single and _is_plain(chosen)):
         who = "'single', by which each rank trains for itself" if is_single else repr(selection.strategy)
         _refuse_micro_batches(chosen, who)
     own_scopes.mark_alone()  # the tasks of parameter servers do not wait for each other either
     if is_single:
-        return contextlib.nullcontext(_scopes.default_strategy(info))
+        return contextlib.nullcontext(_strategy_scopes.default_strategy(info))
     if selection.strategy == PARAMETER_SERVER:
-        return _scopes.parameter_server(info, asked, chosen)
-    return _scopes.passed_through(_scopes.tensorflow_strategy(info, selection, asked), chosen)
+        return _strategy_scopes.parameter_server(info, asked, chosen)
+    return _strategy_scopes.passed_through(_strategy_scopes.tensorflow_strategy(info, selection, asked), chosen)
 
 
 @contextlib.contextmanager

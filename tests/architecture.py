@@ -53,7 +53,7 @@ ROOMS = (
     "kdist._arguments",
     "kdist._scope_context",
     "kdist._first_fit",
-    "kdist._scopes",
+    "kdist._strategy_scopes",
     "kdist._scope",
     "kdist",  # `__init__`: it names what the user sees
     "kdist.cli.jobs",

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 
 import kdist
-from kdist import _scopes
+from kdist import _strategy_scopes
 from kdist._tf_internals import default_graphs
 from kdist.errors import MismatchError, NotSynchronizedError, ScopeError
 from tests.helpers.logs import logged
@@ -113,7 +113,7 @@ def case_ranks_that_ask_for_different_scopes_are_refused():
 
 def case_ranks_that_have_fewer_cores_than_they_are_say_so():
     with pytest.MonkeyPatch.context() as patch, logged() as said:
-        patch.setattr(_scopes._state, "strategy", None)  # as in the job's first scope
+        patch.setattr(_strategy_scopes._state, "strategy", None)  # as in the job's first scope
         patch.setattr(os, "sched_getaffinity", lambda pid: {0})
         with kdist.scope():
             pass
