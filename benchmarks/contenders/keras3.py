@@ -18,7 +18,7 @@ def plain(task: Task) -> None:
         train(task, keras, name, task.global_data(name))
 
 
-def side_by_side(task: Task) -> None:
+def side_by_side(task: Task, **options: Any) -> None:
     """Keras alone in each process, in all of them the same training: they share nothing but the machine.
 
     They begin each fit together: of two that have drifted apart, one would be measured while the other rests.
@@ -29,12 +29,22 @@ def side_by_side(task: Task) -> None:
     keras.utils.set_random_seed(0)
     for name in task.models:
         data = dataclasses.replace(task, ranks=1).global_data(name)
-        train(task, keras, name, data, meet=MPI.COMM_WORLD.Barrier)
+        train(task, keras, name, data, meet=MPI.COMM_WORLD.Barrier, **options)
+
+
+def side_by_side_uncompiled(task: Task) -> None:
+    """Without XLA, which Keras uses on a GPU by itself."""
+    side_by_side(task, jit_compile=False)
 
 
 def in_scope(task: Task) -> None:
     """The same script in the scope. All ranks are given all data, and kdist shares it out."""
     _in_scope(task, list)
+
+
+def in_scope_compiled(task: Task) -> None:
+    """With XLA, which Keras leaves out on several ranks by itself."""
+    _in_scope(task, list, jit_compile=True)
 
 
 def in_scope_checked(task: Task) -> None:
@@ -48,11 +58,11 @@ def in_scope_checked(task: Task) -> None:
     _in_scope(task, callbacks)
 
 
-def _in_scope(task: Task, callbacks: Callable[[], Sequence[Any]]) -> None:
+def _in_scope(task: Task, callbacks: Callable[[], Sequence[Any]], **options: Any) -> None:
     import keras
 
     import kdist
 
     with kdist.scope(scale_lr=None):
         for name in task.models:
-            train(task, keras, name, task.global_data(name), callbacks=callbacks())
+            train(task, keras, name, task.global_data(name), callbacks=callbacks(), **options)

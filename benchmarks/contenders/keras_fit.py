@@ -22,6 +22,7 @@ def train(
     wrap: Callable[[Any], Any] = lambda optimizer: optimizer,
     callbacks: Sequence[Any] = (),
     meet: Callable[[], None] = lambda: None,
+    **options: Any,
 ) -> None:
     """Trains a model and reports.
 
@@ -34,9 +35,10 @@ def train(
         wrap: function of the optimizer that returns the one to train with.
         callbacks: sequence of callbacks.
         meet: function that returns when all processes have called it, called before the fit that is measured.
+        options: what else `compile` is given.
     """
     model = MODELS[name].build(keras)
-    compile_model(keras, model, wrap)
+    compile_model(keras, model, wrap, **options)
     batch_size = batch or MODELS[name].batch
     fit = functools.partial(model.fit, verbose=0, **given(task.input, data, batch_size))
     fit(steps_per_epoch=WARM_UP_STEPS, callbacks=list(callbacks))

@@ -22,6 +22,15 @@ INPUTS = {
     "cached": "`from_tensor_slices(...).batch(...).cache().repeat().prefetch(2)`",
 }
 
+# The environment of processes on each kind of device. On a GPU without growth the first takes all of the memory.
+DEVICES = {
+    "cpu": {"CUDA_VISIBLE_DEVICES": "-1"},
+    "gpu": {
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    },
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
