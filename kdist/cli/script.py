@@ -13,6 +13,7 @@ from importlib.machinery import PathFinder
 from kdist.errors import LaunchError
 
 _PYTHON = re.compile(r"python(3(\.[0-9]+)?)?")
+_RUN_IN_A_DIRECTORY = ("__main__.py", "__main__.pyc")
 _UNBUFFERED = "-u"  # ranks are line-buffered
 
 
@@ -92,19 +93,24 @@ def _is_python(word: str) -> bool:
 
 
 def check_exists(script: str, otherwise: str = "") -> None:
-    """Raises if a script does not exist, once instead of on each rank.
+    """Raises if a script does not exist, or is a directory that cannot be run, once instead of on each rank.
 
     Args:
         script: str, its path.
         otherwise: str, what else the command takes, for the message.
 
     Raises:
-        LaunchError: if it does not exist.
+        LaunchError: if there is nothing to run.
     """
     if not os.path.exists(script):
         raise LaunchError(
             f"The script does not exist. Received: {script!r} in {os.getcwd()}. Expected an existing file; options of "
             f"kdist go before it, those of the script after it. Fix: check the path{otherwise}."
+        )
+    if os.path.isdir(script) and not any(os.path.exists(os.path.join(script, each)) for each in _RUN_IN_A_DIRECTORY):
+        raise LaunchError(
+            f"The script is a directory. Received: {script!r}, which has no __main__.py. Expected a file. Fix: "
+            f"{os.path.join(script, 'train.py')}, or the name of your script."
         )
 
 

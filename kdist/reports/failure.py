@@ -89,8 +89,12 @@ class FailureHook:
         elif self.rank > 0:
             time.sleep(_DELAY_ON_ALL_RANKS if getattr(error, "on_all_ranks", False) else _DELAY)
         is_reported = True
-        with contextlib.suppress(Exception):
+        try:
             is_reported = self._report(kind, error, trace, explained)
+        except Exception:  # of the report, such as one of `str(error)`: the error itself must be shown
+            with contextlib.suppress(Exception):
+                sys.stderr.write(f"{BEGINS_LINE}{self._header()} raised {kind.__name__}:\n")
+                sys.__excepthook__(kind, error, trace)
         time.sleep(OUTPUT_DELAY if is_reported else _DELAY_OF_CONSEQUENCES)
         self.end(code)
 

@@ -28,7 +28,8 @@ def traceback_text(
     """
     told = traceback.TracebackException(kind, error, trace)
     if env.get(TRACEBACK_VARIABLE, "").lower() != "full":
-        _shorten(told, set())
+        with contextlib.suppress(Exception):  # frames of kdist are better than no traceback
+            _shorten(told, set())
     return "".join(told.format())
 
 
@@ -36,7 +37,7 @@ def _shorten(told: traceback.TracebackException, seen: set[int]) -> None:
     if id(told) in seen:
         return
     seen.add(id(told))
-    inner = [*told.stack[1:], None]
+    inner = [*told.stack, None][1:]  # an error that was not raised, or a syntax error, has no frames
     kept = [frame for frame, called in zip(told.stack, inner, strict=True) if not _is_plumbing(frame, called)]
     if kept:  # an error of kdist's own threads has no other frames
         told.stack[:] = kept

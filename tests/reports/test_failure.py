@@ -123,6 +123,15 @@ def test_a_hook_of_the_user_prints_the_traceback(tmp_path):
     assert "[kdist] rank 0 of 2" in done.output
 
 
+def test_an_error_that_cannot_be_reported_is_shown_by_python(tmp_path):
+    raised = "class Odd(ValueError):\n    def __str__(self): raise TypeError('no words')\nraise Odd('boom')"
+    done = script(tmp_path, "os._exit(code)", 0, raised)
+    assert done.returncode == 1
+    assert "[kdist] rank 0 of 4 on host" in done.output
+    assert "line 13, in <module>" in done.output
+    assert "Odd: <exception str() failed>" in done.output
+
+
 def test_under_plain_mpirun_a_rank_that_raises_ends_the_job(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(

@@ -68,6 +68,7 @@ MISTAKES = {
     "number_in_words": Mistake("run -np two scope_only.py", 2),
     "no_script": Mistake("run -np 2", 2),
     "missing_script": Mistake("run -np 2 trian.py", 2),
+    "directory_as_script": Mistake("run -np 2 .", 2),
     "option_of_python": Mistake("run -np 2 python -O scope_only.py", 2),
     "too_few_slots": Mistake("run -H localhost:2 -np 4 scope_only.py", 2),
     "unknown_strategy": Mistake("run -np 2 --strategy mip scope_only.py", 2),
@@ -76,6 +77,12 @@ MISTAKES = {
     "unknown_option_of_mpirun": Mistake("run -np 2 --launcher-args=--no-such-option scope_only.py", 213),
     # Of scripts that do not get as far as TensorFlow.
     "missing_module": Mistake("run -np 2 missing_module.py", 1, is_any_rank=True, ends_with=_RAISED),
+    "misspelled_module": Mistake("run -np 2 -m trian", 1, is_any_rank=True, ends_with=r" raised ImportError; "),
+    "syntax_error": Mistake("run -np 2 syntax_error.py", 1, is_any_rank=True, ends_with=_RAISED),
+    "syntax_error_over_collectives": Mistake(
+        "run -np 2 --strategy collective syntax_error.py", 1, is_any_rank=True, ends_with=_RAISED
+    ),
+    "raised_from_another": Mistake("run -np 2 raised_from_another.py", 1, is_any_rank=True, ends_with=_RAISED),
     "bad_option": Mistake("run -np 2 bad_option.py", 1, is_any_rank=True),
     "misspelled_argument": Mistake("run -np 2 misspelled_argument.py", 1, is_any_rank=True),
     "exit_with_a_message": Mistake("run -np 2 exit_with_a_message.py", 1, is_any_rank=True, ends_with=_EXITED),
@@ -137,6 +144,7 @@ def transcript(name: str) -> str:
 _OF_KDIST = re.compile(r"(\[kdist\] |kdist( \S+)?: )")
 _OF_A_LAUNCHER = re.compile(r"-{60,}|(?!kdist: ).*(prterun|mpirun|MPI_ABORT|exit with status code|remaining workers)")
 _TRACEBACK = "Traceback (most recent call last):"
+_RAISES = re.compile(r"\[kdist\] rank \d+ of .* raised \w+:")  # a syntax error follows without the line above
 _MARKERS = re.compile(r"[\s~^]+")  # below a line of a traceback, from Python 3.11 on
 # What a busy machine says: of a start that is slow, of ranks that share cores, of a rank that is late.
 _OF_A_BUSY_MACHINE = re.compile(
@@ -161,6 +169,7 @@ def said_by_kdist(output: str, *, is_any_rank: bool) -> list[str]:
         in_traceback = in_traceback and line.startswith(" ")
         if (is_part or _OF_KDIST.match(line) or _OF_A_LAUNCHER.match(line)) and not _OF_A_BUSY_MACHINE.search(line):
             said.append(_without_what_varies(line, is_any_rank=is_any_rank))
+        in_traceback = in_traceback or _RAISES.fullmatch(line) is not None
     return said
 
 

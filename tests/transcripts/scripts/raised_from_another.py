@@ -1,0 +1,1 @@
+raise RuntimeError("boom") from ValueError("cause")
