@@ -2,8 +2,11 @@
 
 import functools
 import os
+import random
 import tempfile
 from pathlib import Path
+
+import numpy as np
 
 from tests.docs.guide import fences, scripts
 
@@ -12,6 +15,9 @@ def run(path: Path) -> None:
     import keras
 
     keras.backend.clear_session()
+    # A script begins with a random state of its own on each rank; the last case's scope has left that of the chief.
+    random.seed()
+    np.random.seed()
     folder = Path(tempfile.gettempdir(), path.stem)  # the same for all ranks
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
