@@ -1,4 +1,4 @@
-"""`kdist.launch`: the example notebook in a real Jupyter kernel, an error, an interrupt, and what it refuses."""
+"""`kdist.launch`: notebooks of the examples and the guide in a real Jupyter kernel, errors, an interrupt, refusals."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import kdist
 from kdist.errors import EngineError, LaunchError
 from kdist.launchers.functions import launch as functions
 from kdist.launchers.functions import rank_program
+from tests.docs.guide import PAGES, fences
 from tests.helpers import spmd
 
 LIMIT = 240  # seconds for a cell
@@ -104,8 +105,12 @@ def test_a_notebook(monkeypatch, tmp_path):
         assert said(training).count("Epoch 5/5") == 1
         assert float(re.search(r"test accuracy: (\S+)", said(evaluation))[1]) > 0.9
 
-        raising, killed, interrupted = map(nbformat.v4.new_code_cell, (RAISES, KILLED, INTERRUPTED))
-        notebook.cells += [raising, killed, interrupted]
+        ((_, shown),) = fences(PAGES["notebooks"].read_text(), "py")
+        checked = f"{shown}\nassert len(history['loss']) == 5 and len(weights) == 2"
+        cells = (checked, RAISES, KILLED, INTERRUPTED)
+        guides, raising, killed, interrupted = map(nbformat.v4.new_code_cell, cells)
+        notebook.cells += [guides, raising, killed, interrupted]
+        client.execute_cell(guides, len(notebook.cells) - 4)
         with pytest.raises(nbclient.exceptions.CellExecutionError, match="KeyError") as raised:
             client.execute_cell(raising, len(notebook.cells) - 3)
         assert "rank 1 of 2 raised" in str(raised.value)
