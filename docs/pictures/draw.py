@@ -42,24 +42,29 @@ def effective_rate(path: Path) -> None:
 
 def choose(path: Path) -> None:
     """From what one has to how one starts a script: questions, whose answer is a command."""
-    figure, axes = canvas(7.8, 5.6)
+    figure, axes = canvas(7.8, 6.6)
     questions = {
-        "Workers of unequal speed,\nor that come and go?": "kdist run --strategy parameter_server -np 4 train.py\n"
+        "Workers of\nunequal speed?": "kdist run --strategy parameter_server -np 4 train.py\n"
         "asynchronous; all others are synchronous and exact",
+        "Machines that\ncome and go?": "kdist run --restarts 3 --min-np 2 -H a:2,b:2 train.py\n"
+        "parameter servers: workers may come and go, too",
         "Does a service set TF_CONFIG?\n(Kubernetes, Vertex AI)": "python train.py\n"
         "on each machine, started by the service",
         "A queue, or the\ncluster's own MPI?": "srun python train.py\nmpirun or horovodrun -np N python train.py",
         "Several machines,\nreached by ssh?": "kdist run -H a:4,b:4 train.py",
-        "Several GPUs or cores?": "kdist run -np N train.py\nN: one a GPU, or one for a core or two",
+        "Several GPUs?": "kdist run -np N train.py\nN: one for each GPU",
     }
-    places = [5.15 - 0.98 * number for number in range(len(questions))]
+    places = [6.15 - 0.98 * number for number in range(len(questions))]
     for y, (question, answer) in zip(places, questions.items(), strict=True):
         box(axes, 1.3, y, question, QUIET, width=2.5)
         box(axes, 5.7, y, answer, PAPER, width=4.0)
         arrow(axes, (2.55, y), (3.7, y), "yes")
     for start, end in itertools.pairwise([*places, places[-1] - 0.98]):
         arrow(axes, (1.3, start - 0.35), (1.3, end + 0.35), "no")
-    box(axes, 1.3, places[-1] - 0.98, "python train.py\none process", PAPER, width=2.5)
+    box(axes, 1.3, places[-1] - 0.98, "python train.py\nuses all cores: try it first", PAPER, width=2.5)
+    axes.text(
+        3.7, places[-1] - 0.98, 'then perhaps kdist run -np N: see "How many ranks?"', color=INK, size=9, va="center"
+    )
     save(figure, path)
 
 
