@@ -7,19 +7,26 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+CLASS_WEIGHT = "class_weight"
+"""An argument of `fit`: a mapping of classes to weights, each of which ranks compare by itself."""
+
 
 def comparable(arguments: dict[str, Any]) -> dict[str, str]:
     """Returns the arguments that ranks compare, as text."""
-    plain = (bool, int, float, str, type(None))
-    return {
-        name: repr(value)
-        for name, value in arguments.items()
-        if name not in ("verbose", "callbacks")
-        and (
-            isinstance(value, plain)
-            or (isinstance(value, (list, dict)) and name in ("class_weight", "validation_freq"))
-        )
-    }
+    compared = {}
+    for name, value in arguments.items():
+        if name == CLASS_WEIGHT and isinstance(value, dict):
+            for key, weight in value.items():
+                number = weight.item() if isinstance(weight, np.generic) else weight
+                compared[f"{CLASS_WEIGHT}[{key!r}]"] = repr(number)
+        elif name not in ("verbose", "callbacks") and (
+            isinstance(value, (bool, int, float, str, type(None)))
+            or (isinstance(value, list) and name in (CLASS_WEIGHT, "validation_freq"))
+        ):
+            compared[name] = repr(value)
+    return compared
 
 
 def named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:

@@ -191,7 +191,12 @@ def other_arguments_of_fit() -> None:
         ({"epochs": 1 + rank}, "epochs"),
         ({"batch_size": 2 + rank}, "batch_size"),
         ({"shuffle": bool(rank)}, "shuffle"),
-        ({"class_weight": {0: 1.0, 1: 1.0 + rank}, "y": np.zeros(len(x), "int64")}, "class_weight"),
+        (
+            {"class_weight": {0: 1.0, 1: np.float64(1.0 + rank)}, "y": np.zeros(len(x), "int64")},
+            "`train_test_split` without `random_state` before the scope, from which they were computed. Received: "
+            "class_weight[1] is 1.0 on rank 0 and 2.0 on ",
+        ),
+        ({"class_weight": {0: 1.0} if rank else None, "y": np.zeros(len(x), "int64")}, "class_weight"),
         ({"validation_split": 0.1 + rank / 10}, "validation_split"),
         ({"initial_epoch": rank, "epochs": 3}, "initial_epoch"),
         ({"steps_per_epoch": 1 + rank}, "steps_per_epoch"),

@@ -13,7 +13,8 @@ import keras
 from kdist.data.input_checks import check_inputs
 from kdist.data.make_source import SourceAdapter, has_fixed_shapes, holds_random_state, make_source
 from kdist.data.source import Source
-from kdist.errors import ScopeError
+from kdist.errors import MismatchError, ScopeError
+from kdist.keras_hooks.signatures import CLASS_WEIGHT
 from kdist.reports.log import once
 from kdist.state.comparison import refuse_differences
 from kdist.state.random_state import input_seed
@@ -156,7 +157,19 @@ class Feed:
             MismatchError: if the ranks call other verbs, or with other arguments.
         """
         what = f"the arguments of {verb}"
-        refuse_differences(what, self._agree(what, given))
+        by_rank = self._agree(what, given)
+
+        def refuse(name: str, rank: int) -> None:
+            if name.startswith(CLASS_WEIGHT):  # compared before the data, from which it usually follows
+                mine, theirs = (each.get(name, "nothing") for each in (by_rank[0], by_rank[rank]))
+                raise MismatchError(
+                    f"Each rank has other class weights. The likely cause is a `train_test_split` without "
+                    f"`random_state` before the scope, from which they were computed. Received: {name} is {mine} on "
+                    f"rank 0 and {theirs} on rank {rank} in `model.{verb}`. Expected the same on all ranks. Fix: pass "
+                    "a seed (`random_state=0`, `default_rng(0)`) to what splits or shuffles the data."
+                )
+
+        refuse_differences(what, by_rank, refuse)
 
     def agree_random_state(self, verb: str) -> None:
         """Broadcasts rank 0's random states, unless a generator in a background thread draws from them.
