@@ -1,4 +1,6 @@
-"""Distribution strategies for Keras 3: an unchanged script trains on N processes exactly as on one.
+"""Distribution strategies for Keras 3: a script trains on N processes.
+
+By default batch and learning rate grow with N. With `scale_batch=False` the result is that of one process, to rounding.
 
 ```python
 import keras, kdist

@@ -46,7 +46,10 @@ def scope(
     stall_timeout: Literal["auto"] | float | None = "auto",
     micro_batches: int | None = None,
 ) -> ScopeContext:
-    """Makes the Keras models inside train on all processes of the job exactly as on one.
+    """Makes the Keras models inside train on all processes of the job.
+
+    By default the global batch and the learning rate grow with the processes. With `scale_batch=False` both stay as
+    they are, and the result is that of one process, to rounding.
 
     In one process with one device nothing changes without `micro_batches`: models run Keras' own code. Among several
     processes, models made or used in the scope are trained by synchronous data parallelism; a model made in the scope

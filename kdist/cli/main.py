@@ -46,7 +46,8 @@ def make_parser(names: Sequence[str] = _VERBS) -> Parser:
     """
     parser = Parser(
         prog="kdist",
-        description="Train an unchanged Keras script on several processes exactly as on one.",
+        description="Train a Keras script on several processes. By default batch and learning rate grow with them; "
+        "with scale_batch=False the result is that of one process, to rounding.",
         epilog="Begin with: kdist run -np 2 train.py",
     )
     parser.add_argument("--version", action="version", version=f"kdist {__version__}")
