@@ -14,7 +14,7 @@
 
 set -euo pipefail
 
-# The environment that holds kdist (from a checkout: pip install '.[mpi]'), and the cluster's own MPI, if it has one.
+# The environment that holds kdist (from a checkout: pip install '.[mpi,examples]'), and the cluster's own MPI, if it has one.
 module load openmpi 2>/dev/null || true
 # shellcheck source=/dev/null
 source "${KDIST_VENV:-$HOME/venv}/bin/activate"
