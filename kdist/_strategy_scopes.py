@@ -164,7 +164,7 @@ def _agree(engine: Engine, settings: Settings) -> int:
 
 
 def _log_ranks(engine: Engine, info: ClusterInfo, selection: Selection) -> None:
-    """Logs who trains together, and in the first scope what the ranks' cores are lacking.
+    """Logs who trains together, and in the first scope the ranks' processes, and what their cores are lacking.
 
     Collective: every rank must call this, in the same order.
     """
@@ -176,7 +176,10 @@ def _log_ranks(engine: Engine, info: ClusterInfo, selection: Selection) -> None:
         once.info(f"{engine.size} ranks train together over {engine.name}, {selection.why}")
         logger.debug("the launcher's variables: %s", info.reason)
     if _state.strategy is None:
-        remark = remark_on_cores(engine.gather_objects(own_cores()), engine.local_size)
+        processes, cores = zip(*engine.gather_objects([os.getpid(), own_cores()]), strict=True)
+        named = (f"rank {rank}: {process} on {cores[rank][0]}" for rank, process in enumerate(processes))
+        logger.debug("process ids: %s", "; ".join(named))
+        remark = remark_on_cores(cores, engine.local_size)
         if engine.rank == 0 and remark:
             once.info(remark)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -112,11 +113,12 @@ def case_ranks_that_ask_for_different_scopes_are_refused():
 
 
 def case_ranks_that_have_fewer_cores_than_they_are_say_so():
-    with pytest.MonkeyPatch.context() as patch, logged() as said:
+    with pytest.MonkeyPatch.context() as patch, logged(logging.DEBUG) as said:
         patch.setattr(_strategy_scopes._state, "strategy", None)  # as in the job's first scope
         patch.setattr(os, "sched_getaffinity", lambda pid: {0})
         with kdist.scope():
             pass
+    assert any(f"rank {kdist.rank()}: {os.getpid()} on " in line for line in said), said
     told = [line for line in said if f"{kdist.size()} ranks share 1 core(s) of host" in line]
     assert len(told) == kdist.is_chief(), said
 
