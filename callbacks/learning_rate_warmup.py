@@ -15,10 +15,10 @@ from kdist.state.session import session_of
 
 
 class LearningRateWarmup(LearningRateSchedule):
-    r"""Increases the learning rate from a fraction of it to the whole over the first epochs.
+    """Increases the learning rate from a fraction of it to the whole over the first epochs.
 
-    The multiplier at the fractional epoch $e$ is $s + (1 - s) \min(1, e / w)$, where $s$ is `start` and $w$ is
-    `warmup_epochs`. In `kdist.scope()` it replaces the scope's own warm-up.
+    The multiplier at epoch `e`, fractions included, is `start + (1 - start) * min(1, e / warmup_epochs)`. In
+    `kdist.scope()` it replaces the scope's own warm-up.
 
     It sends no messages, but all ranks must have it, or their weights differ.
 
@@ -48,7 +48,7 @@ class LearningRateWarmup(LearningRateSchedule):
     ```
 
     References:
-    - Goyal et al., [Accurate, Large Minibatch SGD](https://arxiv.org/abs/1706.02677), 2017, section 2.2
+        - Goyal et al., [Accurate, Large Minibatch SGD](https://arxiv.org/abs/1706.02677), 2017, section 2.2
     """
 
     def __init__(

@@ -16,12 +16,12 @@ from kdist.keras_hooks.trainer import loss_tracker
 
 
 class MetricAverage(EngineCallback):
-    r"""Averages the epoch's logs over the ranks, weighted by their numbers of samples.
+    """Averages the epoch's logs over the ranks, weighted by their numbers of samples.
 
-    $\bar v = \sum_r n_r v_r / \sum_r n_r$, over the ranks $r$ that have the key. All ranks have all keys afterwards,
-    with the same values. It is for metrics outside of the model: callbacks that add such values to `logs` must come
-    before this one in the list, and callbacks that read `logs` after it. Keras' metrics are exact in `kdist.scope()`
-    without it, and are not changed.
+    The average is `sum(n * v) / sum(n)` over the ranks that have the key: `v` is a rank's value, `n` its number of
+    samples. All ranks have all keys afterwards, with the same values. It is for metrics outside of the model: callbacks
+    that add such values to `logs` must come before this one in the list, and callbacks that read `logs` after it.
+    Keras' metrics are exact in `kdist.scope()` without it, and are not changed.
 
     Collective: every rank must call this, in the same order.
 

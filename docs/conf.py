@@ -34,7 +34,7 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 # Types of others, and kdist's own that are on no page.
 nitpick_ignore_regex = [
-    ("py:class", r"(tf|keras|collections|pathlib)\..*|ScopeContext|Plan|kdist\.(engines|launchers)\..*"),
+    ("py:class", r"(tf|keras|collections|pathlib|os)\..*|ScopeContext|Plan|kdist\.(engines|launchers)\..*"),
 ]
 # `sphinx-build -b linkcheck docs build/links` asks other sites. One that asks for patience gets a minute, not five.
 linkcheck_timeout = 20  # seconds

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import keras
 
@@ -22,8 +23,15 @@ class AllRanksCallback(keras.callbacks.Callback):
         session: `TrainingSession` of the model.
     """
 
+    __signature__: ClassVar[inspect.Signature]
     session: TrainingSession
     position = 0  # of callbacks of this kind among their siblings: backups come before what uses them
+
+    def __init_subclass__(cls) -> None:
+        """Shows the arguments of `__init__` to whoever asks for a signature, who would be told those of `__new__`."""
+        arguments = inspect.signature(cls.__init__)
+        without_self = list(arguments.parameters.values())[1:]
+        cls.__signature__ = arguments.replace(parameters=without_self, return_annotation=inspect.Signature.empty)
 
     def __new__(cls: type[T], *args: Any, **kwargs: Any) -> T:
         """Makes the callback known to the lists that it is put into; a copy too."""

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 
 import keras
 import numpy as np
@@ -57,3 +58,9 @@ def test_keras_own_list_is_back_when_the_callbacks_are_gone(model, tmp_path):
     backups.pop()
     gc.collect()
     assert keras.callbacks.CallbackList.set_model is before
+
+
+@pytest.mark.parametrize("made", [BackupAndRestore, Preemption])
+def test_the_signature_is_that_of_the_arguments(made):
+    arguments = inspect.signature(made.__init__).parameters
+    assert list(inspect.signature(made).parameters.values()) == list(arguments.values())[1:]
