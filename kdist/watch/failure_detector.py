@@ -130,8 +130,8 @@ def _finished_early(reports: Sequence[RankReport]) -> Failure | None:
         is_fatal=True,
         ranks=_ranks(early),
         text=f"{_names(early)} has ended its script; {_names(waiting)} is in {_place(waiting[0])}. Received: an exit "
-        "on some ranks only. Expected every rank to make the same calls. Fix: look for `sys.exit`, or for a branch on "
-        "the rank, around fit, evaluate, predict or an optimizer's apply.",
+        "on some ranks only. Expected every rank to make the same calls. Fix: make that call on every rank: take it "
+        "out of `if kdist.is_chief():`, or of another branch on the rank; or look for `sys.exit`.",
     )
 
 
