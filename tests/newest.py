@@ -25,4 +25,4 @@ def test_case(launched, case):
 
 def test_private_names_are_there():
     done = spmd.execute([PYTHON, "-m", "kdist.cli.main", "env"], timeout=120)
-    assert re.search(r"private names +all there", done.output), done.output
+    assert re.search(r"internals +all found", done.output), done.output
