@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import StrategyError
+from kdist.restarts.report import own_reports
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "intel_mpi", "mvapich", "slurm")
 """Launchers whose processes connect over MPI."""
@@ -114,10 +115,17 @@ def choose(
         preferred, why = _preferred(resources) if word == "auto" else ([word], "")
         for engine in [*preferred, *ENGINES] if word == "auto" else [word]:
             if info.launcher in ENGINES[engine]:
-                return Selection(engine, f"started by {LAUNCHER_NAMES.get(info.launcher, info.launcher)}{why}")
+                return Selection(engine, f"started by {_launcher_name(info)}{why}")
     if info.size == 1:
         return Selection("single", "there is one process")
     raise _unsupported(word, info)
+
+
+def _launcher_name(info: ClusterInfo) -> str:
+    """Returns what started the ranks, in words: `kdist run` and `kdist.launch` make a `TF_CONFIG` of their own."""
+    if info.launcher == "tf_config" and own_reports.running is not None:
+        return "kdist"
+    return LAUNCHER_NAMES.get(info.launcher, info.launcher)
 
 
 def _has_servers(word: str, info: ClusterInfo) -> bool:

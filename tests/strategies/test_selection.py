@@ -10,6 +10,7 @@ from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.cluster.slurm import has_pmi
 from kdist.errors import StrategyError
+from kdist.restarts.report import own_reports
 from kdist.strategies.selection import MPI_LAUNCHERS, Resources, Selection, agreed, choose
 from tests.cluster import environments
 
@@ -53,6 +54,12 @@ AUTO = [
 @pytest.mark.parametrize(("env", "num_gpus", "strategy"), AUTO)
 def test_an_environment_decides(env: dict[str, str], num_gpus: int, strategy: str) -> None:
     assert choose("auto", detect(env), Resources(num_gpus=num_gpus)).strategy == strategy
+
+
+@pytest.mark.parametrize(("running", "started"), [(None, "TF_CONFIG"), ("directory", "kdist")])
+def test_a_cluster_that_kdist_run_has_made_is_told_from_that_of_a_service(monkeypatch, running, started) -> None:
+    monkeypatch.setattr(own_reports, "running", running)
+    assert choose("auto", detect(tf_config("worker", *WORKERS))).why == f"started by {started}"
 
 
 def test_an_evaluator_without_parameter_servers_is_refused() -> None:
