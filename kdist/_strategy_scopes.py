@@ -180,7 +180,7 @@ def _log_ranks(engine: Engine, info: ClusterInfo, selection: Selection) -> None:
         named = (f"rank {rank}: {process} on {cores[rank][0]}" for rank, process in enumerate(processes))
         logger.debug("process ids: %s", "; ".join(named))
         remark = remark_on_cores(cores, engine.local_size)
-        if engine.rank == 0 and remark:
+        if engine.rank == 0 and remark and not own_scopes.crowd_is_known:
             once.info(remark)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,6 +18,7 @@ import kdist
 from kdist import _strategy_scopes
 from kdist._tf_internals import default_graphs
 from kdist.errors import MismatchError, NotSynchronizedError, ScopeError
+from kdist.reports.scope_marks import mark_crowd, own_scopes
 from tests.helpers.logs import logged
 
 VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -121,6 +124,17 @@ def case_ranks_that_have_fewer_cores_than_they_are_say_so():
     assert any(f"rank {kdist.rank()}: {os.getpid()} on " in line for line in said), said
     told = [line for line in said if f"{kdist.size()} ranks share 1 core(s) of host" in line]
     assert len(told) == kdist.is_chief(), said
+
+
+def case_the_same_is_not_said_again_after_kdist_run():
+    with pytest.MonkeyPatch.context() as patch, logged() as said, tempfile.TemporaryDirectory() as directory:
+        patch.setattr(_strategy_scopes._state, "strategy", None)
+        patch.setattr(os, "sched_getaffinity", lambda pid: {0})
+        patch.setattr(own_scopes, "directory", Path(directory))
+        mark_crowd(directory)
+        with kdist.scope():
+            pass
+    assert not any("core(s) of host" in line for line in said), said
 
 
 def case_the_engine_object_is_the_word():

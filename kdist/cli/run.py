@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import secrets
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 from kdist.cli import script
 from kdist.cli.jobs import elastic, healed, nodes, supervised
 from kdist.cli.jobs.command import add_launch_arguments, build, take_allocation
+from kdist.cli.jobs.message import tell
 from kdist.cli.jobs.parser import count
 from kdist.cli.jobs.started_job import JobToStart, make_directory, started
 from kdist.errors import LaunchError
 from kdist.launchers import worker
 from kdist.launchers.process import received_notices, received_signals
+from kdist.strategies.cores import own_cores, remark_on_start
 from kdist.strategies.selection import PARAMETER_SERVER
 
 if TYPE_CHECKING:
@@ -97,6 +100,9 @@ def run(options: argparse.Namespace) -> int:
         print(build(options, program(output=output), node=node))
         return 0
     job = JobToStart(options, node, program, script.file_of(words[0]) if is_module else words[0], secrets.token_hex(8))
+    if not job.is_on_several_hosts and (remark := remark_on_start(options.np or 1, own_cores())):
+        tell(remark)
+        job = dataclasses.replace(job, is_crowded=True)
     if output is not None:
         make_directory(output)
     if options.restarts is not None:

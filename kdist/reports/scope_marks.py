@@ -13,6 +13,7 @@ from typing import Any
 from kdist.restarts.report import own_reports
 
 _REPORT = "report"
+_CROWDED = "crowded"
 _BEGUN, _REACHED = "begun", "reached"
 _WAITING, _ALONE, _NEVER, _NEVER_WITH_KERAS = "waiting", "alone", "never", "never-with-keras"
 
@@ -82,6 +83,11 @@ class OwnScopes:
         """
         if not self.was_entered and not self.trains_alone:
             self._mark(_NEVER_WITH_KERAS if used_keras else _NEVER)
+
+    @property
+    def crowd_is_known(self) -> bool:
+        """Whether `kdist run` has said that there are far more ranks than cores."""
+        return self.directory is not None and (self.directory / _CROWDED).exists()
 
     def failed(self, report: str) -> bool:
         """Records the report of a failure, unless another rank's is there; returns whether it is not.
@@ -175,6 +181,15 @@ class SlowStart:
             f"no rank has reached kdist.scope() for {self._patience:.0f} s: they load TensorFlow, or do what stands "
             "before the scope"
         )
+
+
+def mark_crowd(directory: str) -> None:
+    """Records that the user knows that there are far more ranks than cores.
+
+    Args:
+        directory: str, the job's.
+    """
+    Path(directory, _CROWDED).touch()
 
 
 def read(directory: str) -> Marks:

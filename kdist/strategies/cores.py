@@ -11,6 +11,7 @@ from typing import Any
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_RANKS_A_CORE = 4  # so many are started without a question, to try what happens on many
 
 
 def own_cores() -> list[Any]:
@@ -48,6 +49,23 @@ def limit_of_cgroups(own: str, root: Path) -> float:
                 quota, period = map(int, texts)
                 limits += [math.ceil(quota / period)] if quota > 0 else []  # -1 is no limit
     return min(limits)
+
+
+def remark_on_start(ranks: int, own: Sequence[Any]) -> str:
+    """Returns what to know before far more ranks are started on this host than it has cores; empty if they are not.
+
+    Args:
+        ranks: int, how many will be started.
+        own: sequence, what `own_cores` returned.
+    """
+    _, mine, limit, _ = own
+    cores = min(len(mine), limit)
+    if ranks <= _RANKS_A_CORE * cores:
+        return ""
+    return (
+        f"{ranks} ranks on {cores} core(s): they train no faster than {cores} would, and each takes 0.5 GB of memory "
+        f"or more. Fix: -np {cores}, or more hosts"
+    )
 
 
 def remark_on_cores(of_ranks: Sequence[Sequence[Any]], local_size: int) -> str:

@@ -52,6 +52,17 @@ def run(*arguments, ranks=2, timeout=60, env=None):
     return done
 
 
+@pytest.mark.parametrize(("ranks", "is_far_more"), [(4, False), (5, True)])
+def test_far_more_ranks_than_cores_are_remarked_on(ranks, is_far_more, script):
+    core = min(os.sched_getaffinity(0))
+    bound = f"import os, sys; os.sched_setaffinity(0, {{{core}}}); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", bound, *KDIST, "run", "-np", str(ranks), script, "quick"]
+    done = spmd.execute(command, timeout=60)
+    assert done.returncode == 0, done.output
+    assert (f"kdist: {ranks} ranks on 1 core(s): they train no faster than 1 would" in done.output) == is_far_more
+    assert f"out 0 of {ranks}" in done.output
+
+
 def cores(said):
     """Returns on which cores a rank may run."""
     (found,) = re.findall(r"^cores (.*)", said, re.MULTILINE)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kdist.strategies.cores import limit_of_cgroups, own_cores, remark_on_cores
+from kdist.strategies.cores import limit_of_cgroups, own_cores, remark_on_cores, remark_on_start
 
 
 def on(cores, host="a", limit=8, total=8):
@@ -35,6 +35,13 @@ def test_the_fix():
     assert remark_on_cores([on([0, 1], total=2, limit=2)] * 3, 3).endswith("Fix: -np 2, or more hosts")
     assert "Fix: -np 1, or more of its 8 cores (`taskset`" in remark_on_cores([on([0])] * 2, 2)
     assert remark_on_cores([on([0, 1])] * 4, local_size=2) == ""  # two hosts of one name
+
+
+def test_far_more_ranks_than_cores_are_remarked_on_before_they_start():
+    own = on([0, 1, 2, 3], limit=2)
+    assert remark_on_start(8, own) == ""
+    assert remark_on_start(64, own).startswith("64 ranks on 2 core(s): they train no faster than 2 would")
+    assert remark_on_start(64, own).endswith("Fix: -np 2, or more hosts")
 
 
 def test_limits_of_cgroups(tmp_path):

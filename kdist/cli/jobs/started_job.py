@@ -42,6 +42,7 @@ class JobToStart:
         program: function of the other arguments of `worker.program`.
         script: str, the path of the script or module; empty if it is unknown.
         name: str, what distinguishes it, started once or again, from other jobs.
+        is_crowded: bool, whether the user knows that there are far more ranks than cores.
     """
 
     options: argparse.Namespace
@@ -49,6 +50,7 @@ class JobToStart:
     program: Callable[..., Sequence[str]]
     script: str
     name: str
+    is_crowded: bool = False
 
     @property
     def has_hosts(self) -> bool:
@@ -76,6 +78,8 @@ def started(
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(job_directory())
         stack.callback(request.remove, running)
+        if what.is_crowded:
+            scope_marks.mark_crowd(running)
         begin, address, waiting = contextlib.ExitStack(), "", None
         if standby:
             waiting = stack.enter_context(contextlib.closing(Standby(everywhere=what.is_on_several_hosts)))
