@@ -10,8 +10,8 @@ from typing import Any
 
 from sphinx.search.en import SearchEnglish
 
-# What Sphinx' searchtools.js gives for a word in a title, in the text, and for words that contain it.
-_TITLE, _PART_OF_TITLE, _TEXT, _PART_OF_TEXT = 15, 7, 5, 2
+# What Sphinx' searchtools.js gives for a word in a title, in the text, for words that contain it, and for main entries.
+_TITLE, _PART_OF_TITLE, _TEXT, _PART_OF_TEXT, _ENTRY = 15, 7, 5, 2, 100
 _ENGLISH = SearchEnglish({})
 
 
@@ -27,7 +27,7 @@ def read_index(site: Path) -> dict[str, Any]:
 
 
 def found(index: Mapping[str, Any], search: str) -> list[str]:
-    """Returns the pages that a search finds by its words and by their titles, the best first. Objects are left out.
+    """Returns the pages that a search finds by words, titles and index, the best first. Objects are left out.
 
     Args:
         index: mapping, what `read_index` returned.
@@ -41,6 +41,11 @@ def found(index: Mapping[str, Any], search: str) -> list[str]:
             for page, _ in places:
                 score = round(_TITLE * len(search) / len(title)) + (index["titles"][page] == title)
                 total[page] = max(total.get(page, 0), score)
+    for entry, places in index["indexentries"].items():
+        if search.lower() in entry and len(search) >= len(entry) / 2:
+            for page, _, is_main in places:
+                if is_main:
+                    total[page] = max(total.get(page, 0), round(_ENTRY * len(search) / len(entry)))
     return [index["docnames"][page] for page in sorted(total, key=lambda page: (-total[page], page))]
 
 

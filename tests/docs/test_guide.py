@@ -59,6 +59,8 @@ def test_the_guide_builds_without_a_warning(tmp_path):
     assert len(SEARCHES) >= 30
     late = {search: page for search, page in SEARCHES.items() if page not in site_search.found(index, search)[:RESULTS]}
     assert late == {}, "the site's search shows other pages first"
+    for search in ("ranks", "how many ranks", "number of ranks"):
+        assert site_search.found(index, search)[0] == "performance"
 
 
 def test_a_search_orders_pages_as_the_site_does():
@@ -68,10 +70,12 @@ def test_a_search_orders_pages_as_the_site_does():
         "alltitles": {"Rank hangs": [[0, None]], "It hangs at the very start of all": [[1, "x"]]},
         "terms": {"hang": [1, 2], "rank": 2},
         "titleterms": {"hang": [0, 1], "rank": 0, "ranking": 1},
+        "indexentries": {"ranks": [[1, "index-0", True]], "hang": [[2, "x", False]]},
     }
     assert site_search.found(index, "hangs") == ["a", "b", "c"]
     assert site_search.found(index, "the rank hangs") == ["a", "c"]
     assert site_search.found(index, "rankin") == ["b"]
+    assert site_search.found(index, "ranks") == ["b", "a", "c"]
     assert site_search.found(index, "nothing") == site_search.found(index, "the") == []
 
 
