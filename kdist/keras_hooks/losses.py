@@ -85,6 +85,26 @@ def scaled_activity_losses(model: keras.Model, scaled: Callable[[tf.Tensor], tf.
 
 
 @contextlib.contextmanager
+def recorded_added_losses(model: keras.Model, record: Callable[[Any, tf.Tensor], None]) -> Iterator[None]:
+    """Calls `record(loss, total)` of what a model adds up of `add_loss` and regularizers while the context is open."""
+    aggregate = model._aggregate_additional_loss
+
+    def recording(loss: Any) -> tf.Tensor:
+        total = aggregate(loss)
+        record(loss, total)
+        return total
+
+    with patched(model, "_aggregate_additional_loss", recording):
+        yield
+
+
+def layer_that_added(model: keras.Model, loss: Any) -> str:
+    """Returns what a loss among those of a model's layers is, for messages."""
+    layers = [each for each in layers_of(model) if any(loss is own for own in each._losses)]
+    return f"A loss of the layer {layers[0].name!r} (`add_loss`)" if layers else "An added loss"
+
+
+@contextlib.contextmanager
 def recorded_masks(loss: keras.losses.Loss) -> Iterator[list[Any]]:
     """Records the mask of a loss's unreduced values (from `ignore_class`), or `None`, at each call.
 

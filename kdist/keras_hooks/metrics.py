@@ -140,7 +140,12 @@ def recorded_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[list[t
 
 @contextlib.contextmanager
 def weighted_scalars(
-    model: keras.Model, weight: Callable[[], tf.Tensor], *, joint: bool, loss_weight: Callable[[tf.Tensor], tf.Tensor]
+    model: keras.Model,
+    weight: Callable[[], tf.Tensor],
+    *,
+    joint: bool,
+    loss_weight: Callable[[tf.Tensor], tf.Tensor],
+    check: Callable[[Any, str], None],
 ) -> Iterator[None]:
     """Weights scalars that are passed to a model's `Mean` metrics by the rank's share.
 
@@ -152,14 +157,19 @@ def weighted_scalars(
         joint: bool, whether `joint_metrics` and what is nested in them count the global batch, without a weight.
         loss_weight: callable that returns the weight of a loss, from the one that Keras gives it: the length of the
             first input.
+        check: callable that takes a scalar that counts as a mean over the rank's rows, and what it is.
     """
     original = keras.metrics.Mean.update_state
 
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
+        is_counted = False
+        if tf.convert_to_tensor(values).shape.rank == 0:
             counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)
-            if any(self is each for each in counted) and (not joint or _adds_up(self)):
-                sample_weight = tf.cast(weight(), self.dtype)
+            is_counted = any(self is each for each in counted) and (not joint or _adds_up(self))
+        if is_counted:
+            check(values, f"What the metric {self.name!r} is given")
+        if sample_weight is None and is_counted:
+            sample_weight = tf.cast(weight(), self.dtype)
         elif sample_weight is not None and self is loss_tracker(model):
             sample_weight = loss_weight(tf.convert_to_tensor(sample_weight))
         elif sample_weight is not None and not tf.executing_eagerly() and is_output_loss(model, self):

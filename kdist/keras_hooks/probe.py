@@ -19,11 +19,12 @@ from kdist.keras_hooks.patching import PATCHES, is_imported, resolved
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "model": (
-        *("_compile_config", "_compile_loss", "_compile_metrics", "_distribute_strategy", "_flatten_layers"),
-        *("_get_metrics_result_or_logs", "_initial_epoch", "_loss_tracker", "_make_function", "_maybe_symbolic_build"),
+        *("_aggregate_additional_loss", "_compile_config", "_compile_loss", "_compile_metrics"),
+        *("_distribute_strategy", "_flatten_layers", "_get_metrics_result_or_logs"),
+        *("_initial_epoch", "_loss_tracker", "_make_function", "_maybe_symbolic_build"),
         *("_post_build", "_symbolic_build"),
     ),
-    "layer": ("_flatten_layers", "_non_trainable_variables", "_seed_generators"),
+    "layer": ("_flatten_layers", "_losses", "_non_trainable_variables", "_seed_generators"),
     "batch normalization": ("_moments", "_reduction_axes"),
     "compiled loss": ("_flat_losses",),
     "loss": ("_fn_kwargs", "fn"),

@@ -97,13 +97,14 @@ class OnceLog:
         """
         self._log(logging.DEBUG, text)
 
-    def info(self, text: str) -> None:
+    def info(self, text: str, key: str = "") -> None:
         """Logs a text, unless it has been logged.
 
         Args:
             text: str.
+            key: str, as that of `warning`.
         """
-        self._log(logging.INFO, text)
+        self._log(logging.INFO, text, key)
 
     def warning(self, text: str, key: str = "") -> None:
         """Warns by a text, unless it has been logged.

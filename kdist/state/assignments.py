@@ -146,6 +146,7 @@ class Assignments:
         self._is_traced_alike = is_traced_alike
         self._num_rows = {each.shape[0] for each in data if each.shape.rank} - {None}  # a constant of the graph
         self._written: dict[int, Written] = {}
+        self._written_weights: list[tuple[Any, tuple[str, list[Any], tf.Graph, int]]] = []
         self._statistics: set[int] = set()
         self._is_suspended = False
         self.any_new = False
@@ -157,6 +158,7 @@ class Assignments:
         self._dependence = RankDependence(self.graph, self._data, weights)
         self._increments = Increments(self._dependence.source)
         self._ignored = self._variables_of_others()
+        self._weights = {key_of(each) for each in self._model.trainable_variables}
         for key, (variable, merge) in self._known.items() if self.is_eager else ():
             self._written[key] = Written(variable, self._value(variable), merge=merge)
         with contextlib.ExitStack() as stack:
@@ -204,7 +206,13 @@ class Assignments:
 
     def _record(self, variable: Any, method: str, values: list[Any]) -> None:
         key = key_of(variable)
-        if self._is_suspended or key in self._ignored or is_seed(variable):
+        if self._is_suspended or is_seed(variable):
+            return
+        if key in self._ignored:
+            if key in self._weights and not tf.executing_eagerly():
+                graph = tf.compat.v1.get_default_graph()
+                self._dependence.add_graph(graph)
+                self._written_weights.append((variable, (method, values, graph, len(graph.get_operations()))))
             return
         self.any_new = True
         if key not in self._written:
@@ -344,12 +352,24 @@ class Assignments:
     def tell_of_differences(self) -> None:
         """Warns of what differs between ranks and is not merged, or too late. Must be called before the first merge."""
         self._tell_of_tables()
+        self._tell_of_weights()
         self._tell_of_early_reads()
 
     def _tell_of_tables(self) -> None:
         for operation in self.graph.get_operations() if not self.is_eager else ():
             if operation.type in _TABLE_WRITES and self._dependence.differs(operation.inputs[1:], self.graph):
                 self._state.tell_of_tables_once(self._engine)
+
+    def _tell_of_weights(self) -> None:
+        differing = (variable for variable, assignment in self._written_weights if self._may_differ(*assignment))
+        if (variable := next(differing, None)) is not None:
+            self._state.tell_once(
+                variable,
+                self._engine,
+                "the step writes the weight %r from this rank's own rows, as sharpness-aware minimization does: "
+                "results differ from those of one process. Fix: compute it from what "
+                '`kdist.all_reduce(gradients, "mean")` returns',
+            )
 
     def _tell_of_early_reads(self) -> None:
         """Warns of variables that the step has used since it wrote them."""

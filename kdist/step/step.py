@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from kdist.data.batch import Rows, Shard
+from kdist.data.graphs.end_of_data import end_of_data_unless
 from kdist.engines.engine import Engine
 from kdist.keras_hooks.losses import replaced_losses, scaled_activity_losses
 from kdist.keras_hooks.metrics import weighted_scalars, wrapped_updates
@@ -20,6 +21,7 @@ from kdist.step.losses import GlobalLoss
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.strategies.differentiable import sum_over_ranks
 from kdist.strategies.global_batch import GlobalBatch
+from kdist.strategies.own_losses import OwnLosses
 
 
 class Step:
@@ -32,6 +34,7 @@ class Step:
         extended: the strategy's `AllReduceExtended`.
         shard: `Shard`. Empty `global_rows` are summed over the ranks; a step in which no rank has rows ends the pass
             over the data on all ranks.
+        is_traced_alike: bool, whether the shapes of the data are the same on all ranks while the step is traced.
 
     Attributes:
         data: structure of tensors, the data of the user's step.
@@ -44,11 +47,12 @@ class Step:
         weights: list, the trainable variables of the model on which the step is open.
         loss_is_weighted: bool, whether the backward pass starts from the loss times the weight, so that gradients are
             this rank's terms.
+        own_losses: `OwnLosses`.
     """
 
     has_joint_metrics = True  # local SGD counts by rank, and sums the states of all metrics
 
-    def __init__(self, extended: AllReduceExtended, shard: Shard) -> None:
+    def __init__(self, extended: AllReduceExtended, shard: Shard, *, is_traced_alike: bool = False) -> None:
         self._extended = extended
         self._rank = extended.engine.rank
         self.rows = tf.reshape(shard.rows, ())
@@ -60,11 +64,12 @@ class Step:
         global_rows = shard.global_rows
         if isinstance(global_rows, tuple):
             (global_rows,) = extended.reduce_sum([self.rows])
-            with tf.control_dependencies([_end_of_data_unless(global_rows > 0)]):
+            with tf.control_dependencies([end_of_data_unless(global_rows > 0)]):
                 # No part of the user's step may run before the check.
                 self.data = keras.tree.map_structure(lambda x: None if x is None else tf.identity(x), shard.data)
         self.global_rows = tf.cast(tf.reshape(global_rows, ()), tf.int64)
         self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(self.global_rows, tf.float64)
+        self.own_losses = OwnLosses(self, is_traced_alike=is_traced_alike)
 
     @property
     def is_chief(self) -> bool:
@@ -123,7 +128,9 @@ class Step:
 
     def per_share(self, value: tf.Tensor) -> tf.Tensor:
         """Divides a sum over this rank's rows by the weight, so that the weighted sum is the sum over all rows."""
-        return tf.math.divide_no_nan(value, tf.cast(self.weight, value.dtype))
+        mean = tf.math.divide_no_nan(value, tf.cast(self.weight, value.dtype))
+        self.own_losses.note_mean(mean)
+        return mean
 
     def _weight_of_loss(self, given: tf.Tensor) -> tf.Tensor:
         """Returns the weight of this rank's loss in its mean, from the one that the step has given.
@@ -162,8 +169,8 @@ class Step:
         has_other_rows = computes_own_loss(model)
         batch = GlobalBatch(self.engine, self, has_other_rows=has_other_rows)
 
-        def global_loss(loss: Any) -> GlobalLoss:
-            return GlobalLoss(loss, self, batch, has_other_rows=has_other_rows)
+        def global_loss(loss: Any) -> Any:
+            return self.own_losses.compiled(GlobalLoss(loss, self, batch, has_other_rows=has_other_rows))
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._extended.in_step(self))
@@ -171,25 +178,16 @@ class Step:
             stack.enter_context(scaled_activity_losses(model, self.per_share))
             stack.enter_context(
                 weighted_scalars(
-                    model, lambda: self.share, joint=self.has_joint_metrics, loss_weight=self._weight_of_loss
+                    model,
+                    lambda: self.share,
+                    joint=self.has_joint_metrics,
+                    loss_weight=self._weight_of_loss,
+                    check=self.own_losses.check,
                 )
             )
+            stack.enter_context(self.own_losses.opened(model))
             if self.has_joint_metrics:
                 stack.enter_context(wrapped_updates(model, batch.call))
             stack.enter_context(folded_seeds(seed_generators(model), self._rank, lambda: batch.is_in_call))
             stack.enter_context(folded_draws(self._rank, lambda: batch.is_in_call, self._extended.next_seed))
             yield
-
-
-def _end_of_data_unless(has_rows: tf.Tensor) -> tf.Tensor:
-    """Ends the pass over the data, as the end of a dataset does, unless a `bool` scalar is true."""
-
-    def stop() -> Any:
-        raise StopIteration
-
-    if tf.executing_eagerly():
-        return tf.constant(True) if has_rows else stop()
-    # TensorFlow turns StopIteration into OutOfRangeError, which ends Keras' loop.
-    return tf.cond(
-        has_rows, lambda: tf.constant(True), lambda: tf.ensure_shape(tf.numpy_function(stop, [], tf.bool), ())
-    )

@@ -13,6 +13,7 @@ from kdist.data.batch import Shard
 from kdist.gradients.reducer import GradientReducer
 from kdist.keras_hooks.layers.batch_normalization import synchronized_moments
 from kdist.keras_hooks.optimizers import optimizers_of
+from kdist.reports.own_statistics import tell_of_own_statistics
 from kdist.state.assignments import WrittenState
 from kdist.state.votes import Votes
 from kdist.step.buffers import BufferSync
@@ -41,7 +42,7 @@ class ForwardStep(Step):
     def __init__(
         self, extended: AllReduceExtended, shard: Shard, *, written: WrittenState, is_traced_alike: bool
     ) -> None:
-        super().__init__(extended, shard)
+        super().__init__(extended, shard, is_traced_alike=is_traced_alike)
         self._written = written
         self._is_traced_alike = is_traced_alike
         self._buffers: BufferSync | None = None
@@ -59,7 +60,7 @@ class ForwardStep(Step):
         """Opens the step on a model; what it has written is merged at its end."""
         with (
             super().running(model),
-            synchronized_moments(),
+            synchronized_moments(tell_of_own_statistics),
             BufferSync(model, self, self._written, self.kind, is_traced_alike=self._is_traced_alike) as buffers,
             self._updating(model, buffers) as pipeline,
         ):

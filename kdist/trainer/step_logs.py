@@ -52,6 +52,8 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
             ", or the result of a metric"
         )
     others = {name: value for name, value in others.items() if value.dtype.is_floating}
+    for name, value in others.items():
+        step.own_losses.check(value, f"The log {name!r} of the step")
     means = step.mean_over_ranks(list(others.values())) if others else []
     return {**logs, **dict(zip(others, means, strict=True))}, results
 

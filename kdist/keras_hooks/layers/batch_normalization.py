@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -15,11 +15,17 @@ _MOMENTS = "_moments"
 
 
 @contextlib.contextmanager
-def synchronized_moments() -> Iterator[None]:
-    """Makes synchronised layers take the moments of all replicas' unmasked elements while the context is open."""
+def synchronized_moments(tell_of_others: Callable[[str], None]) -> Iterator[None]:
+    """Makes synchronised layers take the moments of all replicas' unmasked elements while the context is open.
+
+    Args:
+        tell_of_others: callable that takes the name of each layer that is not synchronised.
+    """
     moments = getattr(keras.layers.BatchNormalization, _MOMENTS)
 
     def masked_moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
+        if not layer.synchronized:
+            tell_of_others(layer.name)
         if mask is None or not layer.synchronized:
             return moments(layer, inputs, mask)
         axes = layer._reduction_axes

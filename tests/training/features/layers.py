@@ -11,6 +11,7 @@ import tensorflow as tf
 import kdist
 from kdist._engine import open_engine
 from kdist.keras_hooks.trainer import Trainer
+from tests.helpers.logs import logged
 from tests.training.features.registry import feature, simple
 from tests.training.fidelity import (
     BATCH,
@@ -61,12 +62,13 @@ def batch_normalization_is_merged() -> None:
     """Unsynchronised batch norm departs from one process; its statistics are the same on all ranks all the same."""
     keras.config.set_floatx("float64")
     x, y = rows("ragged")
-    with kdist.scope(scale_lr=None):
+    with logged() as said, kdist.scope(scale_lr=None):
         model = keras.Sequential(
-            [keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(2)]
+            [keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.5, name="norm"), keras.layers.Dense(2)]
         )
         model.compile("sgd", "mse")
         model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
+    assert sum("BatchNormalization 'norm' normalizes by the rows of each rank" in text for text in said) == 1, said
     mean = model.layers[0].moving_mean.numpy()
     assert np.all(np.abs(mean) > 1e-6)
     everyone = open_engine(kdist.cluster_info()).gather_objects(mean.tolist())

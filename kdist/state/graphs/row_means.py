@@ -1,0 +1,233 @@
+"""Whether numbers of a step's graph are means over the rows: each is computed for a few rows, and for parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_NUM_ROWS, _NUM_FIRST = 8, 3
+_UNKNOWN_SIZE = 4  # of a dimension that the graph does not know
+_RANGES = ((-1.0, 1.0), (0.1, 0.9))  # of made-up numbers; the last ones have a logarithm
+_HALVES = (tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum)
+_HARMLESS = (  # of those with a state
+    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "Assert", "Empty"),
+)
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case")
+_DRAWN = {  # what is drawn at random is the same for each row
+    **dict.fromkeys(("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2"), 0.95),
+    **dict.fromkeys(("RandomStandardNormal", "StatelessRandomNormal", "StatelessRandomNormalV2"), 0.3),
+    **dict.fromkeys(("TruncatedNormal", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2"), 0.3),
+}
+
+
+class RowMeans:
+    """Finds whether tensors of the graph that is being traced are means over the rows of a step's data.
+
+    What the tensors are computed by is copied into a function of its own, that is run on made-up rows with the weights
+    as they are. It writes nothing, sends nothing and draws nothing.
+
+    Args:
+        leaves: sequence of tensors of the step's data.
+        with_rows: sequence of int, the places of those that have rows.
+        is_traced_alike: bool, whether a number of rows that the graph knows is the same on all ranks.
+    """
+
+    def __init__(self, leaves: Sequence[Any], with_rows: Sequence[int], *, is_traced_alike: bool) -> None:
+        self._leaves = leaves
+        self._with_rows = with_rows
+        self._is_traced_alike = is_traced_alike
+
+    def are_means(self, values: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor]) -> list[bool | None]:
+        """Returns whether each of some tensors is a mean of what it is for parts of the rows; `None` if not known.
+
+        Args:
+            values: sequence of symbolic tensors.
+            fixed: sequence of tensors that are taken to be ones.
+        """
+        unknown: list[bool | None] = [None] * len(values)
+        if not values or not self._with_rows or not all(map(self._can_be_made_up, range(len(self._leaves)))):
+            return unknown
+        graph = self._leaves[0].graph
+        lengths = {self._leaves[place].shape[0] for place in self._with_rows}
+        if any(each.graph is not graph for each in (*values, *self._leaves)) or len(lengths) > 1:
+            return unknown
+        (length,) = lengths
+        if length is not None and not self._is_traced_alike:
+            return unknown
+        ones = [each for each in fixed if tf.is_symbolic_tensor(each) and each.graph is graph and not each.shape.rank]
+        try:
+            with tf.init_scope():
+                function, tolerance = _function_of(values, self._leaves, ones, length)
+                found = unknown
+                for bounds in _RANGES:
+                    if None in found:
+                        drawn = [_is_mean(each, tolerance) for each in self._computed(function, bounds)]
+                        found = [new if old is None else old for old, new in zip(found, drawn, strict=True)]
+                return found
+        except (LookupError, TypeError, ValueError, NotImplementedError, tf.errors.OpError):
+            return unknown
+
+    def _can_be_made_up(self, place: int) -> bool:
+        leaf = self._leaves[place]
+        is_plain = tf.is_symbolic_tensor(leaf) and leaf.shape.rank is not None
+        is_number = is_plain and (leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype in (tf.bool, tf.string))
+        return bool(is_number) and not (place in self._with_rows and not leaf.shape.rank)
+
+    def _computed(
+        self, function: Callable[..., list[tf.Tensor]], bounds: tuple[float, float]
+    ) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yields each value for some rows, for these twice, for the first of them, and for the others."""
+        generator = np.random.default_rng(0)
+        rows = [self._made_up(place, generator, bounds) for place in range(len(self._leaves))]
+
+        def run(chosen: Sequence[int]) -> list[np.ndarray]:
+            data = [each[chosen] if place in self._with_rows else each for place, each in enumerate(rows)]
+            return [np.asarray(each, np.float64) for each in function(*map(tf.constant, data))]
+
+        order = list(range(_NUM_ROWS))
+        return zip(*map(run, (order, order * 2, order[:_NUM_FIRST], order[_NUM_FIRST:])), strict=True)
+
+    def _made_up(self, place: int, generator: np.random.Generator, bounds: tuple[float, float]) -> np.ndarray:
+        leaf = self._leaves[place]
+        shape = [_UNKNOWN_SIZE if size is None else size for size in leaf.shape]
+        if place in self._with_rows:
+            shape[0] = _NUM_ROWS
+        if leaf.dtype == tf.string:
+            return np.full(shape, b"a", object)
+        if not leaf.dtype.is_floating:
+            return generator.integers(0, 2, shape).astype(leaf.dtype.as_numpy_dtype)
+        return generator.uniform(*bounds, shape).astype(leaf.dtype.as_numpy_dtype)
+
+
+def _is_mean(found: Sequence[np.ndarray], tolerance: float) -> bool | None:
+    """Returns whether a value for some rows, for these twice, for the first of them, and for the others is a mean."""
+    if found[0].shape != found[1].shape:  # an element for each row: a tape differentiates their sum
+        return False
+    once, twice, first, others = found
+    size = max(np.linalg.norm(np.ravel(each)) for each in found)
+    if not np.isfinite(size) or np.linalg.norm(np.ravel(once)) <= 10 * tolerance * size:
+        return None
+    joined = (_NUM_FIRST * first + (_NUM_ROWS - _NUM_FIRST) * others) / _NUM_ROWS
+    return all(np.linalg.norm(np.ravel(each - once)) <= tolerance * size for each in (twice, joined))
+
+
+def _function_of(
+    values: Sequence[tf.Tensor],
+    leaves: Sequence[tf.Tensor],
+    ones: Sequence[tf.Tensor],
+    length: int | None,
+) -> tuple[Callable[..., list[tf.Tensor]], float]:
+    """Returns a function of the leaves that computes some tensors of a graph, and how exact it is.
+
+    Raises:
+        LookupError: if what they are computed by cannot run by itself.
+    """
+    graph = values[0].graph
+    known = {each.name for each in (*leaves, *ones)}
+    outer = {inner.name: each for each, inner in getattr(graph, "captures", ())}
+    graph_def, captured = _sub_graph(values, known, outer)
+    if length is not None and any(_may_hold(node, length) for node in graph_def.node if node.op == "Const"):
+        raise LookupError(length)
+    names = [each.name for each in leaves]
+
+    def compute(*data: tf.Tensor) -> list[tf.Tensor]:
+        inputs = {each.name: tf.ones((), each.dtype) for each in ones}
+        inputs |= dict(zip(names, data, strict=True))
+        here: Any = tf.compat.v1.get_default_graph()
+        inputs |= {name: here.capture(outer[name]) for name in captured}
+        used = {name: each for name, each in inputs.items() if name in graph_def_inputs}
+        return tf.graph_util.import_graph_def(graph_def, used, [each.name for each in values], name="rows")
+
+    graph_def_inputs = {f"{name}:0" if ":" not in name else name for node in graph_def.node for name in node.input}
+    specs = [tf.TensorSpec([None, *each.shape[1:]] if each.shape.rank else each.shape, each.dtype) for each in leaves]
+    is_rounded = any(attribute.type in _HALVES for node in graph_def.node for attribute in node.attr.values())
+    return tf.function(compute, input_signature=specs, autograph=False), 0.02 if is_rounded else 1e-3
+
+
+def _sub_graph(
+    values: Sequence[tf.Tensor], known: Collection[str], outer: dict[str, Any]
+) -> tuple[tf.compat.v1.GraphDef, list[str]]:
+    """Returns the part of a graph that computes tensors, and the names of what it has captured.
+
+    Raises:
+        LookupError: if an operation of it writes, sends or draws, or what it has captured is not known.
+    """
+    found, captured = tf.compat.v1.GraphDef(), []
+    called = []
+    pending, seen = [each.op for each in values], set()
+    while pending:
+        operation = pending.pop()
+        if operation.name in seen:
+            continue
+        seen.add(operation.name)
+        if operation.type == "Placeholder":
+            name = operation.outputs[0].name
+            if name not in outer or tf.is_symbolic_tensor(outer[name]):
+                raise LookupError(name)
+            captured.append(name)
+            continue
+        node = found.node.add()
+        node.CopyFrom(operation.node_def)
+        node.device = ""
+        if "_class" in node.attr:
+            del node.attr["_class"]  # to be on the device of an operation that is not there
+        inputs = list(operation.inputs)
+        del node.input[len(inputs) :]  # those from control dependencies
+        if operation.type in _DRAWN and operation.outputs[0].dtype.is_floating:
+            inputs = inputs[:1]
+            _make_constant(found, node, operation)
+        elif operation.op_def.is_stateful and operation.type not in (*_HARMLESS, *_CALLS):
+            raise LookupError(operation.type)
+        if any(each.HasField("func") or each.list.func for each in node.attr.values()):
+            called.append(operation)
+        pending += [each.op for each in inputs if each.name not in known]
+    if called:
+        found.library.CopyFrom(values[0].graph.as_graph_def().library)
+        _check_functions(called, found.library)
+    return found, captured
+
+
+def _may_hold(constant: Any, length: int) -> bool:
+    """Returns whether a constant of a graph may come from a number of rows, as what a sum is divided by."""
+    value = tf.make_ndarray(constant.attr["value"].tensor)
+    if not (value.size and np.issubdtype(value.dtype, np.number)):
+        return False
+    first = float(value.flat[0])
+    parts = (first / length, 1 / (first * length)) if first else ()
+    return value.shape[:1] == (length,) or any(abs(each) >= 1 and each.is_integer() for each in parts)
+
+
+def _make_constant(graph_def: tf.compat.v1.GraphDef, node: Any, operation: tf.Operation) -> None:
+    """Makes a node that draws numbers of a given shape one that fills it with one number."""
+    dtype, shape = operation.outputs[0].dtype, operation.inputs[0].dtype
+    number = graph_def.node.add(name=f"{node.name}/drawn", op="Const")
+    number.attr["dtype"].type = dtype.as_datatype_enum
+    number.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(_DRAWN[operation.type], dtype, ()))
+    node.op = "Fill"
+    del node.input[1:]
+    node.input.append(number.name)
+    node.attr.clear()
+    node.attr["T"].type, node.attr["index_type"].type = dtype.as_datatype_enum, shape.as_datatype_enum
+
+
+def _check_functions(called: Sequence[tf.Operation], library: Any) -> None:
+    functions = {each.signature.name: each for each in library.function}
+    pending = [name for operation in called for name in _names_of_functions(operation.node_def)]
+    seen: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for node in functions[name].node_def:
+            if any(part in node.op for part in ("PyFunc", "Collective", "Horovod", "Assign", "Random", "Iterator")):
+                raise LookupError(node.op)
+            pending += _names_of_functions(node)
+
+
+def _names_of_functions(node: Any) -> list[str]:
+    single = [each.func.name for each in node.attr.values() if each.HasField("func")]
+    return single + [each.name for listed in node.attr.values() for each in listed.list.func]

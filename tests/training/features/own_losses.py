@@ -1,0 +1,301 @@
+"""Losses that a layer, `compute_loss` or `train_step` computes by hand: sums over rows, means, and others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+import kdist
+from kdist.errors import NotSynchronizedError
+from tests.helpers.logs import logged
+from tests.training.features.registry import feature
+from tests.training.fidelity import (
+    BATCH,
+    both,
+    deterministic_weights,
+    fed,
+    fit_alone,
+    mlp,
+    outcome,
+    rows,
+    sequences,
+)
+
+NO_MEAN = "It is none: it is a sum, relates rows"
+WRITES = "the step writes the weight"
+
+
+def silently_both(script: Callable[[int], dict[str, Any]], **arguments: Any) -> None:
+    """Compares all ranks with one process, where nothing may be told of losses."""
+    with logged(logging.WARNING) as said:
+        both(script, **arguments)
+    assert not [text for text in said if any(each in text for each in (NO_MEAN, WRITES))], said
+
+
+def told(script: Callable[[int], dict[str, Any]], what: str) -> None:
+    """Trains on all ranks, which must be told of a loss that is no mean over rows."""
+    with (
+        logged(logging.WARNING) as said,
+        kdist.scope(scale_lr=None),
+        contextlib.suppress(NotSynchronizedError),  # of weights that were written and rounded
+    ):
+        script(BATCH)
+    found = [text for text in said if any(each in text for each in (NO_MEAN, WRITES))]
+    assert bool(found) == (kdist.rank() == 0), said
+    assert all(what in text for text in found), said
+
+
+class Adds(keras.layers.Layer):
+    """Adds a loss of its input, as Keras' guides do."""
+
+    def __init__(self, loss: Callable[[Any], Any]) -> None:
+        super().__init__(name="adds")
+        self.loss = loss
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(self.loss(inputs))
+        return inputs
+
+
+def row_count(x: Any) -> Any:
+    return ops.cast(ops.shape(x)[0], x.dtype)
+
+
+MEANS_ADDED: dict[str, Callable[[Any], Any]] = {
+    "a mean of sums": lambda x: ops.mean(ops.sum(x**2, axis=1)),
+    "a sum of means": lambda x: ops.sum(ops.mean(x**2, axis=0)),
+    "a sum over the number of rows": lambda x: ops.sum(x**2) / row_count(x),
+    "a sum of shares": lambda x: ops.sum(x**2 / row_count(x)),
+    "a constant": lambda x: ops.sum(ops.ones((3,), x.dtype)),
+}
+OTHERS_ADDED: dict[str, Callable[[Any], Any]] = {
+    "a sum": lambda x: 1e-2 * ops.sum(x**2),
+    "a number for each row": lambda x: ops.sum(x**2, axis=1),
+    "a sum of chosen rows": lambda x: ops.sum(tf.boolean_mask(x, x[:, 0] > 0) ** 2),
+    "a mean and a sum": lambda x: ops.mean(x**2) + 0.01 * ops.sum(x**2),
+    "a root": lambda x: ops.sqrt(ops.mean(x**2)),
+    "products of means": lambda x: ops.mean(ops.mean(x, axis=0) * ops.mean(ops.abs(x), axis=0)),
+    "a mean of chosen rows": lambda x: ops.mean(tf.boolean_mask(x, x[:, 0] > 0) ** 2),
+    "pairs": lambda x: ops.mean(ops.log_softmax(ops.matmul(x, ops.transpose(x)))),
+    "correlations": lambda x: ops.sum((ops.matmul(ops.transpose(x), x) / row_count(x)) ** 2),
+    "a variance": lambda x: ops.mean((x - ops.mean(x, axis=0)) ** 2),
+}
+
+
+def with_added(loss: Callable[[Any], Any], *, run_eagerly: bool = False) -> Callable[[int], dict[str, Any]]:
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        layers = [keras.layers.Dense(4), Adds(loss), keras.layers.Dense(2, kernel_regularizer="l2")]
+        model = keras.Sequential([keras.Input((5,)), *layers])
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=run_eagerly)
+        return fit_alone(model, fed("arrays", (x, y), batch), validation_data=(x, y))
+
+    return script
+
+
+@feature
+def means_that_layers_add() -> None:
+    for loss in MEANS_ADDED.values():
+        silently_both(with_added(loss))
+
+
+@feature
+def added_losses_that_are_no_means_are_told_of() -> None:
+    for loss in OTHERS_ADDED.values():
+        told(with_added(loss), "A loss of the layer 'adds' (`add_loss`) is computed from this rank's rows")
+
+
+MEANS: dict[str, Callable[[Any, Any], Any]] = {
+    "of shares": lambda y, p: ops.sum((y - p) ** 2 / row_count(p)),
+    "over rows": lambda y, p: keras.losses.MeanSquaredError(reduction="sum")(y, p) / row_count(p),
+    "of Keras' loss": lambda y, p: keras.losses.MeanSquaredError()(y, p),
+    "in a branch": lambda y, p: tf.cond(ops.sum(p) > 1e6, lambda: ops.mean(p), lambda: ops.mean((y - p) ** 2)),
+    "in a scan": lambda y, p: tf.reduce_sum(tf.map_fn(lambda c: ops.mean(c**2), ops.transpose(y - p))),
+    "of gathered sums": lambda y, p: 0.01 * kdist.all_reduce(ops.sum((y - p) ** 2)),
+    "root of gathered means": lambda y, p: ops.sqrt(kdist.all_reduce(ops.mean((y - p) ** 2), "mean")),
+}
+
+
+@tf.function
+def squared(one: Any, other: Any) -> Any:
+    return 0.01 * tf.reduce_sum((one - other) ** 2)
+
+
+OTHERS: dict[str, Callable[[Any, Any], Any]] = {
+    "squares": lambda y, p: 0.01 * ops.sum((y - p) ** 2),
+    "of Keras' loss": lambda y, p: keras.losses.MeanSquaredError(reduction="sum")(y, p),
+    "over a constant": lambda y, p: ops.sum((y - p) ** 2) / BATCH,
+    "of a mean and a sum": lambda y, p: 2 * ops.mean((y - p) ** 2) - 0.01 * (1 - ops.sum(ops.abs(y - p))),
+    "of 600 terms": lambda y, p: sum((ops.sum(ops.abs(y - p)) / 9000 for _ in range(600)), 0.0),
+    "over columns": lambda y, p: ops.sum((y - p) ** 2) / tf.cast(tf.shape(p)[1], p.dtype),
+    "in a function": lambda y, p: squared(y, p),
+    "in a loop": lambda y, p: tf.while_loop(
+        lambda i, _: i < 2, lambda i, total: (i + 1, total + 0.01 * ops.sum((y - p)[:, i] ** 2)), (0, 0.0 * ops.sum(p))
+    )[1],
+    "root": lambda y, p: ops.sqrt(ops.mean((y - p) ** 2)),
+    "masked": lambda y, p: ops.sum((y - p) ** 2 * ops.cast(y > 0, p.dtype)) / ops.sum(ops.cast(y > 0, p.dtype)),
+    "contrastive": lambda y, p: ops.mean(ops.log_softmax(ops.matmul(y, ops.transpose(p)))),
+}
+
+
+class ByHand(keras.Model):
+    """A step of the user's own, that logs its loss by itself and as a metric."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any], *, scales: bool = False) -> None:
+        super().__init__()
+        self.net, self.own_loss, self.scales = mlp(), loss, scales
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = scaled = self.own_loss(y, self(x, training=True))
+            if self.scales:
+                scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        self.tracker.update_state(loss)
+        return {"tracked": self.tracker.result(), "last": loss}
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        self.tracker.update_state(self.own_loss(data[1], self(data[0])))
+        return {"tracked": self.tracker.result()}
+
+
+class OfOwnLoss(keras.Model):
+    """A `compute_loss` of the user's own."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.net, self.own_loss = mlp(), loss
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        return self.own_loss(y, y_pred)
+
+
+def by_hand(make: Callable[[], keras.Model], **compile_: Any) -> Callable[[int], dict[str, Any]]:
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = make()
+        model.compile(keras.optimizers.SGD(0.01), **compile_)
+        history = model.fit(
+            x,
+            y,
+            batch_size=batch,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            validation_data=(x, y),
+            validation_batch_size=batch,
+        )
+        return outcome(model, history)
+
+    return script
+
+
+def models_of(loss: Callable[[Any, Any], Any]) -> list[Callable[[], keras.Model]]:
+    return [lambda: ByHand(loss), lambda: ByHand(loss, scales=True), lambda: OfOwnLoss(loss)]
+
+
+@feature
+def means_that_a_step_differentiates() -> None:
+    for number, loss in enumerate(MEANS.values()):
+        silently_both(by_hand(models_of(loss)[number % 3]))
+
+
+@feature
+def losses_by_hand_that_are_no_means_are_told_of() -> None:
+    for number, loss in enumerate(OTHERS.values()):
+        told(by_hand(models_of(loss)[number % 3]), NO_MEAN)
+
+
+@feature
+def weights_that_a_step_writes_by_its_rows_are_told_of() -> None:
+    class SharpnessAware(ByHand):
+        def __init__(self, reduce: Callable[[Any], Any]) -> None:
+            super().__init__(lambda y, p: ops.mean((y - p) ** 2))
+            self.reduce = reduce
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.own_loss(y, self(x, training=True))
+            steps = [0.1 * each for each in self.reduce(tape.gradient(loss, self.trainable_variables))]
+            for weight, step in zip(self.trainable_variables, steps, strict=True):
+                weight.assign_add(step)
+            with tf.GradientTape() as tape:
+                loss = self.own_loss(y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            for weight, step in zip(self.trainable_variables, steps, strict=True):
+                weight.assign_sub(step)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    def all_ranks(gradients: Any) -> Any:
+        return kdist.all_reduce(gradients, "mean")
+
+    told(by_hand(lambda: SharpnessAware(lambda gradients: gradients)), WRITES)
+    silently_both(by_hand(lambda: SharpnessAware(all_ranks)))
+
+
+@feature
+def logs_and_metrics_of_whole_batches_are_told_of() -> None:
+    class Measures(ByHand):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.own_loss(y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            self.tracker.update_state(ops.max(ops.abs(y)))
+            return {"loss": loss, "norm": tf.linalg.global_norm(gradients), "tracked": self.tracker.result()}
+
+    x, y = rows("ragged")
+    with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
+        model = Measures(lambda y, p: ops.mean((y - p) ** 2))
+        model.compile("sgd")
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+    names = [text[: text.index(" is computed")] for text in said if " is computed" in text]
+    assert names == (["What the metric 'tracked' is given"] if kdist.rank() == 0 else []), said
+
+
+@feature
+def nothing_is_told_of_gradients_as_they_are() -> None:
+    """Those of a recurrent layer are sums of products of rows, which a step passes on."""
+
+    class PassesOn(keras.Sequential):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(data[0], data[1], self(data[0], training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    x, y = sequences()
+    for make in (keras.Sequential, PassesOn):
+
+        def script(batch: int, make: type[keras.Sequential] = make) -> dict[str, Any]:
+            layers = [keras.layers.GRU(3, return_sequences=True), keras.layers.Dense(1)]
+            model = make([keras.Input((6,), dtype="int64"), keras.layers.Embedding(9, 4, mask_zero=True), *layers])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            return fit_alone(model, fed("arrays", (x, y), batch))
+
+        silently_both(script)
