@@ -367,7 +367,6 @@ class Engine(abc.ABC):
             EngineError: if `json` cannot write the value.
         """
         import numpy as np
-        import tensorflow as tf
 
         self.check_allowed()
         try:
@@ -379,10 +378,24 @@ class Engine(abc.ABC):
                 "tuple or dict. Fix: convert the value first."
             ) from err
         mine = np.frombuffer(text, np.uint8)
-        with tf.init_scope():  # at once, even while a graph is being traced
-            everyone, lengths = self.allgather([tf.constant(mine), tf.constant([len(mine)], tf.int64)])
-            parts = np.split(np.asarray(everyone), np.cumsum(np.asarray(lengths))[:-1])
-        return [json.loads(part.tobytes()) for part in parts]
+        everyone, lengths = self._of_arrays("allgather", [mine, np.array([len(mine)])])
+        return [json.loads(part.tobytes()) for part in np.split(everyone, np.cumsum(lengths)[:-1])]
+
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Returns the sums of some `float32` numbers over the ranks, at once; see `allreduce`.
+
+        Collective: every rank must call this, in the same order.
+        """
+        import numpy as np
+
+        return list(self._of_arrays("allreduce", [np.array(numbers, np.float32)])[0])
+
+    def _of_arrays(self, collective: str, arrays: Sequence[Any]) -> list[Any]:
+        """Returns what a collective returns of NumPy arrays, at once, even while a graph is being traced."""
+        import tensorflow as tf
+
+        with tf.init_scope():
+            return [tensor.numpy() for tensor in getattr(self, collective)([*map(tf.constant, arrays)])]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Returns the root's value on every rank.

@@ -181,14 +181,9 @@ class MPIEngine(Engine):
     def send(self, tensors: Sequence[tf.Tensor], to: int) -> None:
         """Begins to send; see `Engine.send`."""
         tensors = arguments.for_send(tensors, to, self.rank, self.size)
-
-        def exchange(arrays: Sequence[Array]) -> list[Array]:
-            self._transport.send(arrays, to)
-            return []
-
         if tensors:
             call = NotedCall.of(f"send to {self.world_ranks[to]}", tensors, peer=to)
-            self._call(call, exchange, tensors, [], dtypes=[])
+            self._call(call, functools.partial(self._transport.send, to=to), tensors, [], dtypes=[])
 
     @not_converted
     def recv(self, like: Sequence[tf.Tensor | tf.TensorSpec], source: int) -> list[tf.Tensor]:
@@ -206,13 +201,8 @@ class MPIEngine(Engine):
     @not_converted
     def barrier(self) -> None:
         """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
-
-        def exchange(_: Sequence[Array]) -> list[Array]:
-            self._transport.barrier()
-            return []
-
         run = self._exchange if tf.executing_eagerly() else self._when_run
-        run(NotedCall.of("barrier"), exchange)
+        run(NotedCall.of("barrier"), self._transport.barrier)
 
     def exchange(self, text: str) -> list[str]:
         """Returns every rank's text, in rank order, without TensorFlow: its devices may not be initialised yet.
@@ -232,6 +222,11 @@ class MPIEngine(Engine):
         if not self._mpi.Is_finalized():
             self._mpi.COMM_WORLD.Abort(code)  # for another communicator MPICH would inform its ranks, not the launcher
         os._exit(code)
+
+    def _of_arrays(self, collective: str, arrays: Sequence[Any]) -> list[Any]:
+        """Makes no tensors, which takes longer than the message; see `Engine._of_arrays`."""
+        call = NotedCall(collective, None, len(arrays) if collective == "allreduce" else 0)
+        return self._exchange(call, getattr(self._transport, collective), *arrays)
 
     def _call(
         self,

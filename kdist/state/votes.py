@@ -67,8 +67,10 @@ class Votes:
 
         Collective: every rank must call this, in the same order.
         """
-        dtype = others[0].dtype if others else tf.float32  # so that they share a buffer
-        counts, *sums = self._engine.allreduce([tf.cast(self._vector(), dtype), *others])
+        if not others:
+            self.receive(self._engine.sum_numbers(self._vector()))
+            return []
+        counts, *sums = self._engine.allreduce([tf.cast(self._vector(), others[0].dtype), *others])  # in one buffer
         self.receive(counts.numpy())
         return sums
 

@@ -940,6 +940,15 @@ def case_objects_are_gathered(engine):
     assert engine.gather_objects(thing(engine.rank)) == [thing(rank) for rank in range(engine.size)]
 
 
+def case_numbers_are_summed(engine):
+    expected = [sum(range(engine.size)), 0.5 * engine.size, 0.0]
+    assert engine.sum_numbers([float(engine.rank), 0.5, 0.0]) == expected
+    with engine.refusing("This runs on one rank"):
+        if engine.size > 1:
+            with pytest.raises(EngineError, match="on one rank"):
+                engine.sum_numbers([1.0])
+
+
 def case_large_objects_are_gathered(engine):
     everyone = engine.gather_objects("ü" * (500_000 if engine.rank == 0 else engine.rank))
     assert [len(text) for text in everyone] == [500_000, *range(1, engine.size)]

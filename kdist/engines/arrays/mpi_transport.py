@@ -136,11 +136,12 @@ class MPITransport:
         self._broadcast_bytes(buffer, root)
         return fusion.from_bytes(buffer, shapes, dtypes)
 
-    def send(self, arrays: Sequence[Array], to: int) -> None:
-        """Begins to send arrays as one buffer of bytes, and does not wait for the receiver; see `Engine.send`."""
+    def send(self, arrays: Sequence[Array], to: int) -> list[Array]:
+        """Begins to send arrays as one buffer of bytes, and waits for no receiver; see `Engine.send`."""
         self._sends = [request for request in self._sends if not request.Test()]
         for piece in fusion.pieces(fusion.to_bytes(arrays), self.message_limit):
             self._sends.append(self._comm.Isend(piece, to))  # which keeps the piece until it has left
+        return []
 
     def recv(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype], source: int) -> list[Array]:
         """Returns the next arrays from a rank; see `Engine.recv`.
@@ -160,9 +161,10 @@ class MPITransport:
                 )
         return fusion.from_bytes(buffer, shapes, dtypes)
 
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
+    def barrier(self, arrays: Sequence[Array]) -> list[Array]:
+        """Returns when every rank has called it; sends no arrays."""
         self._comm.Barrier()
+        return []
 
     def wait_for_exits(self) -> None:
         """Waits, nearly idle, until every rank is at its exit; MPI itself would burn a core in this wait."""
