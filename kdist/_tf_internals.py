@@ -39,6 +39,7 @@ __all__ = [
     "UninitializedVariable",
     "abort_collectives",
     "add_function",
+    "call_flat",
     "call_on_iterator",
     "default_graphs",
     "is_compiled_by_xla",
@@ -165,7 +166,20 @@ def call_on_iterator(function: Any, iterator: Any) -> Any:
     Returns:
         What the function returns.
     """
-    return function._call_flat([iterator._iterator_resource], function.captured_inputs)
+    return call_flat(function, [iterator._iterator_resource])
+
+
+def call_flat(function: Any, tensors: list[Any]) -> Any:
+    """Calls a function with eager tensors of the shapes and dtypes that it was traced for, without checking them.
+
+    Args:
+        function: `tf.types.experimental.ConcreteFunction`.
+        tensors: list, its arguments without structure; what is `None` is left out.
+
+    Returns:
+        What the function returns.
+    """
+    return function._call_flat(tensors, function.captured_inputs)
 
 
 def abort_collectives(message: str) -> None:

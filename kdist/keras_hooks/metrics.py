@@ -36,6 +36,11 @@ def joint_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     return [metric for metric in _flat(model.metrics, _adds_up) if not _adds_up(metric)]
 
 
+def resets_by_assignments(metric: keras.metrics.Metric) -> bool:
+    """Returns whether `reset_state` of a metric is Keras' own, which only assigns to variables."""
+    return "reset_state" not in vars(metric) and type(metric).reset_state.__module__.startswith("keras.src.")
+
+
 def summed_variables(model: keras.Model) -> list[keras.Variable]:
     """Returns the variables of a model's metrics without those of `joint_metrics`."""
     joint = {id(variable) for metric in joint_metrics(model) for variable in metric.variables}

@@ -56,6 +56,7 @@ from kdist.trainer import saving
 from kdist.trainer.callback_list import replicated_callbacks
 from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
 from kdist.trainer.feeding.given_rows import given_rows, with_one_row, with_unknown_numbers
+from kdist.trainer.metric_reset import MetricReset
 from kdist.trainer.predictions import as_dense, gather_rows
 from kdist.trainer.session import ReplicatedSession
 from kdist.trainer.step_function import StepFunction
@@ -81,6 +82,7 @@ class ReplicatedModel:
         self._engine = session.engine
         self._extended = session.strategy.extended
         self._compiled_steps = CompiledSteps(session.model)
+        self._metric_reset = MetricReset(session.model, self._original("reset_metrics"))
         self._dense_outputs: list[bool] = []
         self._broadcast_for: list[keras.optimizers.Optimizer] = []
         self._results: dict[str, dict[str, Callable[[], Any]]] = {}
@@ -98,6 +100,7 @@ class ReplicatedModel:
         }
         hooks: dict[str, Callable[..., Any]] = {
             MAKE_FUNCTION: self._make_function,
+            "make_predict_function": self._make_predict_function,
             SYMBOLIC_BUILD: self._maybe_symbolic_build,
             EPOCH_LOGS: self._epoch_logs,
             "reset_metrics": self._reset_metrics,
@@ -270,6 +273,11 @@ class ReplicatedModel:
     def _make_function(self, step: Callable[..., Any]) -> StepFunction:
         return StepFunction(self._model, self._original(MAKE_FUNCTION)(step))
 
+    def _make_predict_function(self, force: bool = False) -> None:
+        if self._model.predict_function is None or force:
+            self._original("make_predict_function")(force=True)
+            self._model.predict_function = StepFunction(self._model, self._model.predict_function)
+
     def _share(self, data: Any) -> Shard:
         """Returns this rank's rows of what a step was given: its share already, or a batch of the user's."""
         shard = self._shard_of(data)
@@ -358,7 +366,7 @@ class ReplicatedModel:
         return logs
 
     def _reset_metrics(self) -> None:
-        self._original("reset_metrics")()
+        self._metric_reset()
         if any(verb not in self._on_batch_verbs for verb in self.session.verbs):  # in a pass over data
             self.session.metrics.rebase()
 

@@ -65,26 +65,72 @@ def test_the_end_of_the_data_is_told_as_keras_tells_it(model):
         ours(elements)
 
 
+def python_calls(run):
+    """Returns how many functions of Python a call of `run` calls, on average."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    run()  # which traces
+    run()
+    sys.setprofile(note)
+    try:
+        for _ in range(5):
+            run()
+    finally:
+        sys.setprofile(None)
+    return count / 5
+
+
 def test_a_step_calls_less_python_than_keras_own(model):
-    def calls(function):
-        elements, count = iterator(2), 0
+    calls = []
+    for function in functions(model):
+        elements = iterator(2)
+        calls.append(python_calls(lambda function=function, elements=elements: function(elements)))
+    assert calls[1] < calls[0] / 3
 
-        def note(frame, event, argument):
-            nonlocal count
-            count += event == "call"
 
-        function(elements)  # which traces
-        function(elements)
-        sys.setprofile(note)
-        try:
-            for _ in range(5):
-                function(elements)
-        finally:
-            sys.setprofile(None)
-        return count / 5
+def test_a_step_on_a_batch_is_keras_own_and_calls_less_python(model):
+    def on_batch(function, *batch):
+        return {name: float(value) for name, value in function(iter([batch])).items()}
 
-    plain, ours = functions(model)
-    assert calls(ours) < calls(plain) / 3
+    start, found, calls = model.get_weights(), [], []
+    x, y = ROWS, ROWS[:, :2]
+    weight = np.linspace(0, 1, len(x), dtype="float32")
+    for function in functions(model):
+        model.set_weights(start)
+        model.reset_metrics()
+        batches = [(x, y, None), (x, y, weight), (tf.constant(x), y, None), (x[:4], y[:4], None), ([x], y, None)]
+        found.append([on_batch(function, *batch) for batch in batches])
+        calls.append(python_calls(lambda function=function: function(iter([(x, y, None)]))))
+    assert found[0] == found[1]
+    assert calls[1] < calls[0] / 3
+
+
+def test_batches_of_known_shapes_are_not_traced_anew(model):
+    _, ours = functions(model)
+    x, y = ROWS, ROWS[:, :2]
+    for _ in range(2):
+        for size in (8, 6, 4, 3):
+            ours([(x[:size], y[:size], None)])
+            ours([(tf.constant(x[:size]), y[:size], None)])
+    assert model.runs == 2
+    ours([(x[:8].astype("float64"), y[:8], None)])
+    assert model.runs == 3
+
+
+def test_batches_in_a_graph_of_the_users(model):
+    _, ours = functions(model)
+
+    @tf.function(autograph=False)
+    def step(x, y):
+        return ours([(x, y, None)])["loss"]
+
+    before = model.optimizer.iterations.numpy()
+    assert float(step(ROWS, ROWS[:, :2])) > 0
+    assert model.optimizer.iterations.numpy() == before + 1
 
 
 def test_passes_share_a_trace_and_are_let_go(model):
