@@ -14,6 +14,7 @@ from kdist.data.graphs.fingerprint import fingerprint_of_functions, fingerprint_
 from kdist.data.graphs.inspection import batch_sizes, calls_python, may_reshuffle
 from kdist.data.graphs.options import prefetched, sharded_options, untuned
 from kdist.data.graphs.pipeline import Pipeline
+from kdist.data.graphs.reordering import chain_of
 from kdist.data.graphs.tuning import is_tuned
 from kdist.data.groups import element_of
 from kdist.data.per_rank_stream import PerRankStream
@@ -113,24 +114,25 @@ class StreamSource(Source):
         """Returns the shards and whether they know the rows of all ranks.
 
         To trace a pipeline's functions takes as long as many a small step. So the user's dataset keeps the shards for
-        the next verb, if their order is not another one there.
+        the next verb; or the operations of which they are made again, where their order is another one there.
         """
         kept = resources_of(dataset)
         key = ("shards", dataclasses.replace(self.plan, seed=0))
         if key in kept:
-            return kept[key]
+            chain, knows_global_rows = kept[key]
+            return chain.in_order_of(dataset, self.plan.seed), knows_global_rows
         # AutoGraph would convert kdist's own functions, which need it as little as the user's traced ones.
         build = tf.autograph.experimental.do_not_convert(self._build)
-        shards, knows_global_rows, depends_on_seed = build(dataset, tuned)
-        if not depends_on_seed:
-            kept[key] = shards, knows_global_rows
+        shards, knows_global_rows, ordered = build(dataset, tuned)
+        if chain := chain_of(shards, ordered):
+            kept[key] = chain, knows_global_rows
         return shards, knows_global_rows
 
-    def _build(self, dataset: tf.data.Dataset, tuned: bool | None) -> tuple[tf.data.Dataset, bool, bool]:
+    def _build(self, dataset: tf.data.Dataset, tuned: bool | None) -> tuple[tf.data.Dataset, bool, Pipeline | None]:
         plan, spec = self.plan, dataset.element_spec
         rows, options = Rows(spec, self._batch_sizes), tf.data.Options()
         parallel_maps: tuple[Any, ...] = ()
-        knows_global_rows, depends_on_seed = True, False
+        knows_global_rows, ordered = True, None
         if plan.num_shards == 1 and not plan.joins_batches:
 
             def to_shard(*arguments: Any) -> Shard:
@@ -140,12 +142,11 @@ class StreamSource(Source):
             shards = dataset.map(to_shard)
         else:
             ordered = Pipeline(dataset, plan.seed)
-            depends_on_seed = ordered.depends_on_seed
             shards, knows_global_rows, parallel_maps = select_shards(ordered, plan, rows)
             options = sharded_options()
             options.deterministic = True
         options.autotune.enabled = is_tuned(dataset, parallel_maps) if tuned is None else tuned
-        return prefetched(shards.with_options(options)), knows_global_rows, depends_on_seed
+        return prefetched(shards.with_options(options)), knows_global_rows, ordered
 
 
 def _shard_by_policy(dataset: tf.data.Dataset, policy: Any, plan: Plan) -> tf.data.Dataset:

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from kdist.data.per_rank_stream import PerRankStream
-from kdist.data.tf_data import tf_data_source
+from kdist.data.tf_data import StreamSource, tf_data_source
 from kdist.engines.arrays import fusion
 from kdist.errors import DataError
 from tests.data.ranks import groups, idle_rows, in_batches, one_pass, plans
@@ -265,6 +265,46 @@ def test_a_second_verb_takes_the_pipeline_of_the_first():
     kept, one, other = orders(Dataset.range(23).shuffle(23).batch(2))
     assert kept == [False, False]
     assert one != other
+
+
+def _augmented(row):
+    return row * 2, row
+
+
+@pytest.mark.parametrize(
+    ("make", "is_kept"),
+    [
+        (lambda: Dataset.range(23).shuffle(9).batch(2), True),
+        (lambda: Dataset.range(23).shuffle(9).map(_augmented, num_parallel_calls=2).batch(2).prefetch(1), True),
+        (lambda: Dataset.range(23).map(_augmented).batch(2).shuffle(3), True),
+        (lambda: Dataset.range(23).shuffle(9).shuffle(5).repeat(2).batch(2, num_parallel_calls=2), True),
+        (lambda: Dataset.range(23).shuffle(9, reshuffle_each_iteration=False).padded_batch(2), True),
+        (lambda: hide_cardinality(Dataset.range(23)).shuffle(9).batch(2, drop_remainder=True), True),
+        (lambda: Dataset.range(23).cache().shuffle(9).batch(2), True),
+        (lambda: Dataset.range(23).shuffle(9).cache().batch(2), False),
+        (lambda: Dataset.range(4).interleave(lambda _: Dataset.range(5).shuffle(5)).shuffle(4).batch(2), False),
+    ],
+)
+@pytest.mark.parametrize("scale_batch", [True, False])
+def test_a_second_verb_has_the_order_of_its_seed_without_a_trace(make, is_kept, scale_batch, monkeypatch):
+    def passes(dataset, seed):
+        ranks = sources(lambda: dataset, plans(2, seed=seed, scale_batch=scale_batch))
+        return [one_pass(ranks) for _ in range(2)]
+
+    dataset = make()
+    first, other = passes(dataset, 1), passes(make(), 2)
+    traced = []
+    monkeypatch.setattr(
+        StreamSource,
+        "_build",
+        lambda self, *args, build=StreamSource._build: (
+            traced.append(1),
+            build(self, *args),
+        )[1],
+    )
+    assert passes(dataset, 2) == other
+    assert passes(dataset, 1) == first
+    assert not traced or not is_kept
 
 
 def test_a_dataset_is_let_go_with_the_pipeline_that_it_keeps():

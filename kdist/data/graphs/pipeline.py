@@ -22,6 +22,9 @@ from kdist.data.graphs.random_ops import with_rank_seeds
 from kdist.data.graphs.replay import can_be_replayed, is_nondeterministic_op, replay, reshuffles
 from kdist.errors import DataError
 
+APPLIED = "applied"
+"""The key in `resources_of` of the position of the step that `Pipeline.apply` has applied last, and what to."""
+
 _log = logging.getLogger("kdist")
 
 
@@ -41,6 +44,7 @@ class Pipeline:
     Attributes:
         options: `tf.data.Options`, the user's.
         steps: tuple of the user's dataset objects, each known by its last operation, in the order of the data.
+        is_base_rewritten: bool, whether the graph before them was rewritten.
 
     Raises:
         DataError: if something in it cannot be made deterministic.
@@ -59,14 +63,14 @@ class Pipeline:
         self._num_cached = max((number for number, step in enumerate(steps, 1) if kind(step) == "Cache"), default=0)
         self._seed = seed
         self._base = _deterministic_base(dataset, seed)
-        self._is_base_rewritten = self._base is not dataset
-        changed = [self._is_base_rewritten, *(is_nondeterministic_op(step) or reshuffles(step) for step in steps)]
+        self.is_base_rewritten = self._base is not dataset
+        changed = [self.is_base_rewritten, *(is_nondeterministic_op(step) or reshuffles(step) for step in steps)]
         self._unchanged = changed.index(True) if True in changed else len(changed)
 
     @property
     def depends_on_seed(self) -> bool:
         """Whether `seed` decides about the order: not where nothing is shuffled, or all with the user's seeds."""
-        return self._is_base_rewritten or any(is_nondeterministic_op(step) for step in self.steps)
+        return self.is_base_rewritten or any(is_nondeterministic_op(step) for step in self.steps)
 
     def dataset(self, num_steps: int | None = None) -> tf.data.Dataset:
         """Returns the pipeline as one dataset.
@@ -91,7 +95,9 @@ class Pipeline:
             if is_fixed
             else derived_seed(self._seed, position + 1 - self._num_cached)
         )
-        return replay(step, dataset, seed)
+        applied = replay(step, dataset, seed)
+        internals.resources_of(applied)[APPLIED] = position, dataset
+        return applied
 
 
 def is_elementwise(step: Any) -> bool:
