@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -38,17 +38,16 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     visited: set[int] = set()  # a list may contain itself
     of_every_layer = _names_of_keras()
 
-    def visit(value: Any) -> None:
-        if isinstance(value, keras.optimizers.Optimizer):
-            found.setdefault(id(value), value)
-        elif isinstance(value, (list, tuple, dict)) and id(value) not in visited:
-            visited.add(id(value))
-            for item in value.values() if isinstance(value, dict) else value:
-                visit(item)
+    def visit(values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, keras.optimizers.Optimizer):
+                found.setdefault(id(value), value)
+            elif isinstance(value, (list, tuple, dict)) and id(value) not in visited:
+                visited.add(id(value))
+                visit(value.values() if isinstance(value, dict) else value)
 
     for layer in layers_of(model):
-        for value in [value for name, value in vars(layer).items() if name not in of_every_layer]:
-            visit(value)
+        visit([value for name, value in vars(layer).items() if name not in of_every_layer])
     inner = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
     return [optimizer for key, optimizer in found.items() if key not in inner]
 
