@@ -39,23 +39,21 @@ def select_rows(
         there are none; `own` is their number, and `total` that of the group.
     """
     plan = tail.plan
-    groups, rows_of, counts_of = _groups(tail, source.length)
+    groups, counts_of, cut = _groups(tail, source.length)
 
     # An iterator prepares each function anew: the fewer operations it has, the sooner a verb begins.
     def choose(group: Any) -> tuple[Any, Any, Any]:
-        rows, counts = rows_of(group), counts_of(group)
-        total = tf.reduce_sum(counts)
+        counts, batches = tf.unstack(counts_of(group)), tf.unstack(group)
+        total = tf.add_n(counts)
         if plan.splits_rows:
             start, stop, own = slice_or_first(total, plan.num_shards, plan.shard_id)
-            if plan.group_size > 1:
-                rows = tf.boolean_mask(rows, tf.sequence_mask(counts, tail.batch_size))[None]
-            return rows[0, start:stop], own, total
-        own = tf.reduce_sum(counts[plan.shard_id : plan.shard_id + 1])
-        place = tf.where(own > 0, plan.shard_id, 0)
-        chosen, count = tf.gather(rows, place), tf.gather(counts, place) if is_whole else tf.maximum(own, 1)
+            return tf.concat([*map(cut, batches, counts)], 0)[start:stop], own, total
+        own = counts[plan.shard_id]
+        count = tf.where(own > 0, own, counts[0]) if is_whole else tf.maximum(own, 1)
         if size is not None:
             total = size * tf.math.count_nonzero(counts)
-        return chosen if is_whole and tail.drop_remainder else chosen[:count], own, total
+        chosen = tf.where(own > 0, batches[plan.shard_id], batches[0])
+        return cut(chosen, tail.batch_size if is_whole and tail.drop_remainder else count), own, total
 
     def own_batch(group: Any) -> Any:
         chosen, own, total = choose(group)
@@ -73,21 +71,23 @@ def select_rows(
     return tail.map_and_batch(samples, is_padded, finish)
 
 
-def _groups(tail: Tail, length: int) -> tuple[tf.data.Dataset, Callable[[Any], Any], Callable[[Any], Any]]:
-    """Returns a dataset of groups, and functions that take one: what its rows are, and how many each batch has.
-
-    The rows are the numbers of its samples, a matrix with a row for each batch. Behind the end of a batch it has
-    numbers that are of no sample.
-    """
+def _groups(tail: Tail, length: int) -> tuple[tf.data.Dataset, Callable[[Any], Any], Callable[[Any, Any], Any]]:
+    """Returns a dataset of groups, and functions: how many rows a group's batches have, and the first of a batch."""
     size, plan = tail.batch_size, tail.plan
     if tail.reorders_samples:
         samples = tail.order_samples(tf.data.Dataset.range(length))
-        batches = tail.order_batches(samples.batch(size, drop_remainder=tail.drop_remainder))
-        batches = pad_epochs(batches, lambda: tf.data.Dataset.from_tensors(tf.fill([size], int64(_NO_ROW))), plan)
-        groups = batches.padded_batch(plan.group_size, padded_shapes=[size], padding_values=int64(_NO_ROW))
-        return groups, lambda rows: rows, lambda rows: tf.reduce_sum(int64(rows > _NO_ROW), 1)
-    # Batches of the source's own order are known by the number of their first sample.
-    end = length - length % size if tail.drop_remainder else length
-    firsts = tail.order_batches(tf.data.Dataset.range(0, end, size))
-    groups = pad_epochs(firsts, lambda: tf.data.Dataset.from_tensors(int64(end)), plan).batch(plan.group_size)
-    return groups, lambda firsts: firsts[:, None] + np.arange(size), lambda firsts: tf.minimum(end - firsts, size)
+        batches, none = samples.batch(size, drop_remainder=tail.drop_remainder), tf.fill([size], int64(_NO_ROW))
+    else:  # batches of the source's own order are known by the number of their first sample
+        end = length - length % size if tail.drop_remainder else length
+        batches, none = tf.data.Dataset.range(0, end, size), int64(end)
+    nothing = tf.data.Dataset.from_tensors(none)  # fills the last group of an epoch, and of the data
+    batches = pad_epochs(tail.order_batches(batches), lambda: nothing, plan)
+    batches = batches.concatenate(nothing.repeat(plan.group_size - 1))
+    groups = batches.padded_batch(plan.group_size, none.shape, int64(_NO_ROW), drop_remainder=True)
+    if tail.reorders_samples:
+        return groups, lambda rows: tf.reduce_sum(int64(rows > _NO_ROW), 1), lambda rows, n: tf.slice(rows, [0], [n])
+    return (
+        groups,
+        lambda firsts: tf.minimum(end - firsts, size),
+        lambda first, n: first + np.arange(n) if isinstance(n, int) else tf.range(first, first + n),
+    )

@@ -33,7 +33,12 @@ class Chain(NamedTuple):
         dataset = self.base
         pipeline = Pipeline(user_dataset, seed) if self.links else None
         for link in self.links:
-            dataset = pipeline.apply(link, dataset) if pipeline and isinstance(link, int) else replay(link, dataset)
+            if pipeline and isinstance(link, int):
+                dataset = pipeline.apply(link, dataset)
+            elif kind(link) == "Concatenate":
+                dataset = dataset.concatenate(inputs(link)[1])
+            else:
+                dataset = replay(link, dataset)
         return dataset
 
 
@@ -59,7 +64,7 @@ def chain_of(dataset: tf.data.Dataset, pipeline: Pipeline | None) -> Chain | Non
             base, num_links = dataset, len(links) + 1
         elif not below:
             return Chain(base, links[:num_links][::-1])
-        elif len(below) > 1 or not can_be_replayed(dataset):
+        elif not (can_be_replayed(dataset) or kind(dataset) == "Concatenate"):  # with what fills the last group
             return None
         else:
             link, dataset = dataset, below[0]
