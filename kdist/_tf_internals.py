@@ -8,7 +8,7 @@ own code calls the eager context, as it is done here. And `tf.saved_model` is an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -38,9 +38,11 @@ __all__ = [
     "StrategyExtendedV1",
     "UninitializedVariable",
     "abort_collectives",
+    "add_control_inputs",
     "add_function",
     "call_flat",
     "call_on_iterator",
+    "control_outputs",
     "default_graphs",
     "is_compiled_by_xla",
     "is_initialized",
@@ -80,6 +82,7 @@ def missing_names() -> list[str]:
     used: list[tuple[Any, tuple[str, ...]]] = [
         (context.context(), ("_initialized", "abort_collective_ops", "add_function_def", "enable_collective_ops")),
         (tf.Graph(), ("_thread_local",)),
+        (tf.Operation, ("_add_control_inputs", "_control_outputs")),
         (ConcreteFunction, ("_call_flat",)),
         (iter(tf.data.Dataset.range(1)), ("_iterator_resource",)),
         (Cluster, ("schedule",)),
@@ -103,6 +106,16 @@ def is_compiled_by_xla() -> bool:
     return not tf.executing_eagerly() and bool(
         control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
     )
+
+
+def add_control_inputs(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:
+    """Lets an operation of a graph wait for others, of which none may depend on it."""
+    operation._add_control_inputs(list(others))
+
+
+def control_outputs(operation: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations that wait for one and take nothing from it."""
+    return list(operation._control_outputs)
 
 
 def is_updating() -> bool:

@@ -17,6 +17,7 @@ from kdist.keras_hooks.variables import raw_variable
 CURRENT_RATE = "_get_current_learning_rate"
 APPLY_GRADIENTS = "_backend_apply_gradients"
 CLIP = "_clip_gradients"
+DECAY = "_apply_weight_decay"
 TRAINED = "_trainable_variables"
 UPDATE = "apply_grad_to_update_var"  # a function in Keras' code, by whose name a strategy knows an optimizer's update
 

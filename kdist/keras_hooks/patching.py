@@ -103,7 +103,7 @@ PATCHES = (
     Patch(_OPTIMIZER, ("_backend_apply_gradients",), "instance", _STEP, "correct the momentum"),
     Patch(
         _OPTIMIZER,
-        ("_trainable_variables", "_clip_gradients", "update_step"),
+        ("_trainable_variables", "_clip_gradients", "_apply_weight_decay", "update_step"),
         "instance",
         _STEP,
         "update parts, and fuse SGD",

@@ -10,10 +10,11 @@ import tensorflow as tf
 from kdist.engines.arrays.buckets import assign_buckets
 from kdist.engines.engine import Engine
 from kdist.gradients.compression import planned_bytes
+from kdist.sharding.backward import PacedBackward
 from kdist.sharding.part import Part
 
-BUCKET_MB = 32.0
-"""Megabytes of a message unless `bucket_mb` says otherwise: one message of all weights would double the memory."""
+BUCKET_MB = 8.0
+"""Megabytes of a message unless `bucket_mb` says otherwise: of two messages gradients are whole at a time."""
 
 SMALL_BYTES = 1 << 20
 """Below this size of the gradients of a message, sums of whole gradients cost less than another message."""
@@ -60,10 +61,13 @@ class PartReducer:
             gradients = [tf.convert_to_tensor(each) for each in gradients]
         sums = list(gradients)
         waiting = list(exact)
-        for bucket in assign_buckets([planned_bytes(each) for each in gradients], self._bucket_mb):
+        buckets = assign_buckets([planned_bytes(each) for each in gradients], self._bucket_mb)
+        backward = PacedBackward(gradients, buckets)
+        for message, bucket in enumerate(buckets):
             sent = [self._rounded(each) for each in terms([gradients[place] for place in bucket])]
             received, others = self._message(sent, [parts[place] for place in bucket], waiting)
             exact, waiting = others or exact, []
+            backward.sent(message, received)
             for place, total in zip(bucket, received, strict=True):
                 sums[place] = _cast(total, gradients[place].dtype)
         return sums, self._engine.allreduce(waiting) if waiting else list(exact)

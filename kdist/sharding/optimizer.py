@@ -28,6 +28,7 @@ from kdist.keras_hooks.variables import key_of, path_of, raw_variable
 from kdist.sharding.blocks import filled, row_blocks, sent_to
 from kdist.sharding.gradients import BUCKET_MB
 from kdist.sharding.part import Part, SlotPart, make_parts
+from kdist.sharding.part_updates import PartUpdates
 from kdist.sharding.refusals import check_optimizer, check_shared_variables, check_table_optimizer, check_weights
 from kdist.sharding.slot_files import save_whole_slots
 from kdist.sharding.table import Table
@@ -98,19 +99,42 @@ class ShardedOptimizer:
             )
 
     def gather(self) -> None:
-        """Sets every weight to what the ranks have made of its parts.
+        """Sets every weight to what the ranks have made of its parts, and frees these.
 
         Collective: every rank must call this, in the same order.
         """
         parts = list(self.parts.values())
         for bucket in assign_buckets([part.num_bytes for part in parts], BUCKET_MB):
-            group = [parts[place] for place in bucket]
-            updated = [tf.convert_to_tensor(raw_variable(part.variable)) for part in group]
-            received = self.engine.allgather(updated, [part.lengths for part in group])
-            for part, value in zip(group, received, strict=True):
-                raw = raw_variable(part.weight)
-                raw.assign(tf.reshape(value, raw.shape))
-                part.free()
+            self.gather_some([parts[place] for place in bucket])
+
+    def gather_some(self, parts: Sequence[Part]) -> list[Any]:
+        """Sets the weights of some parts to what the ranks have made of these, and frees the parts.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            parts: sequence of `Part`.
+
+        Returns:
+            A list of a graph's operations that set the weights.
+        """
+        updated = [tf.convert_to_tensor(raw_variable(part.variable)) for part in parts]
+        received = self.engine.allgather(updated, [part.lengths for part in parts])
+        assigned = []
+        for part, value in zip(parts, received, strict=True):
+            raw = raw_variable(part.weight)
+            assigned.append(raw.assign(tf.reshape(value, raw.shape), read_value=False))
+            part.free()
+        return assigned
+
+    def updates_of(self, weights: Sequence[Any]) -> PartUpdates:
+        """Returns how weights are updated and gathered in turn.
+
+        Args:
+            weights: sequence of those that an update has gradients of, in its order.
+        """
+        parts = [self.parts[key_of(weight)] for weight in weights if table_of(weight) is None]
+        return PartUpdates(parts, self.gather_some, BUCKET_MB)
 
     def free(self) -> None:
         """Gives the memory of the parts back; weights stay as they are."""

@@ -25,9 +25,12 @@ from kdist.sharding.gradients import PartReducer
 from kdist.sharding.norms import whole_norms
 from kdist.sharding.optimizer import ShardedOptimizer, sharded
 from kdist.sharding.part import parts_are_updated
+from kdist.sharding.part_updates import PartUpdates
 from kdist.sharding.table_update import sums_with_tables
 from kdist.step.reduce import Reduce
+from kdist.step.step import Step
 from kdist.step.update import Update
+from kdist.strategies.update_chain import UpdateChain
 
 
 class ShardedReduce(Reduce):
@@ -68,28 +71,29 @@ class ShardedReduce(Reduce):
 
     def _update(self, sharded_optimizer: ShardedOptimizer, update: Update, proceed: Callable[[], Any]) -> Any:
         weights, optimizer = update.variables, sharded_optimizer.optimizer
-        for part in sharded_optimizer.parts.values():
-            part.load()
         update.variables = sharded_optimizer.part_variables(weights)
+        updated = [each for each, gradient in zip(weights, update.gradients, strict=True) if gradient is not None]
+        has_averages = bool(optimizer.use_ema)  # which Keras makes of all weights, after their updates
+        if has_averages:
+            for part in sharded_optimizer.parts.values():
+                part.load()
         sets_weights = _sets_weights(update.optimizer)
         count = tf.identity(iterations(optimizer).value)
-        are_parts = [True] * sum(each is not None for each in update.gradients)
+        are_parts = [True] * len(updated)
         with (
             parts_are_updated(),
-            self._step.updating(in_turn=False),  # parts come in several messages
+            _in_turn(self._step, optimizer, None if has_averages else sharded_optimizer.updates_of(updated)),
             whole_norms(update.optimizer, are_parts, self._step.engine),
             _updating_parts(update.optimizer, sharded_optimizer),
         ):
             result = proceed()
-        if sets_weights is None:
+        if has_averages and sets_weights is None:
             sharded_optimizer.gather()
-        else:
+        elif has_averages:
             tf.cond(sets_weights, sharded_optimizer.gather, sharded_optimizer.free)
-        gradients, update.variables = update.gradients, weights
+        update.variables = weights
         constrained = [
-            weight
-            for weight, gradient in zip(weights, gradients, strict=True)
-            if gradient is not None and table_of(weight) is None and getattr(weight, "constraint", None) is not None
+            weight for weight in updated if table_of(weight) is None and getattr(weight, "constraint", None) is not None
         ]
 
         def constrain() -> None:
@@ -99,6 +103,14 @@ class ShardedReduce(Reduce):
         if constrained:  # unless a loss scale has skipped the update
             tf.cond(tf.not_equal(iterations(optimizer).value, count), constrain, lambda: None)
         return result
+
+
+@contextlib.contextmanager
+def _in_turn(step: Step, optimizer: keras.optimizers.Optimizer, updates: PartUpdates | None) -> Iterator[None]:
+    """Makes an optimizer update weights one after the other; without `PartUpdates` all parts are loaded."""
+    decaying = contextlib.nullcontext() if updates is None else updates.decaying_in_turn(optimizer)
+    with step.updating(updates or UpdateChain()), decaying:
+        yield
 
 
 def _sets_weights(optimizer: keras.optimizers.Optimizer) -> Any:

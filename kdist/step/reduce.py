@@ -20,6 +20,7 @@ from kdist.step.learning_rate import EffectiveRate
 from kdist.step.step import Step
 from kdist.step.update import Stage, Update
 from kdist.step.vote_message import VoteMessage
+from kdist.strategies.update_chain import UpdateChain
 
 
 class Weigh(Stage):
@@ -127,7 +128,7 @@ class Reduce(Stage):
         update.gradients = [reduced.get(place) for place in range(len(update.gradients))]
         self._step.applying = True  # the strategy refuses updates at any other time, and leaves these alone
         try:
-            with self._step.updating(in_turn=self._reducer.sends_once):
+            with self._step.updating(UpdateChain() if self._reducer.sends_once else None):
                 return proceed()
         finally:
             self._step.applying = False

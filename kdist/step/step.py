@@ -22,6 +22,7 @@ from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.strategies.differentiable import sum_over_ranks
 from kdist.strategies.global_batch import GlobalBatch
 from kdist.strategies.own_losses import OwnLosses
+from kdist.strategies.update_chain import UpdateChain
 
 
 class Step:
@@ -86,9 +87,9 @@ class Step:
         """How the ranks of this step communicate; with local SGD each step has one rank."""
         return self._extended.engine
 
-    def updating(self, *, in_turn: bool) -> contextlib.AbstractContextManager[None]:
+    def updating(self, updates: UpdateChain | None) -> contextlib.AbstractContextManager[None]:
         """See `AllReduceExtended.updating`."""
-        return self._extended.updating(in_turn=in_turn)
+        return self._extended.updating(updates)
 
     def may_differ(self, value: tf.Tensor) -> bool:
         """Returns whether a tensor of this step's graph depends on the rank's rows; this step follows no graph."""

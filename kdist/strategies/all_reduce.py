@@ -137,16 +137,13 @@ class AllReduceExtended(StrategyExtendedV1):
             yield
 
     @contextlib.contextmanager
-    def updating(self, *, in_turn: bool | None = None) -> Iterator[None]:
+    def updating(self, updates: UpdateChain | None = None) -> Iterator[None]:
         """A context for what follows a reduction, clipping too: ranks compute the same to the bit, also on GPUs.
 
         Args:
-            in_turn: bool or `None`, whether updates of large variables wait for each other, see `UpdateChain`; `None`
-                for what the outer context says.
+            updates: `UpdateChain`, what runs the updates of variables; `None` for that of the outer context.
         """
-        outer = self._updates
-        if in_turn is not None:
-            self._updates = UpdateChain() if in_turn else None
+        outer, self._updates = self._updates, updates or self._updates
         try:
             with ordered_sums() if self.num_replicas > 1 and has_gpu() else contextlib.nullcontext():
                 yield

@@ -24,6 +24,7 @@ from kdist.errors import KDistError
 from kdist.keras_hooks.variables import raw_variable
 from kdist.sharding import gradients
 from kdist.sharding import optimizer as sharded_optimizer
+from kdist.sharding.part import Part
 from tests.training import fidelity
 from tests.training.features import FEATURES
 from tests.training.fidelity import BATCH, both, compare, fed, fit_alone, fresh, mlp, outcome, rows, size, state_of
@@ -80,6 +81,8 @@ def sharded(function: Callable[[], None]) -> Callable[[], None]:
 _OTHER_TOPICS = ("compression", "local_sgd", "loops")
 _OTHERS = (
     *("an_optimizer_that_clips_by_hand", "an_optimizer_of_several", "float8_layers", "sparse_gradients_as_dense_ones"),
+    *("a_value_of_each_rank_on_purpose", "a_batch_that_is_skipped_counts_nothing"),
+    "counters_of_ranks_that_train_by_themselves",
     *("gradients_in_several_messages", "gradients_travel_with_their_update"),
     "verbs_send_few_messages_beside_their_steps",
     *("gradients_travel_in_each_step_if_someone_looks", "accumulated_sums_are_whole_after_all_that_may_happen"),
@@ -286,6 +289,45 @@ def weights_travel_with_their_update() -> None:
             finally:
                 del engine.__dict__["allgather"]
         assert sent == [4] * expected, (options, sent)
+
+
+@case
+def each_weight_is_gathered_before_parts_of_the_next_are_loaded() -> None:
+    """With decay, and a loss scale; with averages of weights, which Keras makes of all of them, parts are there."""
+    engine, load, done = open_engine(kdist.cluster_info()), Part.load, []
+    allgather = engine.allgather
+    in_turn = ["load", "gather"] * 6
+    made: dict[str, tuple[Callable[[], keras.optimizers.Optimizer], list[str]]] = {
+        "decay": (lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1), in_turn),
+        "loss scale": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)), in_turn),
+        "averages": (lambda: keras.optimizers.SGD(0.01, use_ema=True), ["load"] * 6 + ["gather"] * 6),
+    }
+
+    def load_noted(part: Part) -> None:
+        if tf.inside_function():
+            done.append("load")
+        load(part)
+
+    def gather_noted(tensors: Any, lengths: Any = None) -> Any:
+        if lengths is not None and not tf.executing_eagerly():
+            done.append("gather")
+        return allgather(tensors, lengths)
+
+    for name, (make, expected) in made.items():
+        fresh()
+        with messages_of_large_models(), kdist.scope(SHARD, scale_lr=None):
+            layers = [keras.layers.Dense(16, use_bias=False) for _ in range(6)]
+            model = keras.Sequential([keras.Input((16,)), *layers])
+            model.compile(make(), "mse")
+            engine.__dict__["allgather"] = gather_noted
+            try:
+                x = np.ones((2 * BATCH * size(), 16))
+                with mock.patch.object(Part, "load", load_noted):
+                    model.fit(x, x, batch_size=BATCH, verbose=0)
+            finally:
+                del engine.__dict__["allgather"]
+        assert done == expected, (name, done)
+        done.clear()
 
 
 @case
