@@ -32,10 +32,8 @@ class PacedBackward:
             return
         of_gradients: dict[tf.Operation, int] = {}
         for message, places in enumerate(messages):
-            for place in places:
-                gradient = gradients[place]
-                values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-                of_gradients.setdefault(values.op, message)
+            for operation in _operations([gradients[place] for place in places]):
+                of_gradients.setdefault(operation, message)
         firsts = _first_messages(of_gradients)
         for operation, message in firsts.items():
             # A gradient that alone would wait, as those between synchronised layers, would keep what it is made from.
@@ -50,9 +48,14 @@ class PacedBackward:
             message: int, the index of a message.
             received: sequence of tensors and `tf.IndexedSlices`, what it has brought.
         """
-        values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in received]
         for operation in self._starts.get(message + AHEAD, ()):
-            add_control_inputs(operation, [each.op for each in values])
+            add_control_inputs(operation, _operations(received))
+
+
+def _operations(tensors: Sequence[Any]) -> list[tf.Operation]:
+    """Returns the operations that return tensors; those that were computed outside of a graph have none."""
+    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
+    return [each.op for each in values if tf.is_symbolic_tensor(each)]
 
 
 def _first_messages(of_gradients: dict[tf.Operation, int]) -> dict[tf.Operation, int]:

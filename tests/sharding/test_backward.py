@@ -86,3 +86,17 @@ def test_a_gradient_that_alone_would_wait_is_computed_at_once():
     products = [each for each in graph.get_operations() if each.type == "MatMul"]
     assert len(products) == 3
     assert not any(each.control_inputs for each in products)
+
+
+def test_gradients_from_outside_of_a_graph_are_sent_as_well():
+    given = tf.ones([3])
+
+    @tf.function
+    def step(x):
+        gradients = [given, x * 2.0, tf.IndexedSlices(x * 3.0, tf.constant([0, 1, 2]))]
+        backward = PacedBackward(gradients, [[2], [1], [0]])
+        for message, place in enumerate((2, 1, 0)):
+            backward.sent(message, [gradients[place]])
+        return gradients[1]
+
+    np.testing.assert_array_equal(step(tf.ones([3])), [2.0, 2.0, 2.0])
