@@ -11,6 +11,8 @@ ALL_REDUCE, IN_PARTS, SERVERS = "all-reduce", 'shard="optimizer"', "parameter se
 TABLES, BOTH = "shard_embeddings", "both in parts"
 TABLE_BYTES = 10**6
 """From which on tables are counted as in parts, and `shard_embeddings` is proposed."""
+MESSAGE_BYTES = 8 * 10**6
+"""What a message of gradients has at the least whose sums are in parts; see `kdist.sharding.gradients.BUCKET_MB`."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -120,17 +122,21 @@ def shares(sizes: Sizes, ranks: int) -> list[Share]:
         )
     ]  # fmt: skip
     if ranks > 1 and sizes.takes_parts:
-        slots, messages = round(sizes.slots * part), round(sizes.trained * part) + gathered
-        found.append(Share(IN_PARTS, "each", sizes.weights, sizes.trained, slots, messages, activations, **common))
+        slots, sums = round(sizes.slots * part), round(sizes.trained * part)
+        messages = _in_messages(sizes.trained, sizes.largest) + gathered
+        found.append(Share(IN_PARTS, "each", sizes.weights, sums, slots, messages, activations, **common))
     if ranks > 1 and sizes.tables and sizes.trained:  # nothing is trained by evaluate and predict
         away, others = round(sizes.tables * (1 - 1 / ranks)), sizes.trained - sizes.tables
         slots_of_tables = sizes.slots * sizes.tables / sizes.trained
-        for strategy, of_others in ((TABLES, 1.0), *([(BOTH, part)] if sizes.takes_parts else [])):
+        in_messages = _in_messages(others, sizes.largest)
+        for strategy, of_others, messages in ((TABLES, 1.0, others), (BOTH, part, in_messages)):
+            if strategy == BOTH and not sizes.takes_parts:
+                continue
             slots = round(slots_of_tables / ranks + (sizes.slots - slots_of_tables) * of_others)
+            sums = sizes.tables - away + round(others * of_others)
             found.append(
                 Share(
-                    strategy, "each", sizes.weights - away, sizes.trained - away, slots,
-                    round(others * of_others) + gathered, activations, **common,
+                    strategy, "each", sizes.weights - away, sums, slots, messages + gathered, activations, **common
                 )
             )  # fmt: skip
     if ranks > 2:
@@ -141,6 +147,11 @@ def shares(sizes: Sizes, ranks: int) -> list[Share]:
             Share(SERVERS, "server", sizes.weights, 0, sizes.slots, sizes.trained, process=sizes.process),
         ]
     return found
+
+
+def _in_messages(gradients: int, largest: int) -> int:
+    """Returns the bytes of the gradients that are whole at a time where their sums are in parts: of two messages."""
+    return min(gradients, 2 * max(largest, MESSAGE_BYTES))
 
 
 def _part(sizes: Sizes, ranks: int) -> float:

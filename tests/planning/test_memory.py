@@ -7,8 +7,9 @@ import pytest
 
 from kdist.errors import KDistError
 from kdist.planning.advice import changes
-from kdist.planning.memory import Sizes, parse_bytes, readable, shares
+from kdist.planning.memory import MESSAGE_BYTES, Sizes, parse_bytes, readable, shares
 from kdist.planning.plan import make_plan
+from kdist.sharding.gradients import BUCKET_MB
 
 MB = 10**6
 ADAM = Sizes(
@@ -30,9 +31,17 @@ def test_slots_are_split_over_ranks():
     four = by_rank(ADAM, 4)
     assert four["all-reduce", "each"].slots == 200 * MB
     assert four['shard="optimizer"', "each"].slots == 50 * MB
-    assert four['shard="optimizer"', "each"].messages == 25 * MB
+    assert four['shard="optimizer"', "each"].gradients == 25 * MB
+    assert four['shard="optimizer"', "each"].messages == 100 * MB  # two of the largest would be more than all
     assert four["parameter server", "server"].slots == 200 * MB
     assert four["parameter server", "worker"].slots == 0
+
+
+@pytest.mark.parametrize(("largest", "messages"), [(1, 16), (20, 40), (60, 100)])
+def test_gradients_of_two_messages_are_whole_beside_sums_in_parts(largest, messages):
+    assert BUCKET_MB * MB == MESSAGE_BYTES
+    share = by_rank(dataclasses.replace(ADAM, largest=largest * MB), 2)['shard="optimizer"', "each"]
+    assert (share.gradients, share.messages) == (50 * MB, messages * MB)
 
 
 def test_whole_weights_have_one_owner():
