@@ -1,4 +1,4 @@
-"""What is told of losses that a step computes by hand, and that are no means over the rank's rows."""
+"""What is said of losses that a step computes by hand, and that are no means over the rank's rows."""
 
 from __future__ import annotations
 
