@@ -121,7 +121,7 @@ class OwnLosses:
         if is_done or self._step.engine.rank != 0:
             return
         fixed = [*self._compiled, self._step.weight, self._step.share]
-        if self._rows.are_means([value], fixed) == [False]:
+        if self._rows.is_mean(value, fixed) is False:
             self._is_told = True  # what is computed from it is no news
             once.warning(_NO_MEAN.format(who))
 

@@ -1,8 +1,9 @@
-"""Whether numbers of a step's graph are means over the rows: each is computed for a few rows, and for parts of them."""
+"""Whether a number of a step's graph is a mean over the rows: it is computed for a few rows, and for parts of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,9 @@ _DRAWN = {  # what is drawn at random is the same for each row
 
 
 class RowMeans:
-    """Finds whether tensors of the graph that is being traced are means over the rows of a step's data.
+    """Finds whether a tensor of the graph that is being traced is a mean over the rows of a step's data.
 
-    What the tensors are computed by is copied into a function of its own, that is run on made-up rows with the weights
+    What the tensor is computed by is copied into a function of its own, that is run on made-up rows with the weights
     as they are. It writes nothing, sends nothing and draws nothing.
 
     Args:
@@ -40,35 +41,31 @@ class RowMeans:
         self._with_rows = with_rows
         self._is_traced_alike = is_traced_alike
 
-    def are_means(self, values: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor]) -> list[bool | None]:
-        """Returns whether each of some tensors is a mean of what it is for parts of the rows; `None` if not known.
+    def is_mean(self, value: tf.Tensor, fixed: Sequence[tf.Tensor]) -> bool | None:
+        """Returns whether a tensor is the mean of what it is for parts of the rows; `None` if that is not known.
 
         Args:
-            values: sequence of symbolic tensors.
+            value: symbolic tensor.
             fixed: sequence of tensors that are taken to be ones.
         """
-        unknown: list[bool | None] = [None] * len(values)
-        if not values or not self._with_rows or not all(map(self._can_be_made_up, range(len(self._leaves)))):
-            return unknown
-        graph = self._leaves[0].graph
+        if not self._with_rows or not all(map(self._can_be_made_up, range(len(self._leaves)))):
+            return None
         lengths = {self._leaves[place].shape[0] for place in self._with_rows}
-        if any(each.graph is not graph for each in (*values, *self._leaves)) or len(lengths) > 1:
-            return unknown
+        if any(each.graph is not value.graph for each in self._leaves) or len(lengths) > 1:
+            return None
         (length,) = lengths
         if length is not None and not self._is_traced_alike:
-            return unknown
-        ones = [each for each in fixed if tf.is_symbolic_tensor(each) and each.graph is graph and not each.shape.rank]
-        try:
-            with tf.init_scope():
-                function, tolerance = _function_of(values, self._leaves, ones, length)
-                found = unknown
-                for bounds in _RANGES:
-                    if None in found:
-                        drawn = [_is_mean(each, tolerance) for each in self._computed(function, bounds)]
-                        found = [new if old is None else old for old, new in zip(found, drawn, strict=True)]
-                return found
-        except (LookupError, TypeError, ValueError, NotImplementedError, tf.errors.OpError):
-            return unknown
+            return None
+        ones = [each for each in fixed if tf.is_symbolic_tensor(each) and each.graph is value.graph]
+        found = None
+        with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
+            function, tolerance = _function_of(
+                value, self._leaves, [each for each in ones if not each.shape.rank], length
+            )
+            for bounds in _RANGES:
+                if found is None:
+                    found = _is_mean(self._computed(function, bounds), tolerance)
+        return found
 
     def _can_be_made_up(self, place: int) -> bool:
         leaf = self._leaves[place]
@@ -76,19 +73,17 @@ class RowMeans:
         is_number = is_plain and (leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype in (tf.bool, tf.string))
         return bool(is_number) and not (place in self._with_rows and not leaf.shape.rank)
 
-    def _computed(
-        self, function: Callable[..., list[tf.Tensor]], bounds: tuple[float, float]
-    ) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yields each value for some rows, for these twice, for the first of them, and for the others."""
+    def _computed(self, function: Callable[..., tf.Tensor], bounds: tuple[float, float]) -> list[np.ndarray]:
+        """Returns a value for some rows, for these twice, for the first of them, and for the others."""
         generator = np.random.default_rng(0)
         rows = [self._made_up(place, generator, bounds) for place in range(len(self._leaves))]
 
-        def run(chosen: Sequence[int]) -> list[np.ndarray]:
+        def run(chosen: Sequence[int]) -> np.ndarray:
             data = [each[chosen] if place in self._with_rows else each for place, each in enumerate(rows)]
-            return [np.asarray(each, np.float64) for each in function(*map(tf.constant, data))]
+            return np.asarray(function(*map(tf.constant, data)), np.float64)
 
         order = list(range(_NUM_ROWS))
-        return zip(*map(run, (order, order * 2, order[:_NUM_FIRST], order[_NUM_FIRST:])), strict=True)
+        return [run(each) for each in (order, order * 2, order[:_NUM_FIRST], order[_NUM_FIRST:])]
 
     def _made_up(self, place: int, generator: np.random.Generator, bounds: tuple[float, float]) -> np.ndarray:
         leaf = self._leaves[place]
@@ -115,31 +110,31 @@ def _is_mean(found: Sequence[np.ndarray], tolerance: float) -> bool | None:
 
 
 def _function_of(
-    values: Sequence[tf.Tensor],
+    value: tf.Tensor,
     leaves: Sequence[tf.Tensor],
     ones: Sequence[tf.Tensor],
     length: int | None,
-) -> tuple[Callable[..., list[tf.Tensor]], float]:
-    """Returns a function of the leaves that computes some tensors of a graph, and how exact it is.
+) -> tuple[Callable[..., tf.Tensor], float]:
+    """Returns a function of the leaves that computes a tensor of a graph, and how exact it is.
 
     Raises:
-        LookupError: if what they are computed by cannot run by itself.
+        LookupError: if what it is computed by cannot run by itself.
     """
-    graph = values[0].graph
+    graph: Any = value.graph
     known = {each.name for each in (*leaves, *ones)}
-    outer = {inner.name: each for each, inner in getattr(graph, "captures", ())}
-    graph_def, captured = _sub_graph(values, known, outer)
+    outer = {inner.name: each for each, inner in graph.captures}
+    graph_def, captured = _sub_graph(value, known, outer)
     if length is not None and any(_may_hold(node, length) for node in graph_def.node if node.op == "Const"):
         raise LookupError(length)
     names = [each.name for each in leaves]
 
-    def compute(*data: tf.Tensor) -> list[tf.Tensor]:
+    def compute(*data: tf.Tensor) -> tf.Tensor:
         inputs = {each.name: tf.ones((), each.dtype) for each in ones}
         inputs |= dict(zip(names, data, strict=True))
         here: Any = tf.compat.v1.get_default_graph()
         inputs |= {name: here.capture(outer[name]) for name in captured}
         used = {name: each for name, each in inputs.items() if name in graph_def_inputs}
-        return tf.graph_util.import_graph_def(graph_def, used, [each.name for each in values], name="rows")
+        return tf.graph_util.import_graph_def(graph_def, used, [value.name], name="rows")[0]
 
     graph_def_inputs = {f"{name}:0" if ":" not in name else name for node in graph_def.node for name in node.input}
     specs = [tf.TensorSpec([None, *each.shape[1:]] if each.shape.rank else each.shape, each.dtype) for each in leaves]
@@ -148,16 +143,16 @@ def _function_of(
 
 
 def _sub_graph(
-    values: Sequence[tf.Tensor], known: Collection[str], outer: dict[str, Any]
+    value: tf.Tensor, known: Collection[str], outer: dict[str, Any]
 ) -> tuple[tf.compat.v1.GraphDef, list[str]]:
-    """Returns the part of a graph that computes tensors, and the names of what it has captured.
+    """Returns the part of a graph that computes a tensor, and the names of what it has captured.
 
     Raises:
         LookupError: if an operation of it writes, sends or draws, or what it has captured is not known.
     """
     found, captured = tf.compat.v1.GraphDef(), []
     called = []
-    pending, seen = [each.op for each in values], set()
+    pending, seen = [value.op], set()
     while pending:
         operation = pending.pop()
         if operation.name in seen:
@@ -185,7 +180,7 @@ def _sub_graph(
             called.append(operation)
         pending += [each.op for each in inputs if each.name not in known]
     if called:
-        found.library.CopyFrom(values[0].graph.as_graph_def().library)
+        found.library.CopyFrom(value.graph.as_graph_def().library)
         _check_functions(called, found.library)
     return found, captured
 
