@@ -22,7 +22,7 @@ from tensorflow.python.distribute.distribute_lib import (
 from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterServerStrategyV2Extended
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
-from tensorflow.python.framework import ops, random_seed
+from tensorflow.python.framework import op_def_registry, ops, random_seed
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.ops import control_flow_util, random_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable, UninitializedVariable
@@ -44,6 +44,7 @@ __all__ = [
     "call_on_iterator",
     "control_outputs",
     "default_graphs",
+    "has_state",
     "is_compiled_by_xla",
     "is_initialized",
     "is_updating",
@@ -116,6 +117,12 @@ def add_control_inputs(operation: tf.Operation, others: Sequence[tf.Operation]) 
 def control_outputs(operation: tf.Operation) -> list[tf.Operation]:
     """Returns the operations that wait for one and take nothing from it."""
     return list(operation._control_outputs)
+
+
+def has_state(kind: str) -> bool:
+    """Returns whether a kind of operation has a state, as one that writes or prints; `True` for unknown ones."""
+    definition = op_def_registry.get(kind)
+    return definition is None or bool(definition.is_stateful)
 
 
 def is_updating() -> bool:

@@ -167,15 +167,15 @@ def weighted_scalars(
     original = keras.metrics.Mean.update_state
 
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        is_counted = False
-        if tf.convert_to_tensor(values).shape.rank == 0:
+        is_loss, is_counted = self is loss_tracker(model), False
+        if (sample_weight is None or is_loss) and tf.convert_to_tensor(values).shape.rank == 0:
             counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)
             is_counted = any(self is each for each in counted) and (not joint or _adds_up(self))
         if is_counted:
             check(values, f"What the metric {self.name!r} is given")
         if sample_weight is None and is_counted:
             sample_weight = tf.cast(weight(), self.dtype)
-        elif sample_weight is not None and self is loss_tracker(model):
+        elif sample_weight is not None and is_loss:
             sample_weight = loss_weight(tf.convert_to_tensor(sample_weight))
         elif sample_weight is not None and not tf.executing_eagerly() and is_output_loss(model, self):
             # The output's length, as fixed in the graph: in one process it weighs all steps equally.

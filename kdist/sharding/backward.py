@@ -54,8 +54,12 @@ class PacedBackward:
 
 def _operations(tensors: Sequence[Any]) -> list[tf.Operation]:
     """Returns the operations that return tensors; those that were computed outside of a graph have none."""
-    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
-    return [each.op for each in values if tf.is_symbolic_tensor(each)]
+    parts = [
+        part
+        for each in tensors
+        for part in ([each.values, each.indices] if isinstance(each, tf.IndexedSlices) else [each])
+    ]
+    return [each.op for each in parts if tf.is_symbolic_tensor(each)]
 
 
 def _first_messages(of_gradients: dict[tf.Operation, int]) -> dict[tf.Operation, int]:

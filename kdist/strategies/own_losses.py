@@ -55,7 +55,7 @@ class OwnLosses:
         self._has_own_statistics = False
         self._is_told = False
         self._checked: set[Any] = set()
-        self._compiled: list[Any] = []
+        self._means: list[Any] = []
         leaves, rows = tf.nest.flatten(step.data), Rows(step.data)
         places = [place for place, leaf in enumerate(leaves) if leaf is not None and rows.has_rows(place)]
         leaves = [tf.zeros(()) if each is None else each for each in leaves]
@@ -65,13 +65,13 @@ class OwnLosses:
         """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
         if tf.is_symbolic_tensor(value):
             self._checked.add(_key(value))
+            self._means.append(value)
 
     def compiled(self, loss: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         """Returns a function whose results count as means, whatever they are computed by."""
 
         def call(*args: Any, **kwargs: Any) -> tf.Tensor:
             value = loss(*args, **kwargs)
-            self._compiled.append(value)
             self.note_mean(value)
             return value
 
@@ -116,11 +116,11 @@ class OwnLosses:
         """
         if not self._is_followed(value) or _key(value) in self._checked:
             return
-        self.note_mean(value)
+        self._checked.add(_key(value))
         is_done = self._is_told or self._has_own_statistics or self._step.engine.size == 1  # as with local SGD
         if is_done or self._step.engine.rank != 0:
             return
-        fixed = [*self._compiled, self._step.weight, self._step.share]
+        fixed = [*self._means, self._step.weight, self._step.share]
         if self._rows.is_mean(value, fixed) is False:
             self._is_told = True  # what is computed from it is no news
             once.warning(_NO_MEAN.format(who))

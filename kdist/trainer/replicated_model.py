@@ -30,6 +30,7 @@ from kdist.keras_hooks.trainer import (
     build_layers,
     has_own_steps,
     is_built,
+    is_overridden,
     keeps_states,
     keeps_states_of_one_row,
     original,
@@ -273,10 +274,14 @@ class ReplicatedModel:
     def _make_function(self, step: Callable[..., Any]) -> StepFunction:
         return StepFunction(self._model, self._original(MAKE_FUNCTION)(step))
 
-    def _make_predict_function(self, force: bool = False) -> None:
-        if self._model.predict_function is None or force:
-            self._original("make_predict_function")(force=True)
-            self._model.predict_function = StepFunction(self._model, self._model.predict_function)
+    def _make_predict_function(self, *args: Any, **kwargs: Any) -> Any:
+        before = self._model.predict_function
+        result = self._original("make_predict_function")(*args, **kwargs)
+        made = self._model.predict_function
+        # A user's own function may run Python that no graph can hold.
+        if made is not before and not is_overridden(self._model, "make_predict_function"):
+            self._model.predict_function = StepFunction(self._model, made)
+        return result
 
     def _share(self, data: Any) -> Shard:
         """Returns this rank's rows of what a step was given: its share already, or a batch of the user's."""

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-_NUM_ROWS, _NUM_FIRST = 8, 3
+from kdist._tf_internals import has_state
+
+_NUM_ROWS, _NUM_FIRST = 5, 2  # few, as a row may be large
+_MAX_BYTES = 2**26  # of what a tensor of twice the rows takes
 _UNKNOWN_SIZE = 4  # of a dimension that the graph does not know
 _RANGES = ((-1.0, 1.0), (0.1, 0.9))  # of made-up numbers; the last ones have a logarithm
 _HALVES = (tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum)
@@ -60,7 +63,7 @@ class RowMeans:
         found = None
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
             function, tolerance = _function_of(
-                value, self._leaves, [each for each in ones if not each.shape.rank], length
+                value, self._leaves, [each for each in ones if each.shape.rank == 0], length
             )
             for bounds in _RANGES:
                 if found is None:
@@ -123,7 +126,7 @@ def _function_of(
     graph: Any = value.graph
     known = {each.name for each in (*leaves, *ones)}
     outer = {inner.name: each for each, inner in graph.captures}
-    graph_def, captured = _sub_graph(value, known, outer)
+    graph_def, captured = _sub_graph(value, known, outer, length)
     if length is not None and any(_may_hold(node, length) for node in graph_def.node if node.op == "Const"):
         raise LookupError(length)
     names = [each.name for each in leaves]
@@ -143,12 +146,12 @@ def _function_of(
 
 
 def _sub_graph(
-    value: tf.Tensor, known: Collection[str], outer: dict[str, Any]
+    value: tf.Tensor, known: Collection[str], outer: dict[str, Any], length: int | None
 ) -> tuple[tf.compat.v1.GraphDef, list[str]]:
     """Returns the part of a graph that computes a tensor, and the names of what it has captured.
 
     Raises:
-        LookupError: if an operation of it writes, sends or draws, or what it has captured is not known.
+        LookupError: if an operation of it writes, sends or draws, is large, or what it has captured is not known.
     """
     found, captured = tf.compat.v1.GraphDef(), []
     called = []
@@ -174,8 +177,10 @@ def _sub_graph(
         if operation.type in _DRAWN and operation.outputs[0].dtype.is_floating:
             inputs = inputs[:1]
             _make_constant(found, node, operation)
-        elif operation.op_def.is_stateful and operation.type not in (*_HARMLESS, *_CALLS):
+        elif _acts(operation.type, is_stateful=operation.op_def.is_stateful) or _draws(operation.type):
             raise LookupError(operation.type)
+        if any(_is_large(each, length) for each in operation.outputs):
+            raise LookupError(operation.name)
         if any(each.HasField("func") or each.list.func for each in node.attr.values()):
             called.append(operation)
         pending += [each.op for each in inputs if each.name not in known]
@@ -218,9 +223,28 @@ def _check_functions(called: Sequence[tf.Operation], library: Any) -> None:
             continue
         seen.add(name)
         for node in functions[name].node_def:
-            if any(part in node.op for part in ("PyFunc", "Collective", "Horovod", "Assign", "Random", "Iterator")):
+            if _acts(node.op, is_stateful=has_state(node.op)) or _draws(node.op):
                 raise LookupError(node.op)
             pending += _names_of_functions(node)
+
+
+def _acts(kind: str, *, is_stateful: bool) -> bool:
+    """Returns whether a kind of operation may do more than to compute: write, print, send, wait."""
+    return is_stateful and kind not in (*_HARMLESS, *_CALLS)
+
+
+def _draws(kind: str) -> bool:
+    """Returns whether a kind of operation draws at random, with a state or from a seed that it is given."""
+    return kind not in _CALLS and any(
+        part in kind for part in ("Random", "Stateless", "Multinomial", "Shuffle", "Normal")
+    )
+
+
+def _is_large(tensor: tf.Tensor, length: int | None) -> bool:
+    """Returns whether a tensor that has rows is large for twice the made-up rows."""
+    shape = tensor.shape.as_list() if tensor.shape.rank else [0]
+    sizes = [_UNKNOWN_SIZE if size is None else size for size in shape[1:]]
+    return shape[0] in (None, length) and 2 * _NUM_ROWS * tensor.dtype.size * int(np.prod(sizes)) > _MAX_BYTES
 
 
 def _names_of_functions(node: Any) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
@@ -299,3 +300,59 @@ def nothing_is_told_of_gradients_as_they_are() -> None:
             return fit_alone(model, fed("arrays", (x, y), batch))
 
         silently_both(script)
+
+
+@feature
+def checks_of_losses_by_hand_change_nothing() -> None:
+    """What a nested function writes is not written by a check; draws of each row, and weighted means, are no news."""
+
+    class Writes(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.kept = self.add_weight(shape=(3,), initializer="zeros", trainable=False, aggregation="mean")
+
+        @tf.function
+        def write(self, x: Any) -> Any:
+            self.kept.value.scatter_nd_add([[0]], [tf.reduce_sum(tf.abs(x))])
+            return x
+
+        def call(self, x: Any) -> Any:
+            return self.write(x)
+
+    class Draws(ByHand):
+        def __init__(self) -> None:
+            super().__init__(lambda y, p: ops.mean((y - p) ** 2))
+            self.writes, self.seeds = Writes(), keras.random.SeedGenerator(0)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            steps = keras.random.randint((ops.shape(x)[0], 1), 1, 3, seed=self.seeds)
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.cast(steps, x.dtype) * (y - self(self.writes(0.0 * x), training=True)) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            mask = ops.cast(y > 0, y.dtype)
+            self.tracker.update_state(ops.sum(mask * y) / ops.sum(mask), sample_weight=ops.sum(mask))
+            return {"tracked": self.tracker.result()}
+
+    x, y = rows("ragged")
+    with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
+        model = Draws()
+        model.compile("sgd")
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+        kept = np.asarray(model.writes.kept)
+    assert not kept.any(), kept
+    assert not [text for text in said if NO_MEAN in text], said
+
+
+@feature
+def predict_functions_of_the_users_own() -> None:
+    class Own(keras.Sequential):
+        def make_predict_function(self) -> Any:
+            self.predict_function = lambda iterator: self.predict_on_batch(next(iterator)[0])
+            return self.predict_function
+
+    x, _ = rows("even")
+    with kdist.scope():
+        model = Own([keras.Input((5,)), keras.layers.Dense(2)])
+        model.make_predict_function()
+    assert model.predict_function.__name__ == "<lambda>"
