@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from kdist.engines.arrays.buckets import PARTS_MB
 from kdist.errors import KDistError
 
 ALL_REDUCE, IN_PARTS, SERVERS = "all-reduce", 'shard="optimizer"', "parameter server"
 TABLES, BOTH = "shard_embeddings", "both in parts"
 TABLE_BYTES = 10**6
 """From which on tables are counted as in parts, and `shard_embeddings` is proposed."""
-MESSAGE_BYTES = 8 * 10**6
-"""What a message of gradients has at the least whose sums are in parts; see `kdist.sharding.gradients.BUCKET_MB`."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -151,7 +150,7 @@ def shares(sizes: Sizes, ranks: int) -> list[Share]:
 
 def _in_messages(gradients: int, largest: int) -> int:
     """Returns the bytes of the gradients that are whole at a time where their sums are in parts: of two messages."""
-    return min(gradients, 2 * max(largest, MESSAGE_BYTES))
+    return min(gradients, 2 * max(largest, round(PARTS_MB * 1e6)))
 
 
 def _part(sizes: Sizes, ranks: int) -> float:

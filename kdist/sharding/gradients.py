@@ -7,14 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.engines.arrays.buckets import assign_buckets
+from kdist.engines.arrays.buckets import PARTS_MB, assign_buckets
 from kdist.engines.engine import Engine
 from kdist.gradients.compression import planned_bytes
 from kdist.sharding.backward import PacedBackward
 from kdist.sharding.part import Part
-
-BUCKET_MB = 8.0
-"""Megabytes of a message unless `bucket_mb` says otherwise: of two messages gradients are whole at a time."""
 
 SMALL_BYTES = 1 << 20
 """Below this size of the gradients of a message, sums of whole gradients cost less than another message."""
@@ -37,7 +34,7 @@ class PartReducer:
     ) -> None:
         self._engine = engine
         self._half = _HALVES.get(compression or "")
-        self._bucket_mb = bucket_mb or BUCKET_MB
+        self._bucket_mb = bucket_mb or PARTS_MB
         self._sparse_as_dense = sparse_as_dense
 
     def sum(

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.engines.arrays.buckets import assign_buckets
+from kdist.engines.arrays.buckets import PARTS_MB, assign_buckets
 from kdist.engines.arrays.fusion import part_bounds
 from kdist.engines.engine import Engine
 from kdist.errors import StrategyError
@@ -26,7 +26,6 @@ from kdist.keras_hooks.optimizers import (
 from kdist.keras_hooks.patching import patch
 from kdist.keras_hooks.variables import key_of, path_of, raw_variable
 from kdist.sharding.blocks import filled, row_blocks, sent_to
-from kdist.sharding.gradients import BUCKET_MB
 from kdist.sharding.part import Part, SlotPart, make_parts
 from kdist.sharding.part_updates import PartUpdates
 from kdist.sharding.refusals import check_optimizer, check_shared_variables, check_table_optimizer, check_weights
@@ -104,7 +103,7 @@ class ShardedOptimizer:
         Collective: every rank must call this, in the same order.
         """
         parts = list(self.parts.values())
-        for bucket in assign_buckets([part.num_bytes for part in parts], BUCKET_MB):
+        for bucket in assign_buckets([part.num_bytes for part in parts], PARTS_MB):
             self.gather_some([parts[place] for place in bucket])
 
     def gather_some(self, parts: Sequence[Part]) -> list[Any]:
@@ -134,7 +133,7 @@ class ShardedOptimizer:
             weights: sequence of those that an update has gradients of, in its order.
         """
         parts = [self.parts[key_of(weight)] for weight in weights if table_of(weight) is None]
-        return PartUpdates(parts, self.gather_some, BUCKET_MB)
+        return PartUpdates(parts, self.gather_some, PARTS_MB)
 
     def free(self) -> None:
         """Gives the memory of the parts back; weights stay as they are."""

@@ -35,7 +35,6 @@ class Step:
         extended: the strategy's `AllReduceExtended`.
         shard: `Shard`. Empty `global_rows` are summed over the ranks; a step in which no rank has rows ends the pass
             over the data on all ranks.
-        is_traced_alike: bool, whether the shapes of the data are the same on all ranks while the step is traced.
 
     Attributes:
         data: structure of tensors, the data of the user's step.
@@ -53,7 +52,7 @@ class Step:
 
     has_joint_metrics = True  # local SGD counts by rank, and sums the states of all metrics
 
-    def __init__(self, extended: AllReduceExtended, shard: Shard, *, is_traced_alike: bool = False) -> None:
+    def __init__(self, extended: AllReduceExtended, shard: Shard) -> None:
         self._extended = extended
         self._rank = extended.engine.rank
         self.rows = tf.reshape(shard.rows, ())
@@ -70,7 +69,7 @@ class Step:
                 self.data = keras.tree.map_structure(lambda x: None if x is None else tf.identity(x), shard.data)
         self.global_rows = tf.cast(tf.reshape(global_rows, ()), tf.int64)
         self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(self.global_rows, tf.float64)
-        self.own_losses = OwnLosses(self, is_traced_alike=is_traced_alike)
+        self.own_losses = OwnLosses(self)
 
     @property
     def is_chief(self) -> bool:

@@ -42,7 +42,7 @@ class ForwardStep(Step):
     def __init__(
         self, extended: AllReduceExtended, shard: Shard, *, written: WrittenState, is_traced_alike: bool
     ) -> None:
-        super().__init__(extended, shard, is_traced_alike=is_traced_alike)
+        super().__init__(extended, shard)
         self._written = written
         self._is_traced_alike = is_traced_alike
         self._buffers: BufferSync | None = None

@@ -46,20 +46,15 @@ class OwnLosses:
 
     Args:
         step: the open step.
-        is_traced_alike: bool, see `RowMeans`.
     """
 
-    def __init__(self, step: OwnStep, *, is_traced_alike: bool) -> None:
+    def __init__(self, step: OwnStep) -> None:
         self._step = step
         self._model = ""
         self._has_own_statistics = False
         self._is_told = False
         self._checked: set[Any] = set()
         self._means: list[Any] = []
-        leaves, rows = tf.nest.flatten(step.data), Rows(step.data)
-        places = [place for place, leaf in enumerate(leaves) if leaf is not None and rows.has_rows(place)]
-        leaves = [tf.zeros(()) if each is None else each for each in leaves]
-        self._rows = RowMeans(leaves, places, is_traced_alike=is_traced_alike)
 
     def note_mean(self, value: Any) -> None:
         """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
@@ -120,8 +115,15 @@ class OwnLosses:
         is_done = self._is_told or self._has_own_statistics or self._step.engine.size == 1  # as with local SGD
         if is_done or self._step.engine.rank != 0:
             return
+        rows = Rows(self._step.data)
+        leaves = [
+            (leaf, rows.has_rows(place))
+            for place, leaf in enumerate(tf.nest.flatten(self._step.data))
+            if leaf is not None
+        ]
+        with_rows = [place for place, (_, has_rows) in enumerate(leaves) if has_rows]
         fixed = [*self._means, self._step.weight, self._step.share]
-        if self._rows.is_mean(value, fixed) is False:
+        if RowMeans([leaf for leaf, _ in leaves], with_rows).is_mean(value, fixed) is False:
             self._is_told = True  # what is computed from it is no news
             once.warning(_NO_MEAN.format(who))
 

@@ -48,8 +48,8 @@ def messages_of_large_models() -> Iterator[list[int]]:
     try:
         with (
             mock.patch.object(gradients, "SMALL_BYTES", 0),
-            mock.patch.object(gradients, "BUCKET_MB", small),
-            mock.patch.object(sharded_optimizer, "BUCKET_MB", small),
+            mock.patch.object(gradients, "PARTS_MB", small),
+            mock.patch.object(sharded_optimizer, "PARTS_MB", small),
         ):
             yield sent
     finally:

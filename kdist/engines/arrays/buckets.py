@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+PARTS_MB = 8.0
+"""Megabytes of a message of gradients whose sums are in parts, unless `bucket_mb` says otherwise."""
+
 
 def assign_buckets(sizes: Sequence[int], bucket_mb: float | None) -> list[list[int]]:
     """Returns which tensors share a bucket, from the last tensor to the first; a bucket is closed once it is full.

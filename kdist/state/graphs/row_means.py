@@ -36,13 +36,11 @@ class RowMeans:
     Args:
         leaves: sequence of tensors of the step's data.
         with_rows: sequence of int, the places of those that have rows.
-        is_traced_alike: bool, whether a number of rows that the graph knows is the same on all ranks.
     """
 
-    def __init__(self, leaves: Sequence[Any], with_rows: Sequence[int], *, is_traced_alike: bool) -> None:
+    def __init__(self, leaves: Sequence[Any], with_rows: Sequence[int]) -> None:
         self._leaves = leaves
         self._with_rows = with_rows
-        self._is_traced_alike = is_traced_alike
 
     def is_mean(self, value: tf.Tensor, fixed: Sequence[tf.Tensor]) -> bool | None:
         """Returns whether a tensor is the mean of what it is for parts of the rows; `None` if that is not known.
@@ -57,14 +55,11 @@ class RowMeans:
         if any(each.graph is not value.graph for each in self._leaves) or len(lengths) > 1:
             return None
         (length,) = lengths
-        if length is not None and not self._is_traced_alike:
-            return None
-        ones = [each for each in fixed if tf.is_symbolic_tensor(each) and each.graph is value.graph]
+        here = [each for each in fixed if tf.is_symbolic_tensor(each) and each.graph is value.graph]
+        ones = [each for each in here if each.shape.rank == 0]
         found = None
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
-            function, tolerance = _function_of(
-                value, self._leaves, [each for each in ones if each.shape.rank == 0], length
-            )
+            function, tolerance = _function_of(value, self._leaves, ones, length)
             for bounds in _RANGES:
                 if found is None:
                     found = _is_mean(self._computed(function, bounds), tolerance)
@@ -113,10 +108,7 @@ def _is_mean(found: Sequence[np.ndarray], tolerance: float) -> bool | None:
 
 
 def _function_of(
-    value: tf.Tensor,
-    leaves: Sequence[tf.Tensor],
-    ones: Sequence[tf.Tensor],
-    length: int | None,
+    value: tf.Tensor, leaves: Sequence[tf.Tensor], ones: Sequence[tf.Tensor], length: int | None
 ) -> tuple[Callable[..., tf.Tensor], float]:
     """Returns a function of the leaves that computes a tensor of a graph, and how exact it is.
 
