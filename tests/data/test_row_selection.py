@@ -218,8 +218,7 @@ def unnumbered():
     return Dataset.range(24).filter(lambda _: True)
 
 
-@pytest.mark.parametrize("num_shards", [2, 3])
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize(("name", "num_shards"), zip(READ, itertools.cycle([2, 3]), strict=False))
 def test_a_rank_asks_the_source_for_its_own_rows_only(name, num_shards):
     reads = [Reads() for _ in range(num_shards)]
     ranks = [tf_data_source(READ[name](read), plan) for read, plan in zip(reads, plans(num_shards), strict=True)]
@@ -231,8 +230,17 @@ def test_a_rank_asks_the_source_for_its_own_rows_only(name, num_shards):
     assert sum(len(rows) for rows in own) == sum(len(batch) for batch in READ[name](lambda x: x))
 
 
-@pytest.mark.parametrize(("num_shards", "options"), [(2, {"scale_batch": False}), (3, {"micro_batches": 6})])
-@pytest.mark.parametrize("name", [name for name in READ if "maps of full batches" not in name])
+@pytest.mark.parametrize(
+    ("name", "num_shards", "options"),
+    [
+        (name, *split)
+        for name, split in zip(
+            [name for name in READ if "maps of full batches" not in name],
+            itertools.cycle([(3, {"micro_batches": 6}), (2, {"scale_batch": False})]),
+            strict=False,
+        )
+    ],
+)
 def test_a_rank_asks_the_source_for_its_rows_of_a_batch_only(name, num_shards, options):
     reads = [Reads() for _ in range(num_shards)]
     all_plans = plans(num_shards, **options)
@@ -260,16 +268,16 @@ def test_maps_of_batches_and_maps_with_a_state_run_for_all_rows_where_rows_are_s
         read = tf.numpy_function(lambda row: seen.append(int(row)) or row, [row], tf.int64)
         return tf.ensure_shape(read, [])
 
-    for make in (
-        lambda: unnumbered().map(state).batch(4),
-        lambda: Dataset.range(24).map(state).batch(4).prefetch(1),
-        lambda: Dataset.range(24).map(state).batch(4).map(lambda x: x + 0 * tf.reduce_max(x)),
+    for make, options in (
+        (lambda: unnumbered().map(state).batch(4), {"scale_batch": False}),
+        (lambda: Dataset.range(24).map(state).batch(4).prefetch(1), {"micro_batches": 3}),
+        (lambda: Dataset.range(24).map(state).batch(4).map(lambda x: x + 0 * tf.reduce_max(x)), {"micro_batches": 3}),
+        (lambda: unnumbered().map(state).batch(4).map(lambda x: x + 0 * tf.reduce_max(x)), {"scale_batch": False}),
     ):
-        for options in ({"scale_batch": False}, {"micro_batches": 3}):
-            for plan in plans(2, **options):
-                seen = []
-                assert len(list(tf_data_source(make(), plan).dataset())) == 6 // plan.group_size
-                assert seen == list(range(24))
+        for plan in plans(2, **options):
+            seen = []
+            assert len(list(tf_data_source(make(), plan).dataset())) == 6 // plan.group_size
+            assert seen == list(range(24))
 
 
 def test_a_batch_of_rows_of_other_shapes_is_refused_where_it_is_split():
