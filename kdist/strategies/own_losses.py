@@ -52,7 +52,6 @@ class OwnLosses:
         self._step = step
         self._model = ""
         self._has_own_statistics = False
-        self._is_told = False
         self._checked: set[Any] = set()
         self._means: list[Any] = []
 
@@ -112,8 +111,8 @@ class OwnLosses:
         if not self._is_followed(value) or _key(value) in self._checked:
             return
         self._checked.add(_key(value))
-        is_done = self._is_told or self._has_own_statistics or self._step.engine.size == 1  # as with local SGD
-        if is_done or self._step.engine.rank != 0:
+        is_alone = self._step.engine.size == 1  # as with local SGD
+        if is_alone or self._has_own_statistics or self._step.engine.rank != 0:
             return
         rows = Rows(self._step.data)
         leaves = [
@@ -124,7 +123,7 @@ class OwnLosses:
         with_rows = [place for place, (_, has_rows) in enumerate(leaves) if has_rows]
         fixed = [*self._means, self._step.weight, self._step.share]
         if RowMeans([leaf for leaf, _ in leaves], with_rows).is_mean(value, fixed) is False:
-            self._is_told = True  # what is computed from it is no news
+            self.note_mean(value)  # what is computed from it is no news
             once.warning(_NO_MEAN.format(who))
 
     def _is_followed(self, value: Any) -> bool:
