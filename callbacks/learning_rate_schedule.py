@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from kdist.errors import DataError, ScopeError
 from kdist.keras_hooks.optimizers import innermost, iterations, optimizers_of
+from kdist.learning_rate.rate_scale import RateScale
 from kdist.state.session import session_of
 from kdist.state.single_process import is_replaying
 from kdist.step.extensions import step_extensions
-from kdist.step.scale_rate import RateScale, ScaleRate
+from kdist.step.scale_rate import ScaleRate
 
 
 class LearningRateSchedule(keras.callbacks.Callback):

@@ -39,6 +39,7 @@ ROOMS = (
     "kdist.gradients",
     "kdist.strategies",
     "kdist.checkpoint",
+    "kdist.learning_rate",
     "kdist.step",
     "kdist.sharding",
     "kdist.trainer.feeding",

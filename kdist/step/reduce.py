@@ -15,8 +15,8 @@ from kdist.gradients.reducer import GradientReducer
 from kdist.keras_hooks.optimizers import accumulators, innermost, is_update_due
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.variables import key_of
+from kdist.learning_rate.effective_rate import EffectiveRate
 from kdist.step.buffers import BufferSync
-from kdist.step.learning_rate import EffectiveRate
 from kdist.step.step import Step
 from kdist.step.update import Stage, Update
 from kdist.step.vote_message import VoteMessage

@@ -1,29 +1,16 @@
-"""The stage that scales the learning rate of an update; the stored rate stays the user's."""
+"""The stages that scale the learning rate of an update, or leave it the user's."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import keras
-import tensorflow as tf
 
-from kdist.keras_hooks.optimizers import APPLY_GRADIENTS, CURRENT_RATE, innermost
-from kdist.keras_hooks.patching import patched
+from kdist.keras_hooks.optimizers import innermost
+from kdist.learning_rate.effective_rate import EffectiveRate
+from kdist.learning_rate.rate_scale import RateScale, scaled_rate
 from kdist.step.update import Stage, Update
-
-
-class RateScale(Protocol):
-    """A scaled learning rate: `EffectiveRate`, and the multiplier of `kdist.callbacks.LearningRateSchedule`."""
-
-    def scaled(self, rate: Callable[[], Any]) -> Any:
-        """Returns the rate of an update, given a callable that reads the unscaled one."""
-        ...
-
-    def momentum_ratio(self) -> tf.Tensor | None:
-        """Returns this step's scale divided by the last step's, a scalar; `None` for no momentum correction."""
-        ...
 
 
 class ScaleRate(Stage):
@@ -44,35 +31,15 @@ class ScaleRate(Stage):
             return proceed()
 
 
-@contextlib.contextmanager
-def scaled_rate(optimizer: keras.optimizers.Optimizer, scale: RateScale) -> Iterator[None]:
-    """Makes an innermost optimizer use a scaled rate and correct its momentum, while the context is open."""
-    rate, apply_gradients = getattr(optimizer, CURRENT_RATE), getattr(optimizer, APPLY_GRADIENTS)
+class UnscaledRate(Stage):
+    """The stage of an update on one of the user's batches, as in `train_on_batch`: the rate is the user's."""
 
-    def corrected(*args: Any, **kwargs: Any) -> Any:
-        # Not earlier: a step with gradients that are not finite is skipped before.
-        ratio = scale.momentum_ratio()
-        if ratio is not None:
-            correct_momentum(optimizer, ratio)
-        return apply_gradients(*args, **kwargs)
+    slot = "scale rate"
 
-    with patched(optimizer, CURRENT_RATE, lambda: scale.scaled(rate)), patched(optimizer, APPLY_GRADIENTS, corrected):
-        yield
+    def __init__(self, rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate]) -> None:
+        self._rate_of = rate_of
 
-
-def correct_momentum(optimizer: keras.optimizers.Optimizer, ratio: tf.Tensor) -> None:
-    r"""Multiplies SGD's velocities by a ratio of learning rates (Goyal et al., 2017, section 2.1, remark 2).
-
-    Keras' update is $v' = m v - \eta g$, and the paper's $u' = m u + g$ with $v = -\eta u$. Other optimizers are not
-    changed.
-    """
-    momentums = getattr(optimizer, "momentums", None) if isinstance(optimizer, keras.optimizers.SGD) else None
-    velocities = [each for each in momentums or () if each is not None]  # the scales of float8 layers have none
-    if not velocities:
-        return
-
-    def correct() -> None:
-        for velocity in velocities:
-            velocity.assign(velocity * tf.cast(ratio, velocity.dtype))
-
-    tf.cond(tf.not_equal(ratio, 1.0), correct, lambda: None)
+    def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        """Runs the update with the user's rate."""
+        with self._rate_of(innermost(update.optimizer)).unscaled():
+            return proceed()

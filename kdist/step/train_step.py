@@ -13,14 +13,14 @@ from kdist.data.batch import Shard
 from kdist.gradients.reducer import GradientReducer
 from kdist.keras_hooks.layers.batch_normalization import synchronized_moments
 from kdist.keras_hooks.optimizers import optimizers_of
+from kdist.learning_rate.effective_rate import EffectiveRate
 from kdist.reports.own_statistics import tell_of_own_statistics
 from kdist.state.assignments import WrittenState
 from kdist.state.votes import Votes
 from kdist.step.buffers import BufferSync
 from kdist.step.fused_sgd import FusedSGD
-from kdist.step.learning_rate import EffectiveRate, UnscaledRate
 from kdist.step.reduce import Reduce, Weigh
-from kdist.step.scale_rate import ScaleRate
+from kdist.step.scale_rate import ScaleRate, UnscaledRate
 from kdist.step.step import Step
 from kdist.step.update import OptimizerUpdate, Stage, UpdatePipeline
 from kdist.step.vote_message import VoteMessage

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from kdist.learning_rate.effective_rate import EffectiveRate
 from kdist.state.votes import NAMES, Votes
-from kdist.step.learning_rate import EffectiveRate
 from kdist.step.step import Step
 
 

@@ -17,12 +17,13 @@ from kdist.keras_hooks.optimizers import CURRENT_RATE, current_learning_rate, in
 from kdist.keras_hooks.patching import VERBS, patch
 from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import original, patch_methods, watch_models
+from kdist.learning_rate.effective_rate import EffectiveRate
+from kdist.learning_rate.effective_rates import EffectiveRates
 from kdist.reports.log import once
 from kdist.state.part import StatePart
 from kdist.state.session import TrainingSession, has_session, set_session
 from kdist.state.single_process import KerasData
 from kdist.state.variables import ModelState
-from kdist.step.learning_rate import EffectiveRate, EffectiveRates
 from kdist.tf_strategies.global_batches import with_global_batches
 
 

@@ -17,6 +17,9 @@ from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import count_ended_step, innermost, optimizers_of, stored_learning_rate
 from kdist.keras_hooks.trainer import initial_epoch, plain_compiles, set_initial_epoch
 from kdist.keras_hooks.variables import is_declared_of_one_rank, is_of_one_rank, is_seed, key_of
+from kdist.learning_rate.effective_rate import EffectiveRate
+from kdist.learning_rate.effective_rates import EffectiveRates
+from kdist.learning_rate.rate_scale import scaled_rate
 from kdist.sharding.embedding import warn_of_whole_tables
 from kdist.sharding.gradients import PartReducer
 from kdist.sharding.slot_files import loads
@@ -31,10 +34,8 @@ from kdist.state.part import Placement, StatePart
 from kdist.state.session import TrainingSession
 from kdist.state.slots import SlotState
 from kdist.state.variables import ModelState
-from kdist.step.learning_rate import EffectiveRate, EffectiveRates
 from kdist.step.local_sgd import LocalSGD
 from kdist.step.reduce import Reduce, ReduceWhenDue
-from kdist.step.scale_rate import scaled_rate
 from kdist.step.update import OptimizerUpdate
 from kdist.strategies.accumulation import LocalAccumulation
 from kdist.strategies.all_reduce import AllReduceStrategy

@@ -14,10 +14,10 @@ import tensorflow as tf
 import kdist
 from kdist.errors import StrategyError
 from kdist.keras_hooks.optimizers import innermost
+from kdist.learning_rate.effective_rate import EffectiveRate
 from kdist.restarts.report import own_reports
 from kdist.scaling import LearningRateRule, num_warmup_steps, warmup_multiplier
 from kdist.state.session import session_of
-from kdist.step.learning_rate import EffectiveRate
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere
 from tests.training.fidelity import BATCH, compare, fresh, mlp, of_the_chief, rows, size
