@@ -123,6 +123,11 @@ def raw_variable(variable: Any) -> tf.Variable:
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
+def number_of(variable: Any) -> float:
+    """Returns the number in a variable of no dimensions, or in what is one."""
+    return float(tf.convert_to_tensor(variable))  # a mirrored variable has no float()
+
+
 def key_of(variable: Any) -> int:
     """Returns the id of a variable's handle, which all objects for one variable share."""
     return id(raw_variable(variable).handle)

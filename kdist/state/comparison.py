@@ -17,6 +17,7 @@ from kdist.errors import MismatchError, NotSynchronizedError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, stored_learning_rate
 from kdist.keras_hooks.trainer import compile_arguments
+from kdist.keras_hooks.variables import number_of
 from kdist.state.broadcast import gathered_checksums
 
 logger = logging.getLogger("kdist")
@@ -127,14 +128,10 @@ def whole_weights(model: keras.Model) -> dict[str, Any]:
 def learning_rates(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, float]:
     """Returns the users' learning rates by name, of optimizers that hold a number and no schedule."""
     return {
-        f"learning_rate of {type(optimizer).__name__} ({number})": _number(optimizer.learning_rate)
+        f"learning_rate of {type(optimizer).__name__} ({number})": number_of(optimizer.learning_rate)
         for number, optimizer in enumerate(optimizers)
         if _has_rate(optimizer)
     }
-
-
-def _number(rate: Any) -> float:
-    return float(tf.convert_to_tensor(rate))  # a mirrored variable has no float()
 
 
 def _has_rate(optimizer: keras.optimizers.Optimizer) -> bool:

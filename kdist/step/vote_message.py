@@ -20,15 +20,15 @@ class VoteMessage:
 
     def vector(self, rates: Sequence[EffectiveRate]) -> tf.Tensor:
         """Returns this rank's term, a `float32` vector: the dtype of most gradients, so that they share a buffer."""
-        return tf.concat([self._votes.sent, [rate.is_changed() for rate in rates]], axis=0)
+        return tf.concat([self._votes.sent, [rate.agreed.is_changed() for rate in rates]], axis=0)
 
     def apply(self, counts: tf.Tensor, rates: Sequence[EffectiveRate]) -> None:
         """Applies votes and changes of any rank on all ranks; sends a message only if there are some."""
 
         def apply() -> None:
-            changes = self._step.engine.allreduce([rate.local_change() for rate in rates]) if rates else []
+            changes = self._step.engine.allreduce([rate.agreed.local_change() for rate in rates]) if rates else []
             for rate, change in zip(rates, changes, strict=True):
-                rate.apply_change(change)
+                rate.agreed.apply_change(change)
             tf.numpy_function(self._votes.receive, [counts[: len(NAMES)]], [])
 
         tf.cond(tf.reduce_any(counts > 0), apply, lambda: None)

@@ -312,9 +312,9 @@ class ReplicatedSession(TrainingSession):
             rates: sequence of `EffectiveRate`, of which changes are exchanged, too.
         """
         self._cast_stop()
-        changes = self.votes.agree([rate.local_change() for rate in rates])
+        changes = self.votes.agree([rate.agreed.local_change() for rate in rates])
         for rate, change in zip(rates, changes, strict=True):
-            rate.apply_change(change)
+            rate.agreed.apply_change(change)
         self._follow_votes()
 
     def _follow_votes(self) -> None:

@@ -703,7 +703,7 @@ def taken_up_by_others() -> None:
             (rate,) = model._kdist.rates()
             ended = kind == "tf_data_unknown"  # a step that finds the end counts, too: one in each epoch
             made_before = (STEPS + ended + 2) * before
-            user_steps = float(rate._user_steps(model.optimizer.iterations))
+            user_steps = float(rate._user_steps.at(model.optimizer.iterations))
             assert user_steps == made_before + (len(seen) + 2 * ended) * ranks
         else:  # Keras' own data, whose order is another
             assert seen == [*range(steps), *range(steps)]
