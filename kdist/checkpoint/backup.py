@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import keras
 
+from kdist.checkpoint import refusals
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
-from kdist.checkpoint.arrays import send
-from kdist.checkpoint.background_writer import BackgroundWriter
 from kdist.checkpoint.broadcast import broadcast_checkpoint
 from kdist.checkpoint.callback_state import CallbackState
-from kdist.checkpoint.files import Checkpoint, CheckpointDirectory, arrays_of
-from kdist.checkpoint.host_copies import HostCopies
+from kdist.checkpoint.files import Checkpoint
+from kdist.checkpoint.storage import CheckpointStorage, checkpoint_number
 from kdist.errors import CheckpointError
-from kdist.keras_hooks.trainer import layers_of, set_initial_epoch
-from kdist.reports.log import once
+from kdist.keras_hooks.trainer import set_initial_epoch
 from kdist.restarts.progress import own_progress
-from kdist.restarts.report import own_reports
-from kdist.state.part import DeferredArray, StatePart
+from kdist.state.part import StatePart
 from kdist.state.random_state import random_state, set_random_state
 from kdist.state.single_process import KerasData, is_replaying
-from kdist.state.variables import FIX_OF_UNTRACKED, ModelState
+from kdist.state.variables import ModelState
 
 logger = logging.getLogger("kdist")
 
@@ -52,12 +46,7 @@ class Backup(AllRanksCallback):
     ) -> None:
         super().__init__()
         self.backup_dir = str(backup_dir)
-        if "://" in self.backup_dir:
-            raise CheckpointError(
-                f"backup_dir is not on a file system. Received: backup_dir={self.backup_dir!r}. Expected a path, as a "
-                "checkpoint is a directory that is renamed when it is complete. Fix: mount the storage, or give a "
-                "local path and copy the directory before and after the training."
-            )
+        refusals.check_path(self.backup_dir)
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
         self.asynchronous = asynchronous
@@ -71,12 +60,9 @@ class Backup(AllRanksCallback):
         self._resumed: Checkpoint | None = None  # until the first new step of a resumed epoch
         self._resumed_step = 0
         self._replay: KerasData | None = None
-        self._directory = CheckpointDirectory(self.backup_dir)
-        self._writer = BackgroundWriter()
-        self._copies: HostCopies | None = None
+        self._storage = CheckpointStorage(self.backup_dir)
         self._has_warned = False
         self._number = 0  # of the newest checkpoint
-        self._is_on_disk = True  # whether that from which the training resumed is
 
     @classmethod
     def from_keras(cls, callback: keras.callbacks.BackupAndRestore) -> Backup:
@@ -126,14 +112,13 @@ class Backup(AllRanksCallback):
             return  # a replayed step
         steps = batch - self._last_batch
         self._steps_since += steps
-        if self._copies is not None:
-            self._copies.made_steps(steps)
+        self._storage.made_steps(steps)
         if self.is_chief:
             own_progress.made_steps(steps)
         self._last_batch = batch
         if self.save_freq != "epoch" and self._steps_since >= int(self.save_freq):
             self.save(batch + 1)
-        elif self._copies is not None and self._copies.is_due:
+        elif self._storage.copy_is_due:
             self._save_in_memory(batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -147,18 +132,13 @@ class Backup(AllRanksCallback):
         self._epoch, self._last_batch = epoch + 1, -1
         if is_due:
             self.save(0)
-        elif self._copies is not None and self._copies.is_due:
+        elif self._storage.copy_is_due:
             self._save_in_memory(0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Deletes the checkpoints."""
         set_initial_epoch(self.model, None)  # else Keras uses it in the next `fit` too
-        self.wait_until_written()
-        if self.is_chief and self.delete_checkpoint:
-            self._directory.delete()
-        self._directory.lock.release()
-        if self._copies is not None:
-            self._copies.delete()
+        self._storage.end(delete=self.delete_checkpoint)
         self.session.engine.barrier()  # all ranks see the deletion afterwards
 
     def clean_up(self) -> None:
@@ -176,63 +156,30 @@ class Backup(AllRanksCallback):
         Collective: every rank must call this, in the same order.
         """
         if self._resumed is not None:  # in a step that was trained before, which is drawn again
-            if self.is_chief and not self._is_on_disk:
-                self._directory.write(self._resumed)
-            elif not self._is_on_disk:
-                self._send(self._resumed)
-            self._is_on_disk = True
+            self._storage.write_found(self._resumed)
             return True
         if self._is_saved_later(epoch_step):
             return False
         if self._saved_at == (self._epoch, epoch_step):
             return True
         began = time.monotonic()
-        checkpoint = self._checkpoint(epoch_step)
-        self._copy(checkpoint, epoch_step, began)  # before the disk, whose time is none of a copy's
-        # Parts of which each rank has some are made now, by all ranks.
-        is_deferred = any(isinstance(each, DeferredArray) for state in checkpoint.values() for each in state.values())
-        if is_deferred and self.is_chief and self.asynchronous:
-            once.warning("asynchronous=True has no effect with state in parts: all ranks send their parts in the step")
-        if self.is_chief and self.asynchronous and not is_deferred:
-            self._writer.write(functools.partial(self._write, self._place(epoch_step)), checkpoint)
-        elif self.is_chief:
-            self._write(self._place(epoch_step), checkpoint)
-        else:
-            self._send(checkpoint)
-        if self._copies is not None:
-            self._copies.begin_steps()
+        self._storage.write(self._checkpoint(epoch_step), (self._epoch, epoch_step), began)
         self._steps_since = 0
         self._saved_at = self._epoch, epoch_step
         return True
 
-    @staticmethod
-    def _send(checkpoint: Checkpoint) -> None:
-        """Sends this rank's parts of a checkpoint to the chief, which writes it."""
-        send(arrays_of(checkpoint), [0])
-
     def wait_until_written(self) -> None:
         """Waits until what was saved is on disk; raises `CheckpointError` if it could not be written."""
-        self._writer.wait()
+        self._storage.wait()
 
     def _save_in_memory(self, epoch_step: int) -> None:
         if not self._is_saved_later(epoch_step):
             began = time.monotonic()
-            self._copy(self._checkpoint(epoch_step), epoch_step, began)
-
-    def _copy(self, checkpoint: Checkpoint, epoch_step: int, began: float) -> None:
-        if self._copies is not None and self._copies.write(checkpoint, began) and self.is_chief:
-            own_progress.saved(*self._place(epoch_step), self._number)
+            self._storage.copy(self._checkpoint(epoch_step), (self._epoch, epoch_step), began)
 
     def _is_saved_later(self, epoch_step: int) -> bool:
         """Returns whether this step is saved after the epoch, as its last one."""
         return bool(epoch_step) and self.session.is_last_step(epoch_step, self.params)
-
-    def _place(self, epoch_step: int) -> tuple[int, int, int]:
-        return self._epoch, epoch_step, own_progress.steps
-
-    def _write(self, place: tuple[int, int, int], checkpoint: Checkpoint) -> None:
-        logger.debug("saved %s", self._directory.write(checkpoint))
-        own_progress.saved(*place, checkpoint["training"]["number"])
 
     def _checkpoint(self, epoch_step: int) -> Checkpoint:
         """Returns the next checkpoint.
@@ -246,7 +193,8 @@ class Backup(AllRanksCallback):
         parts: list[StatePart] = [*session.parts(), session.data(epoch_step), CallbackState(self.others)]
         if epoch_step:
             parts.append(session.metrics)
-        self._warn_of_untracked(parts)
+        if self.is_chief and not self._has_warned:
+            self._has_warned = refusals.warn_of_untracked(parts)
         checkpoint = {part.name: part.state_dict() for part in parts}
         checkpoint["training"] = {
             "number": self._number,
@@ -260,22 +208,13 @@ class Backup(AllRanksCallback):
         }
         return checkpoint
 
-    def _warn_of_untracked(self, parts: Sequence[StatePart]) -> None:
-        names = [name for part in parts if isinstance(part, ModelState) for name in part.untracked]
-        if names and self.is_chief and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "this training cannot be resumed: variables that the model does not track are not saved. Received: an "
-                "optimizer that updates %s. Fix: %s.", ", ".join(names), FIX_OF_UNTRACKED,
-            )  # fmt: skip
-
     # Resuming.
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Resumes an interrupted training, unless `RankSynchronization` calls `begin`."""
         self.session.check_save_frequency(self.save_freq if self.memory_freq is None else 1)
         if not self.session.begins_backups:
-            self._check_built()
+            refusals.check_built(self.model)
             self.begin()
 
     def begin(self) -> None:
@@ -283,87 +222,27 @@ class Backup(AllRanksCallback):
 
         Collective: every rank must call this, in the same order.
         """
-        self._check_alone()
+        refusals.check_alone([each.backup_dir for each in self.siblings if isinstance(each, Backup)])
         self.clean_up()
-        self._directory.lock.release()  # of a `fit` that raised
-        self._directory = CheckpointDirectory(self.backup_dir)
+        self._storage.unlock()  # of a `fit` that raised
+        self._storage = CheckpointStorage(self.backup_dir)
         self._epoch, self._last_batch, self._steps_since, self._saved_at, self._number = 0, -1, 0, None, 0
         self._resumed = self._replay = None
         self._random_at_fit = random_state() if self.session.draws_in_background else {}
+        self._storage.open(self.session.engine, asynchronous=self.asynchronous, memory_freq=self.memory_freq)
         if self.is_chief:
-            self._directory.lock.acquire(job=own_reports.job)
             own_progress.fit_begins()
         in_parts = [part.name for part in self.session.parts() if isinstance(part, ModelState) and part.is_in_parts]
-        found, root, name = self._newest()
+        found, root, name = self._storage.newest()
         saved = broadcast_checkpoint(self.session.engine, found, root=root, one_by_one=in_parts)
         if saved is None:
             if self.is_chief:
-                _warn_of_keras_backup(self.backup_dir)
+                refusals.warn_of_keras_backup(self.backup_dir)
             return
-        self._number = saved["training"].get("number", 0)
+        self._number = checkpoint_number(saved)
         own_progress.fit_resumes(self._number)
         self._load(saved, with_rates=True)
         self._begin_at(saved, name)
-
-    def _check_built(self) -> None:
-        parts = [each for each in layers_of(self.model) if not isinstance(each, keras.Model)]
-        makes_weights = [each for each in parts if type(each).build is not keras.layers.Layer.build]
-        if not self.model.built and not all(each.built for each in makes_weights):
-            raise CheckpointError(
-                "BackupAndRestore needs a model that is built when fit begins: a resumed training loads its weights "
-                f"then. Received: {type(self.model).__name__} {self.model.name!r} with layers that the first step "
-                "would build. Expected all of its weights. Fix: begin the model with keras.Input(...), or call "
-                "model.build(input_shape), or the model on a batch, before fit."
-            )
-
-    def _check_alone(self) -> None:
-        directories = [each.backup_dir for each in self.siblings if isinstance(each, Backup)]
-        if len(directories) > 1:
-            raise CheckpointError(
-                f"Two BackupAndRestore are in one fit. Received: backup_dir {', '.join(map(repr, directories))}. "
-                "Expected one, as a training resumes from one checkpoint. Fix: keep one; its save_freq says how often "
-                "it saves, and memory_freq how often it copies."
-            )
-
-    def _newest(self) -> tuple[Checkpoint | None, int, str]:
-        """Returns the newest checkpoint on the rank that has it, and `None` on the others; that rank, and its name.
-
-        Collective: every rank must call this, in the same order.
-        """
-        engine = self.session.engine
-        self._copies = self._make_copies()
-        found, unreadable = None, None
-        try:
-            found = self._directory.read() if self.is_chief else None
-        except CheckpointError as error:
-            unreadable = error
-        path, checkpoint = (None, None) if found is None else found
-        name = "" if path is None else path.name
-        if self._copies is None:
-            if unreadable is not None:
-                raise unreadable
-            return checkpoint, 0, name
-        on_disk = engine.broadcast_object(0 if checkpoint is None else checkpoint["training"].get("number", 0))
-        in_memory, rank = self._copies.newest()
-        self._is_on_disk = in_memory <= on_disk
-        if unreadable is not None and in_memory == 0:
-            raise unreadable
-        if self._is_on_disk:
-            return checkpoint, 0, name
-        return self._copies.read() if engine.rank == rank else None, rank, f"the memory of rank {rank}'s host"
-
-    def _make_copies(self) -> HostCopies | None:
-        """Returns the copies in the memory of hosts, if they are asked for and another attempt will look for them."""
-        if self.memory_freq is None:
-            return None
-        if not own_reports.job:
-            if self.is_chief:
-                logger.warning(
-                    "memory_freq has no effect: nothing starts this training again. Received: memory_freq=%r without "
-                    "`kdist run --restarts`. Fix: kdist run -np N --restarts 3 SCRIPT.", self.memory_freq,
-                )  # fmt: skip
-            return None
-        return HostCopies(self.session.engine, own_reports.job, self.backup_dir, self.memory_freq)
 
     def _load(self, saved: Checkpoint, *, with_rates: bool) -> None:
         parts: list[StatePart] = [*self.session.parts(), CallbackState(self.others)]
@@ -413,13 +292,3 @@ class Backup(AllRanksCallback):
                 set_random_state(saved["training"]["random of fit"])
             return
         set_random_state(saved["training"]["random"])
-
-
-def _warn_of_keras_backup(backup_dir: str) -> None:
-    weights = Path(backup_dir, "latest.weights.h5")
-    if weights.exists():
-        logger.warning(
-            "%s has a backup of Keras' own BackupAndRestore, which kdist cannot read: training starts from the "
-            "beginning. Fix: model.load_weights(%r), and fit(initial_epoch=...). kdist.callbacks.BackupAndRestore "
-            "resumes trainings of one process and of several.", backup_dir, str(weights),
-        )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist.checkpoint import backup, host_copies
+from kdist.checkpoint import backup, host_copies, storage
 from kdist.checkpoint.files import CheckpointDirectory
 from kdist.checkpoint.memory_copies import MemoryCopies
 from kdist.restarts import progress, report
@@ -45,20 +45,22 @@ def test_auto_counts_the_time_of_the_copy_without_that_of_the_disk(tmp_path, mon
     clock = types.SimpleNamespace(monotonic=lambda: now, time_ns=time.time_ns)
     monkeypatch.setattr(backup, "time", clock)
     monkeypatch.setattr(host_copies, "time", clock)
-    monkeypatch.setattr(backup, "own_reports", OwnReports(job=job))
+    monkeypatch.setattr(storage, "own_reports", OwnReports(job=job))
     monkeypatch.setattr(CheckpointDirectory, "write", after(100, CheckpointDirectory.write))
     monkeypatch.setattr(MemoryCopies, "write", after(0.045, MemoryCopies.write))
     saves = kdist.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=10, memory_freq="auto")
     fit(keras.callbacks.LambdaCallback(on_train_batch_end=after(1)), saves, steps=17)  # with a copy after the disk's
-    assert saves._copies._every == 5  # 1 % of five steps of a second
+    assert saves._storage._copies._every == 5  # 1 % of five steps of a second
 
 
 def test_the_checkpoint_from_which_a_fit_goes_on_is_told(tmp_path, monkeypatch):
     def attempt(name, *callbacks):
         (tmp_path / name).mkdir()
-        for module in (backup, progress):
+        own_progress = progress.OwnProgress()
+        for module in (storage, progress):
             monkeypatch.setattr(module, "own_reports", OwnReports(tmp_path / name, job="job"))
-        monkeypatch.setattr(backup, "own_progress", progress.OwnProgress())
+        for module in (backup, storage):
+            monkeypatch.setattr(module, "own_progress", own_progress)
         with pytest.raises(OSError, match="it broke"):
             fit(*callbacks, kdist.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2))
         return progress.read(str(tmp_path / name), report.read(str(tmp_path / name)))
