@@ -20,7 +20,6 @@ from kdist.restarts.progress import own_progress
 from kdist.state.part import StatePart
 from kdist.state.random_state import random_state, set_random_state
 from kdist.state.single_process import KerasData, is_replaying
-from kdist.state.variables import ModelState
 
 logger = logging.getLogger("kdist")
 
@@ -232,7 +231,7 @@ class Backup(AllRanksCallback):
         self._storage.open(self.session.engine, asynchronous=self.asynchronous, memory_freq=self.memory_freq)
         if self.is_chief:
             own_progress.fit_begins()
-        in_parts = [part.name for part in self.session.parts() if isinstance(part, ModelState) and part.is_in_parts]
+        in_parts = [part.name for part in self.session.parts() if part.is_in_parts]
         found, root, name = self._storage.newest()
         saved = broadcast_checkpoint(self.session.engine, found, root=root, one_by_one=in_parts)
         if saved is None:

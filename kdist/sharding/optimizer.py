@@ -17,7 +17,6 @@ from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import (
     exclude_alike,
-    innermost,
     is_elementwise,
     moving_averages,
     recorded_slots,
@@ -32,7 +31,7 @@ from kdist.sharding.refusals import check_optimizer, check_shared_variables, che
 from kdist.sharding.slot_files import save_whole_slots
 from kdist.sharding.table import Table
 from kdist.state.part import BLOCK, DeferredArray
-from kdist.state.variables import SLOTS_IN_PARTS
+from kdist.state.variables import SLOTS_IN_PARTS, slots_in_parts
 
 
 class ShardedOptimizer:
@@ -274,7 +273,7 @@ class ShardedOptimizer:
 
 def sharded(optimizer: keras.optimizers.Optimizer) -> ShardedOptimizer | None:
     """Returns what shards an optimizer, or its inner one; `None` if nothing does."""
-    found = vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
+    found = slots_in_parts(optimizer)
     return found if isinstance(found, ShardedOptimizer) else None
 
 

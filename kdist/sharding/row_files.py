@@ -5,36 +5,19 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kdist.engines.engine import Engine
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.layers.stores import keeps_nothing, make_array, open_array, save_nowhere
 from kdist.keras_hooks.patching import patch
 from kdist.state.comparison import gather_values
+from kdist.state.variables import SlotsInParts
 
 
-class RowHolder(Protocol):
-    """What holds some rows of a variable; see `Table` and `ShardedOptimizer`."""
-
-    engine: Engine
-
-    def shape(self, variable: Any) -> list[int]:
-        """Returns the shape of all rows. Collective: every rank must call this, in the same order."""
-        ...
-
-    def blocks(self, variable: Any, receivers: list[int]) -> Iterator[tuple[int, Any]]:
-        """Yields blocks of all rows: the first row's index, and an array, which is empty on ranks that get none.
-
-        Collective: every rank must iterate over this, in the same order.
-        """
-        ...
-
-
-def save_rows(store: Any, name: str, variable: Any, holder: RowHolder) -> None:
+def save_rows(store: Any, name: str, variable: Any, holder: SlotsInParts) -> None:
     """Writes all rows of a variable to a store.
 
     Collective: every rank must call this, in the same order; those whose store keeps nothing send their rows.
@@ -43,7 +26,7 @@ def save_rows(store: Any, name: str, variable: Any, holder: RowHolder) -> None:
         store: what Keras gives to `save_own_variables`.
         name: str, the name in the store.
         variable: `keras.Variable`.
-        holder: `RowHolder`.
+        holder: `SlotsInParts`.
     """
     if (sent := _SENT.get()) is not None and sent.has_been_sent():
         return

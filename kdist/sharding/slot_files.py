@@ -10,17 +10,11 @@ import keras
 import tensorflow as tf
 
 from kdist.keras_hooks.layers.stores import open_array
-from kdist.keras_hooks.optimizers import innermost, original
+from kdist.keras_hooks.optimizers import original
 from kdist.keras_hooks.patching import patch
 from kdist.sharding.blocks import checksum
 from kdist.sharding.row_files import save_rows
-from kdist.state.variables import SLOTS_IN_PARTS, SlotsInParts
-
-
-def slots_in_parts(optimizer: keras.optimizers.Optimizer) -> SlotsInParts | None:
-    """Returns what holds slots of an optimizer, or of its inner one, in parts; `None` if all are whole."""
-    found: SlotsInParts | None = vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
-    return found
+from kdist.state.variables import slots_in_parts
 
 
 def save_whole_slots(optimizer: keras.optimizers.Optimizer) -> None:

@@ -72,7 +72,7 @@ class Table:
         return found
 
     def blocks(self, variable: Any, receivers: list[int]) -> Iterator[tuple[int, Any]]:
-        """Yields blocks of all rows; see `RowHolder`.
+        """Yields blocks of all rows; see `SlotsInParts`.
 
         Collective: every rank must iterate over this, in the same order.
         """

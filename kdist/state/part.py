@@ -98,6 +98,11 @@ class StatePart(abc.ABC):
         """Returns the variables that ranks compare and broadcast, if the placement is `WHOLE`."""
         return []
 
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether each rank has its part of some variables: what is saved of them is a `DeferredArray`."""
+        return False
+
     @abc.abstractmethod
     def state_dict(self) -> State:
         """Returns the state.

@@ -65,6 +65,12 @@ class SlotsInParts(Protocol):
         ...
 
 
+def slots_in_parts(optimizer: keras.optimizers.Optimizer) -> SlotsInParts | None:
+    """Returns what holds slots of an optimizer, or of its inner one, in parts; `None` if all are whole."""
+    found: SlotsInParts | None = vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
+    return found
+
+
 class ModelState(StatePart):
     """The state of a model and its optimizers, without metrics."""
 
@@ -86,9 +92,9 @@ class ModelState(StatePart):
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether each rank has its part of some variables."""
+        """See `StatePart.is_in_parts`."""
         has_tables = any(table_of(variable) is not None for variable in self._model.variables)
-        return has_tables or any(SLOTS_IN_PARTS in vars(innermost(each)) for each in optimizers_of(self._model))
+        return has_tables or any(slots_in_parts(each) is not None for each in optimizers_of(self._model))
 
     @property
     def untracked(self) -> list[str]:
@@ -104,7 +110,7 @@ class ModelState(StatePart):
         found = {id(variable): (variable, table_of(variable)) for variable in model.variables}
         in_parts: dict[int, tuple[Any, SlotsInParts | None]] = {}
         for optimizer in optimizers_of(model):
-            parts = vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
+            parts = slots_in_parts(optimizer)
             for variable in optimizer.variables:
                 is_part = parts is not None and parts.has(variable)
                 in_parts[id(variable)] = variable, parts if is_part else None

@@ -18,13 +18,11 @@ from kdist.errors import CheckpointError
 from kdist.keras_hooks.files import SAVE, replaced
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.layers.stores import save_nowhere, weights_on_disk
-from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.keras_hooks.trainer import original
 from kdist.sharding.row_files import all_rows_sent
-from kdist.sharding.slot_files import slots_in_parts
-from kdist.sharding.table import tables_of
 from kdist.state.comparison import gather_values
 from kdist.state.session import session_of
+from kdist.state.variables import ModelState
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.trainer.session import ReplicatedSession
 
@@ -106,4 +104,4 @@ def _writes(engine: Engine, method: str, path: str) -> bool:
 
 
 def _has_parts(model: keras.Model) -> bool:
-    return bool(tables_of(model)) or any(slots_in_parts(each) is not None for each in optimizers_of(model))
+    return ModelState(model).is_in_parts
