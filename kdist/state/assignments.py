@@ -27,7 +27,7 @@ from kdist.keras_hooks.variables import (
     statistics_of_keras,
 )
 from kdist.state.graphs.increments import Increments
-from kdist.state.rank_dependence import RankDependence
+from kdist.state.graphs.rank_dependence import RankDependence
 
 logger = logging.getLogger("kdist")
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from kdist.keras_hooks.metrics import flat_logs, flat_metrics, recorded_results
 from kdist.keras_hooks.trainer import is_overridden
 from kdist.reports.log import once
-from kdist.state.rank_dependence import computed_of
+from kdist.state.graphs.rank_dependence import computed_of
 from kdist.step.step import Step
 
 

@@ -1,1 +1,1 @@
-"""Graphs of steps: what an assignment adds to a variable."""
+"""Graphs of steps: which tensors differ between ranks, and what an assignment adds to a variable."""
