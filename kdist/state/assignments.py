@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import numpy as np
@@ -21,25 +18,13 @@ from kdist.keras_hooks.variables import (
     is_of_one_rank,
     is_seed,
     key_of,
-    path_of,
     raw_variable,
     recorded_assignments,
     statistics_of_keras,
 )
 from kdist.state.graphs.increments import Increments
 from kdist.state.graphs.rank_dependence import RankDependence
-
-logger = logging.getLogger("kdist")
-
-Merge = Literal["sum", "mean", "first", "count"]
-"""The sum of the increments; the mean by rows; rank 0's value; the sum of the increments, if a rank knows that they
-count rows, else the common one."""
-
-WAYS_OUT = (
-    'Fix: give the variable an `aggregation` ("sum": the ranks\' increments are summed; "mean"; "only_first_replica"), '
-    "or compute the new value of the global batch with `kdist.all_gather` or `kdist.all_reduce` in the layer, or, if "
-    'each rank is to keep its own value, `keras.Variable(..., synchronization="on_read")`'
-)
+from kdist.state.written import WAYS_OUT, Merge, Written, WrittenState
 
 _KEPT = {
     "sum": "The ranks' increments are summed",
@@ -49,59 +34,6 @@ _KEPT = {
 }
 _COLLECTIVES = ("allreduce", "allgather", "broadcast")  # their results are equal on all ranks
 _TABLE_WRITES = ("LookupTableInsertV2", "LookupTableImportV2", "LookupTableRemoveV2")
-
-
-@dataclasses.dataclass
-class Written:
-    """A variable that a step writes.
-
-    Attributes:
-        variable: `keras.Variable` or `tf.Variable`.
-        before: tensor, its value before the step; of a variable that is summed, after the last merge.
-        assignments: list of `(method, values, graph, place)`, those in a graph: the method's name, the tensors and
-            numbers that it was given, the graph and how many operations it had before.
-        merge: `Merge`, how an earlier step has merged it, or `None`.
-        counts_rows: bool, whether this rank's graph shows that its increments depend on the rank's rows.
-    """
-
-    variable: Any
-    before: tf.Tensor
-    assignments: list[tuple[str, list[Any], tf.Graph, int]] = dataclasses.field(default_factory=list)
-    merge: Merge | None = None
-    counts_rows: bool = False
-
-
-class WrittenState:
-    """The variables beside weights that the steps of a model write, in the order in which they were found.
-
-    Attributes:
-        merges: dict by the kinds of steps of dicts, by the variables' keys, of pairs of a variable in which ranks
-            differ and its `Merge`.
-        variables: dict by their keys of all that are written, but not by each rank for itself.
-    """
-
-    def __init__(self) -> None:
-        self.merges: dict[str, dict[int, tuple[Any, Merge]]] = collections.defaultdict(dict)
-        self.variables: dict[int, Any] = {}
-        self._told: set[tuple[int, str]] = set()
-        self._is_told_of_tables = False
-
-    def tell_once(self, variable: Any, engine: Engine, message: str) -> None:
-        """Logs a warning about a variable on rank 0, once; its path is filled in."""
-        key = key_of(variable), message
-        if key not in self._told and engine.rank == 0:
-            logger.warning(message, path_of(variable))
-        self._told.add(key)
-
-    def tell_of_tables_once(self, engine: Engine) -> None:
-        """Logs a warning about lookup tables on rank 0, once."""
-        if not self._is_told_of_tables and engine.rank == 0:
-            logger.warning(
-                "the step writes a lookup table from each rank's own rows: its contents differ between the ranks, and "
-                "so does what is looked up. Fix: insert what `kdist.all_gather` returns for keys and values, or fill "
-                "the table before training"
-            )
-        self._is_told_of_tables = True
 
 
 class Assignments:

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from kdist.engines.tensors import flat
 from kdist.keras_hooks.variables import raw_variable
-from kdist.state.assignments import Assignments, Merge, Written, WrittenState
+from kdist.state.assignments import Assignments
+from kdist.state.written import Merge, Written, WrittenState
 from kdist.step.step import Step
 
 

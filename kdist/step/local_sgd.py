@@ -22,10 +22,10 @@ from kdist.keras_hooks.variables import (
     raw_variable,
     statistics_of_keras,
 )
-from kdist.state.assignments import WrittenState
 from kdist.state.comparison import check_equal, first_difference
 from kdist.state.slots import Slots
 from kdist.state.votes import NAMES
+from kdist.state.written import WrittenState
 from kdist.step.buffers import is_mergeable
 
 

@@ -15,8 +15,8 @@ from kdist.keras_hooks.layers.batch_normalization import synchronized_moments
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.learning_rate.effective_rate import EffectiveRate
 from kdist.reports.own_statistics import tell_of_own_statistics
-from kdist.state.assignments import WrittenState
 from kdist.state.votes import Votes
+from kdist.state.written import WrittenState
 from kdist.step.buffers import BufferSync
 from kdist.step.fused_sgd import FusedSGD
 from kdist.step.reduce import Reduce, Weigh

@@ -27,13 +27,13 @@ from kdist.sharding.table import table_loads
 from kdist.sharding.table_optimizer import part_variables_of
 from kdist.sharding.table_update import TableReduce
 from kdist.sharding.update import ShardedReduce
-from kdist.state.assignments import WAYS_OUT, WrittenState
 from kdist.state.broadcast import broadcast_differing, broadcast_state, checksums_of, gathered_checksums
 from kdist.state.comparison import check_equal, describe_model, gather_values, refuse_differences, whole_weights
 from kdist.state.part import Placement, StatePart
 from kdist.state.session import TrainingSession
 from kdist.state.slots import SlotState
 from kdist.state.variables import ModelState
+from kdist.state.written import WAYS_OUT, WrittenState
 from kdist.step.local_sgd import LocalSGD
 from kdist.step.reduce import Reduce, ReduceWhenDue
 from kdist.step.update import OptimizerUpdate

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.engines.single import SingleEngine
-from kdist.state.assignments import WrittenState
+from kdist.state.written import WrittenState
 from kdist.step.local_sgd import LocalSGD
 
 
