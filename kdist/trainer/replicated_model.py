@@ -199,7 +199,7 @@ class ReplicatedModel:
         if name == "predict_on_batch":
             result = as_dense(result, self._dense_outputs)
         if is_first and name == "train_on_batch":
-            session.check_first_step()
+            session.common_state.check_first_step()
         self._prepared_optimizers[name] = getattr(self._model, "optimizer", None)
         return result
 

@@ -9,47 +9,35 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from kdist.errors import ScopeError
 from kdist.gradients.reducer import GradientReducer, make_compression
-from kdist.keras_hooks.layers.embedding import table_of
-from kdist.keras_hooks.optimizers import count_ended_step, innermost, optimizers_of, stored_learning_rate
-from kdist.keras_hooks.trainer import initial_epoch, plain_compiles, set_initial_epoch
-from kdist.keras_hooks.variables import is_declared_of_one_rank, is_of_one_rank, is_seed, key_of
+from kdist.keras_hooks.optimizers import count_ended_step, innermost
+from kdist.keras_hooks.trainer import plain_compiles
 from kdist.learning_rate.effective_rate import EffectiveRate
 from kdist.learning_rate.effective_rates import EffectiveRates
 from kdist.learning_rate.rate_scale import scaled_rate
-from kdist.sharding.embedding import warn_of_whole_tables
 from kdist.sharding.gradients import PartReducer
-from kdist.sharding.slot_files import loads
-from kdist.sharding.table import table_loads
 from kdist.sharding.table_optimizer import part_variables_of
 from kdist.sharding.table_update import TableReduce
 from kdist.sharding.update import ShardedReduce
-from kdist.state.broadcast import broadcast_differing, broadcast_state, checksums_of, gathered_checksums
-from kdist.state.comparison import check_equal, describe_model, gather_values, refuse_differences, whole_weights
-from kdist.state.part import Placement, StatePart
+from kdist.state.comparison import refuse_differences
+from kdist.state.part import StatePart
 from kdist.state.session import TrainingSession
 from kdist.state.slots import SlotState
 from kdist.state.variables import ModelState
-from kdist.state.written import WAYS_OUT, WrittenState
+from kdist.state.written import WrittenState
 from kdist.step.local_sgd import LocalSGD
 from kdist.step.reduce import Reduce, ReduceWhenDue
 from kdist.step.update import OptimizerUpdate
 from kdist.strategies.accumulation import LocalAccumulation
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
+from kdist.trainer.common_state import CommonState
 from kdist.trainer.feeding.data_state import ShardedData
 from kdist.trainer.feeding.feed import Feed
 
 logger = logging.getLogger("kdist")
-
-_SAME_STATE = f"Expected steps and callbacks that write the same on all of them. {WAYS_OUT}"
-_SAME_WEIGHTS = (
-    "Expected callbacks that write the same weights on all of them. Fix: write them on every rank; or on some, by "
-    "`model.set_weights` or `model.load_weights`, after which the others get them"
-)
 
 
 class ReplicatedSession(TrainingSession):
@@ -65,6 +53,7 @@ class ReplicatedSession(TrainingSession):
         writes: bool, whether this rank saves models in callbacks.
         verbs: list of str, the running verbs, the outermost first.
         written: `WrittenState`, what steps write beside weights.
+        common_state: `CommonState`, the state that is the same on all ranks.
     """
 
     has_global_logs = True
@@ -81,6 +70,9 @@ class ReplicatedSession(TrainingSession):
         self.feed = Feed(model, strategy, settings, begin_pass=self._begin_pass, end_pass=self._end_pass)
         self.effective_rates = EffectiveRates(
             model, scale_lr=settings.scale_lr, batches_per_step=settings.batches_per_step(self.engine.size)
+        )
+        self.common_state = CommonState(
+            model, self.engine, self.parts, self.effective_rates, self.written, settings.options.shard_embeddings
         )
         self.accumulation = LocalAccumulation(model, self.engine)
         self.options = options = settings.options
@@ -188,8 +180,8 @@ class ReplicatedSession(TrainingSession):
         return self.effective_rates.get(optimizer)
 
     def pending_variables(self) -> list[Any]:
-        """Returns the learning rates, which a callback may have changed on some ranks."""
-        return [stored_learning_rate(innermost(optimizer)) for optimizer in optimizers_of(self.model)]
+        """See `TrainingSession.pending_variables`."""
+        return self.common_state.pending_variables()
 
     def weights_are_pending(self) -> bool:
         """See `TrainingSession.weights_are_pending`."""
@@ -211,95 +203,20 @@ class ReplicatedSession(TrainingSession):
             )
 
     def broadcast_state(self, verb: str, learning_rates: Mapping[str, float] | None = None) -> None:
-        """Compares the model over the ranks, and broadcasts rank 0's state at the beginning of a verb.
+        """Does what `CommonState.begin` does: what ranks have loaded is rank 0's then.
 
         Collective: every rank must call this, in the same order.
-
-        Args:
-            verb: str, the verb.
-            learning_rates: mapping of names to the rates that `fit` was given, or `None`.
         """
-        what, epoch = f"the model given to {verb}", initial_epoch(self.model) if verb == "fit" else None
-        described = {**describe_model(self.model), **self._loads()}
-        state = self._whole_state()
-        if verb == "fit":
-            state += [variable for rate in self.rates() for variable in rate.anchors()]
-        local = [described, epoch, learning_rates or {}, checksums_of(state if self.engine.size > 1 else [])]
-        models, epochs, rates, checksums = zip(*gather_values(self.engine, what, local), strict=True)
-        refuse_differences(what, models)
-        refuse_differences(f"the optimizer given to {verb}", rates)
-        if self.engine.rank == 0:
-            warn_of_whole_tables(self.model, self.engine.size, self.options.shard_embeddings)
-        broadcast_differing(self.engine, state, np.array(checksums, np.int64))
+        self.common_state.begin(verb, learning_rates)
         self.votes.withdraw("weights")
-        if verb == "fit":
-            set_initial_epoch(self.model, epochs[0])
-
-    def check_first_step(self) -> None:
-        """Raises if the first step has left other weights on a rank, and does what `make_state_equal` does.
-
-        Collective: every rank must call this, in the same order.
-        """
-        kept = self._kept_state()
-        self._set_equal(kept, check_equal(self.engine, whole_weights(self.model), kept), _SAME_STATE)
-
-    def make_state_equal(self) -> None:
-        """Sets what is no weight to rank 0's values where the ranks differ, with a warning.
-
-        Collective: every rank must call this, in the same order.
-        """
-        self._make_equal(self._kept_state(), _SAME_STATE)
-
-    def _kept_state(self) -> list[Any]:
-        """Returns what is no weight of the optimizer or of metrics, and is to be the same on all ranks."""
-        model = self.model
-        others = {key_of(each) for each in [*model.trainable_variables, *model.metrics_variables]}
-        state = {key_of(each): each for each in model.non_trainable_variables} | self.written.variables
-        return [
-            each
-            for key, each in state.items()
-            if key not in others and not is_seed(each) and not is_of_one_rank(model, each) and table_of(each) is None
-        ]
 
     def make_weights_equal(self) -> None:
-        """Sets weights to rank 0's values where the ranks differ, with a warning: a callback has written them.
+        """Does what `CommonState.make_weights_equal` does, unless weights differ until the next average.
 
         Collective: every rank must call this, in the same order.
         """
-        if self.local_sgd is not None and self.local_sgd.is_open:
-            return  # they differ until the next average
-        weights = [each for each in self.model.trainable_variables if table_of(each) is None]
-        kept = [each for each in weights if not is_of_one_rank(self.model, each)]
-        if self._make_equal(kept, _SAME_WEIGHTS):
-            broadcast_state(self.engine, self._comparable_state())  # averages and slots that follow the weights
-
-    def _make_equal(self, variables: list[Any], expected: str) -> list[Any]:
-        if not variables or self.engine.size == 1:
-            return []
-        return self._set_equal(variables, gathered_checksums(self.engine, variables), expected)
-
-    def _set_equal(self, variables: list[Any], checksums: np.ndarray, expected: str) -> list[Any]:
-        found = broadcast_differing(self.engine, variables, checksums)
-        for variable in found:
-            message = f"%r differs between the ranks, and is rank 0's on all of them now. {expected}"
-            self.written.tell_once(variable, self.engine, message)
-        return found
-
-    def _comparable_state(self) -> list[Any]:
-        """Returns the state that is the same on all ranks, but for learning rates that callbacks have changed."""
-        pending = {id(each) for each in self.pending_variables()}
-        state = [each for each in self._whole_state() if id(each) not in pending]
-        return [each for each in state if not is_of_one_rank(self.model, each)]
-
-    def _loads(self) -> dict[str, Any]:
-        return {**loads(optimizers_of(self.model)), **table_loads(self.model)}
-
-    def _broadcast(self, root: int) -> None:
-        broadcast_state(self.engine, self._whole_state(), root=root)
-
-    def _whole_state(self) -> list[Any]:
-        whole = [part for part in self.parts() if part.placement is Placement.WHOLE]
-        return [each for part in whole for each in part.variables() if not is_declared_of_one_rank(each)]
+        if self.local_sgd is None or not self.local_sgd.is_open:
+            self.common_state.make_weights_equal()
 
     # Agreement.
 
@@ -343,7 +260,7 @@ class ReplicatedSession(TrainingSession):
 
         Collective: every rank must call this, in the same order.
         """
-        gathered = self.engine.gather_objects([self.votes.is_cast("weights"), self._loads()])
+        gathered = self.engine.gather_objects([self.votes.is_cast("weights"), self.common_state.loads()])
         has_loaded, files = (list(each) for each in zip(*gathered, strict=True))
         refuse_differences("the weights loaded by a callback", files)  # parts cannot be broadcast
         self.votes.withdraw("weights")
@@ -355,9 +272,9 @@ class ReplicatedSession(TrainingSession):
         if within_a_pass:
             self.accumulation.end()
         if all(has_loaded):  # as they should, and the same: a checksum is less to send
-            self._make_equal(self._comparable_state(), _SAME_WEIGHTS)
+            self.common_state.make_loaded_equal()
         else:
-            self._broadcast(root=has_loaded.index(True) if any(has_loaded) else 0)
+            self.common_state.broadcast(root=has_loaded.index(True) if any(has_loaded) else 0)
         if within_a_pass:
             self.accumulation.begin()
         if local_sgd is not None:

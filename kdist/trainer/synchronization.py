@@ -132,7 +132,7 @@ class RankSynchronization(keras.callbacks.Callback):
             if session.engine.rank == 0 and len(session.rates()) > 1:  # by now it is known which ones update
                 self._report_settings()
             if session.local_sgd is None:  # which compares after its first average
-                session.check_first_step()
+                session.common_state.check_first_step()
         if "stop" in session.votes.agreed:
             self.model.stop_training = True
         elif self.model.stop_training:
@@ -147,7 +147,7 @@ class RankSynchronization(keras.callbacks.Callback):
         session.effective_rates.set_warmup(session.settings.warmup_epochs, self.params, num_steps)
         session.agree(session.rates())
         session.votes.withdraw("stop")  # the flag says it
-        session.make_state_equal()
+        session.common_state.make_buffers_equal()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Exchanges votes, which also waits until the files of callbacks are written, and compares weights."""
