@@ -50,6 +50,8 @@ from kdist.step.compiled import CompiledSteps
 from kdist.step.extensions import added_stages, has_extensions
 from kdist.step.local_sgd_step import LocalSGDStep
 from kdist.step.step import Step
+from kdist.step.step_function import StepFunction
+from kdist.step.step_logs import measured_logs
 from kdist.step.train_step import ForwardStep, TrainStep
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
@@ -60,8 +62,6 @@ from kdist.trainer.feeding.given_rows import given_rows, with_one_row, with_unkn
 from kdist.trainer.metric_reset import MetricReset
 from kdist.trainer.predictions import as_dense, gather_rows
 from kdist.trainer.session import ReplicatedSession
-from kdist.trainer.step_function import StepFunction
-from kdist.trainer.step_logs import measured_logs
 
 
 def replicate(model: keras.Model, strategy: AllReduceStrategy, settings: Settings) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.trainer.step_function import StepFunction
+from kdist.step.step_function import StepFunction
 
 ROWS = np.random.default_rng(0).normal(size=(24, 5)).astype("float32")
 
