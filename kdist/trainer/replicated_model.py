@@ -15,34 +15,26 @@ import keras
 import tensorflow as tf
 
 from kdist.data.batch import Rows, Shard
-from kdist.errors import StrategyError
 from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.metrics import summed_variables
-from kdist.keras_hooks.optimizers import innermost, not_built, optimizers_of, set_optimizer_strategy
+from kdist.keras_hooks.optimizers import innermost, optimizers_of
+from kdist.keras_hooks.own_steps import OwnSteps
 from kdist.keras_hooks.patching import VERBS
 from kdist.keras_hooks.signatures import comparable, named_arguments
 from kdist.keras_hooks.trainer import (
     EPOCH_LOGS,
     MAKE_FUNCTION,
-    OWN_STEPS,
     SYMBOLIC_BUILD,
-    build_eagerly,
-    build_layers,
-    has_own_steps,
     is_built,
     is_overridden,
     keeps_states,
     keeps_states_of_one_row,
     original,
     patch_methods,
-    runs_eagerly,
     set_strategy,
-    tensor_names_kept,
 )
 from kdist.reports.log import warnings_at_users_lines
-from kdist.sharding.optimizer import shard, sharded
 from kdist.sharding.refusals import lookups_in_loops_refused
-from kdist.sharding.table_optimizer import hold_rows
 from kdist.state.comparison import check_agreement
 from kdist.state.metrics import add_over_ranks
 from kdist.state.session import has_session, set_session
@@ -56,6 +48,7 @@ from kdist.step.train_step import ForwardStep, TrainStep
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
 from kdist.trainer import saving
+from kdist.trainer.building import build, prepare_optimizers
 from kdist.trainer.callback_list import replicated_callbacks
 from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
 from kdist.trainer.feeding.given_rows import given_rows, with_one_row, with_unknown_numbers
@@ -88,10 +81,10 @@ class ReplicatedModel:
         self._broadcast_for: list[keras.optimizers.Optimizer] = []
         self._results: dict[str, dict[str, Callable[[], Any]]] = {}
         self._prepared_optimizers: dict[str, Any] = {}  # by verb on a batch: the optimizer at its last call
-        self._steps = {"train_step": self.train_step, "test_step": self.test_step, "predict_step": self.predict_step}
-        self._patched_steps: dict[str, Any] = {}
-        self._own_steps: dict[str, Any] = {}  # those that the user has set on the instance
-        self._running_own: set[str] = set()
+        self._own_steps = OwnSteps(
+            session.model,
+            {"train_step": self.train_step, "test_step": self.test_step, "predict_step": self.predict_step},
+        )
 
     def install(self) -> None:
         """Sets the methods on the instance, and the model's session."""
@@ -107,36 +100,11 @@ class ReplicatedModel:
             "reset_metrics": self._reset_metrics,
         }
         patch_methods(self._model, {**verbs, **hooks, **saving.wrappers(self.session)})
-        self._patch_steps()
+        self._own_steps.patch()
         set_session(self._model, self.session)
 
     def _original(self, name: str) -> Callable[..., Any]:
         return original(self._model, name)
-
-    def _patch_steps(self) -> None:
-        """Replaces the steps on the instance, and keeps those that the user has set there."""
-        methods = vars(self._model)
-        for name, step in self._steps.items():
-            given = methods.get(name)
-            if given is None or given is not self._patched_steps.get(name):
-                patch_methods(self._model, {name: step})
-                self._patched_steps[name], self._own_steps[name] = methods.get(name), given
-        methods[OWN_STEPS] = {name for name, own in self._own_steps.items() if own is not None}
-
-    def _own_step(self, name: str) -> Callable[..., Any]:
-        """Returns the user's step of the instance, else the class's, which the first may call as the model's."""
-        own = self._own_steps[name]
-        if own is None or name in self._running_own:
-            return self._original(name)
-
-        def run(data: Any) -> Any:
-            self._running_own.add(name)
-            try:
-                return own(data)
-            finally:
-                self._running_own.discard(name)
-
-        return run
 
     # The verbs.
 
@@ -151,7 +119,7 @@ class ReplicatedModel:
                 return run(*args, **kwargs)
         is_outermost = not session.verbs
         if is_outermost and not has_extensions(self._model):
-            self._patch_steps()
+            self._own_steps.patch()
         session.warn_of_other_settings()
         session.end_interrupted_pass()
         session.feed.begin_verb(name, comparable(named_arguments(inspect.signature(run).bind(*args, **kwargs))))
@@ -175,7 +143,7 @@ class ReplicatedModel:
         session = self.session
         session.end_interrupted_pass()
         if not session.verbs and not has_extensions(self._model):
-            self._patch_steps()
+            self._own_steps.patch()
         self._compiled_steps.disable_keras_compilation()
         # The first call with an optimizer does what the other verbs do at each call.
         is_first = self._is_first_on_batch(name)
@@ -217,21 +185,7 @@ class ReplicatedModel:
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if isinstance(iterator, ShardedEpochIterator):
             data_batch, iterator = iterator.batch_to_build_on(self._model), None
-        for optimizer in optimizers_of(self._model):
-            # An optimizer of another scope could not make its slots here.
-            set_optimizer_strategy(optimizer, self.session.strategy)
-            if self.session.parts_reducer is not None:
-                shard(innermost(optimizer), self._engine)
-                shard(optimizer, self._engine)
-            elif self.session.options.shard_embeddings is not None:
-                hold_rows(innermost(optimizer), self._engine)
-                hold_rows(optimizer, self._engine)
-            elif sharded(optimizer) is not None:
-                raise StrategyError(
-                    f"The optimizer is of another scope than its model. Received: {type(optimizer).__name__} of a "
-                    'scope with shard="optimizer", for a model of one without. Expected one scope. Fix: make the model '
-                    "and its optimizer in the same kdist.scope()."
-                )
+        prepare_optimizers(self.session)
         name = self.session.verbs[-1] if self.session.verbs else ""
         is_first = name not in self._on_batch_verbs or self._is_first_on_batch(name)
         if len(self.session.verbs) == 1 and is_first and self.session.parts_reducer is not None:
@@ -241,31 +195,9 @@ class ReplicatedModel:
             if all(self._engine.gather_objects(waits)):
                 self._broadcast_for = waiting  # some may never be used
                 self.session.broadcast_state(name)
-        try:
-            self._build(iterator, with_one_row(data_batch) if keeps_states_of_one_row(self._model) else data_batch)
-        except Exception:
-            # Without a strategy Keras does not call the model here; one with custom steps may not be callable, and
-            # Keras takes sparse targets for dense ones.
-            sparse = (tf.SparseTensor, tf.SparseTensorSpec)
-            if not has_own_steps(self._model) and not any(isinstance(x, sparse) for x in tf.nest.flatten(data_batch)):
-                raise
+        build(self.session, iterator, data_batch)
         if name in self._on_batch_verbs and self._is_first_on_batch(name):
             self.session.broadcast_state(name)
-
-    def _build(self, iterator: Any, batch: Any) -> None:
-        model = self._model
-        if batch is not None and runs_eagerly(model):
-            if not all(is_built(model)):
-                with self.session.strategy.scope():
-                    build_eagerly(model, batch)
-            return
-        if batch is not None and not is_built(model)[0]:
-            with self.session.strategy.scope(), contextlib.suppress(Exception):  # Keras' own build then explains it
-                build_layers(model, batch)
-        # A step of the user's own may update other variables than the model's: the first update builds the optimizer.
-        builds = not has_own_steps(model)
-        with tensor_names_kept(), contextlib.nullcontext() if builds else not_built(optimizers_of(model)):
-            self._original(SYMBOLIC_BUILD)(iterator=iterator, data_batch=batch)
 
     _on_batch_verbs = tuple(name for name in VERBS if name.endswith("_on_batch"))
 
@@ -299,7 +231,7 @@ class ReplicatedModel:
     def train_step(self, data: Any) -> Any:
         """Trains on this rank's share of a batch."""
         if self._extended.step is not None:
-            return self._own_step("train_step")(data)  # called in another model's step, on its share
+            return self._own_steps.get("train_step")(data)  # called in another model's step, on its share
         session, is_shard = self.session, isinstance(data, Shard)
         kind: Callable[..., TrainStep] = TrainStep
         if session.local_sgd is not None and is_shard:
@@ -326,7 +258,7 @@ class ReplicatedModel:
     def test_step(self, data: Any) -> Any:
         """Evaluates this rank's share of a batch."""
         if self._extended.step is not None:
-            return self._own_step("test_step")(data)
+            return self._own_steps.get("test_step")(data)
         is_shard = isinstance(data, Shard)
         step = ForwardStep(self._extended, self._share(data), written=self.session.written, is_traced_alike=is_shard)
         with self._counting_by_itself(is_shard=is_shard):
@@ -349,7 +281,7 @@ class ReplicatedModel:
         before = [tf.identity(v.value) for v in variables]
 
         def run() -> tuple[Any, Any]:
-            return measured_logs(lambda: self._own_step(name)(step.data), model, step)
+            return measured_logs(lambda: self._own_steps.get(name)(step.data), model, step)
 
         done = self._compiled_steps.run(name, step, run) if self._compiled_steps.is_requested else None
         if done is None:
@@ -402,13 +334,13 @@ class ReplicatedModel:
     def predict_step(self, data: Any) -> Any:
         """Predicts this rank's share, and returns all ranks' predictions in the order of the rows."""
         if self._extended.step is not None:
-            return self._own_step("predict_step")(data)
+            return self._own_steps.get("predict_step")(data)
         shard = self._share(data)
         if not keeps_states(self._model):  # of the rows of a batch, whose number its layers know
             shard = shard._replace(data=with_unknown_numbers(shard.data))
         step = ForwardStep(self._extended, shard, written=self.session.written, is_traced_alike=False)
         with step.running(self._model):
-            outputs = self._own_step("predict_step")(step.data)
+            outputs = self._own_steps.get("predict_step")(step.data)
         leaves = keras.tree.flatten(outputs)
         self._dense_outputs = [not isinstance(leaf, tf.RaggedTensor) for leaf in leaves]
         widths_differ = self.session.feed.widths_differ

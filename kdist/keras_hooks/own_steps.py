@@ -1,0 +1,51 @@
+"""The steps that a user has set on a model's instance, which kdist's call: they replace them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+
+from kdist.keras_hooks.trainer import OWN_STEPS, original, patch_methods
+
+
+class OwnSteps:
+    """The user's steps of one model: those of the instance, else those of its class.
+
+    Args:
+        model: `keras.Model`.
+        steps: mapping of names to the steps that replace them on the instance.
+    """
+
+    def __init__(self, model: keras.Model, steps: Mapping[str, Callable[..., Any]]) -> None:
+        self._model = model
+        self._steps = steps
+        self._patched: dict[str, Any] = {}
+        self._own: dict[str, Any] = {}  # those that the user has set on the instance
+        self._running: set[str] = set()
+
+    def patch(self) -> None:
+        """Replaces the steps on the instance, and keeps those that the user has set there since."""
+        methods = vars(self._model)
+        for name, step in self._steps.items():
+            given = methods.get(name)
+            if given is None or given is not self._patched.get(name):
+                patch_methods(self._model, {name: step})
+                self._patched[name], self._own[name] = methods.get(name), given
+        methods[OWN_STEPS] = {name for name, own in self._own.items() if own is not None}
+
+    def get(self, name: str) -> Callable[..., Any]:
+        """Returns the user's step of the instance, else the class's, which the first may call as the model's."""
+        own = self._own[name]
+        if own is None or name in self._running:
+            return original(self._model, name)
+
+        def run(data: Any) -> Any:
+            self._running.add(name)
+            try:
+                return own(data)
+            finally:
+                self._running.discard(name)
+
+        return run
