@@ -1,1 +1,1 @@
-"""WHO GETS WHICH SAMPLE: one file per kind of input."""
+"""Which rank gets which sample: one file per kind of input."""

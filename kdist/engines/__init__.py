@@ -1,1 +1,1 @@
-"""HOW DO WE TALK: collectives over a fixed group of ranks."""
+"""How ranks communicate: collectives over a fixed group of ranks."""

@@ -1,1 +1,1 @@
-"""WHERE DOES HOROVOD COME FROM: built from source for the TensorFlow and the MPI of this environment."""
+"""The installation of Horovod: built from source for the TensorFlow and the MPI of this environment."""

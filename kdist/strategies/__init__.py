@@ -1,1 +1,1 @@
-"""HOW DO WE TRAIN, in the terms of `tf.distribute`; the selection of a strategy."""
+"""How ranks train together, in the terms of `tf.distribute`; the selection of a strategy."""

@@ -1,1 +1,1 @@
-"""WHO IS ALIVE: heartbeats between ranks, beside the collectives, and a failure detector that reads them."""
+"""Which ranks are alive: heartbeats between ranks, beside the collectives, and a failure detector that reads them."""
