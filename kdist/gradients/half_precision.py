@@ -59,8 +59,4 @@ class HalfPrecision(Compression):
 
 
 def _cast(gradient: tf.Tensor | tf.IndexedSlices, dtype: tf.DType) -> Any:
-    if not gradient.dtype.is_floating:
-        return gradient  # a complex one
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, dtype)
+    return tf.cast(gradient, dtype) if gradient.dtype.is_floating else gradient  # a complex one

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kdist.keras_hooks.patching import patched
+from kdist.keras_hooks.patching import original, patched
 from kdist.keras_hooks.trainer import layers_of
 from kdist.keras_hooks.variables import raw_variable
 
@@ -164,12 +164,6 @@ def momentum_of(optimizer: keras.optimizers.SGD, variable: Any) -> keras.Variabl
 
 
 # For optimizers whose slots are parts.
-
-
-def original(optimizer: keras.optimizers.Optimizer, name: str) -> Callable[..., Any]:
-    """Returns the method of an optimizer's class, bound to the optimizer, without patches of the instance."""
-    method: Callable[..., Any] = getattr(type(optimizer), name).__get__(optimizer)
-    return method
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 
-from kdist.keras_hooks.trainer import OWN_STEPS, original, patch_methods
+from kdist.keras_hooks.patching import original
+from kdist.keras_hooks.trainer import OWN_STEPS, patch_methods
 
 
 class OwnSteps:

@@ -215,6 +215,12 @@ def patch(owner: Any, name: str, value: Any) -> None:
     _set(owner, name, value)
 
 
+def original(instance: Any, name: str) -> Callable[..., Any]:
+    """Returns the method of an object's class, bound to the object, without patches of the instance."""
+    method: Callable[..., Any] = getattr(type(instance), name).__get__(instance)
+    return method
+
+
 @contextlib.contextmanager
 def watched(
     owner: type,

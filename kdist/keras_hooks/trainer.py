@@ -66,11 +66,6 @@ def patch_methods(model: keras.Model, wrappers: dict[str, Callable[..., Any]]) -
             patch(model, name, with_signature_of(getattr(type(model), name), wrapper))
 
 
-def original(model: keras.Model, name: str) -> Callable[..., Any]:
-    """Returns the method of a model's class, bound to the model, without patches of the instance."""
-    return getattr(type(model), name).__get__(model)
-
-
 def is_overridden(model: keras.Model, name: str) -> bool:
     """Returns whether a model's class overrides a method of the trainer, or its owner has set one on the instance."""
     return name in vars(model).get(OWN_STEPS, ()) or getattr(type(model), name) is not getattr(Trainer, name)

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from kdist.errors import ScopeError
 from kdist.keras_hooks.fit.callbacks import weights_path
-from kdist.keras_hooks.patching import VERBS
+from kdist.keras_hooks.patching import VERBS, original
 from kdist.keras_hooks.signatures import named_arguments
-from kdist.keras_hooks.trainer import original, patch_methods, watch_models
+from kdist.keras_hooks.trainer import patch_methods, watch_models
 from kdist.parameter_server.connection import ChiefConnection, Cluster
 from kdist.strategies.options import ParameterServer
 

@@ -20,8 +20,8 @@ from kdist.checkpoint.whole_files import write_whole
 from kdist.errors import ScopeError
 from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.optimizers import innermost, optimizers_of
-from kdist.keras_hooks.patching import VERBS
-from kdist.keras_hooks.trainer import EPOCH_LOGS, SYMBOLIC_BUILD, original, patch_methods
+from kdist.keras_hooks.patching import VERBS, original
+from kdist.keras_hooks.trainer import EPOCH_LOGS, SYMBOLIC_BUILD, patch_methods
 from kdist.parameter_server.dispatch import Dispatcher
 from kdist.parameter_server.epoch import DispatchedEpoch
 from kdist.parameter_server.feed import WorkerBatch, WorkerEpochIterator, make_iterator, single_batch

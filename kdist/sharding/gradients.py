@@ -66,7 +66,7 @@ class PartReducer:
             exact, waiting = others or exact, []
             backward.sent(message, received)
             for place, total in zip(bucket, received, strict=True):
-                sums[place] = _cast(total, gradients[place].dtype)
+                sums[place] = tf.cast(total, gradients[place].dtype)
         return sums, self._engine.allreduce(waiting) if waiting else list(exact)
 
     def _message(
@@ -87,16 +87,8 @@ class PartReducer:
         return mine, list(totals)
 
     def _rounded(self, gradient: Any) -> Any:
-        return gradient if self._half is None or not gradient.dtype.is_floating else _cast(gradient, self._half)
+        return gradient if self._half is None or not gradient.dtype.is_floating else tf.cast(gradient, self._half)
 
 
 def _part_of(total: Any, part: Part) -> Any:
     return part.of_slices(total) if isinstance(total, tf.IndexedSlices) else part.of(total)
-
-
-def _cast(gradient: Any, dtype: tf.DType) -> Any:
-    if gradient.dtype == dtype:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, dtype)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.layers.stores import keeps_nothing, make_array, open_array, save_nowhere
-from kdist.keras_hooks.patching import patch
+from kdist.keras_hooks.patching import original, patch
 from kdist.state.comparison import gather_values
 from kdist.state.variables import SlotsInParts
 
@@ -127,5 +127,5 @@ class RowStore:
 def save_by_rows(layer: keras.layers.Embedding) -> None:
     """Makes a layer save and load its table in parts by rows, for the layer's life."""
     for name in ("save_own_variables", "load_own_variables"):
-        run = getattr(type(layer), name).__get__(layer)
+        run = original(layer, name)
         patch(layer, name, lambda store, run=run: run(RowStore(store)))

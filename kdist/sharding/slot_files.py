@@ -10,8 +10,7 @@ import keras
 import tensorflow as tf
 
 from kdist.keras_hooks.layers.stores import open_array
-from kdist.keras_hooks.optimizers import original
-from kdist.keras_hooks.patching import patch
+from kdist.keras_hooks.patching import original, patch
 from kdist.sharding.blocks import checksum
 from kdist.sharding.row_files import save_rows
 from kdist.state.variables import slots_in_parts

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from kdist.engines.engine import Engine
 from kdist.keras_hooks.layers.embedding import table_of
-from kdist.keras_hooks.optimizers import exclude_alike, moving_averages, original, recorded_slots, set_trained_variables
-from kdist.keras_hooks.patching import patch
+from kdist.keras_hooks.optimizers import exclude_alike, moving_averages, recorded_slots, set_trained_variables
+from kdist.keras_hooks.patching import original, patch
 from kdist.keras_hooks.variables import raw_variable
 from kdist.sharding.part import SlotPart
 from kdist.sharding.refusals import check_table_optimizer

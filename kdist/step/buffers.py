@@ -68,7 +68,7 @@ class BufferSync:
         return [self._contribution(written, merge) for written, merge in self._sent]
 
     def _contribution(self, written: Written, merge: Merge) -> tf.Tensor:
-        step, value, before = self._step, _number(written.variable), _number(written.before)
+        step, value, before = self._step, summable(written.variable), summable(written.before)
         if merge == "mean":
             return step.weighted(value if _is_inexact(value) else tf.cast(value, tf.float64))
         if merge == "first":
@@ -97,13 +97,13 @@ class BufferSync:
                     if merge == "count":
                         total, num_counting, num_active = tf.unstack(total)
                         total = tf.where(num_counting > 0, total, total // tf.maximum(num_active, 1))
-                    self._set(written, merge, _number(written.before) + total)
+                    self._set(written, merge, summable(written.before) + total)
                     written.before = tf.identity(raw_variable(written.variable))
 
     def _set(self, written: Written, merge: Merge, value: tf.Tensor) -> None:
         raw = raw_variable(written.variable)
         is_guessed = self._assignments.is_eager and bool(self._step.active)
-        if is_guessed and (merge in ("sum", "count") or not _is_near(_number(raw), value)):
+        if is_guessed and (merge in ("sum", "count") or not _is_near(summable(raw), value)):
             self._assignments.tell(written, merge)
         is_rounded = value.dtype.is_floating and not _is_inexact(raw)
         raw.assign(tf.cast(tf.round(value) if is_rounded else value, raw.dtype))
@@ -133,7 +133,7 @@ def _is_inexact(value: tf.Tensor) -> bool:
     return bool(value.dtype.is_floating or value.dtype.is_complex)
 
 
-def _number(value: Any) -> tf.Tensor:
+def summable(value: Any) -> tf.Tensor:
     """Returns a tensor that can be subtracted and summed: `int64` for integers of any size and `bool`."""
     value = tf.convert_to_tensor(raw_variable(value))
     return value if _is_inexact(value) else tf.cast(value, tf.int64)

@@ -26,7 +26,7 @@ from kdist.state.comparison import check_equal, first_difference
 from kdist.state.slots import Slots
 from kdist.state.votes import NAMES
 from kdist.state.written import WrittenState
-from kdist.step.buffers import is_mergeable
+from kdist.step.buffers import is_mergeable, summable
 
 
 class _AveragedVariable(NamedTuple):
@@ -185,11 +185,11 @@ class LocalSGD:
             value = value if each.variable.constraint is None else each.variable.constraint(value)
             _set_common(each, value, loads_weights)
         for each, total in zip(statistics, totals, strict=True):
-            _set_common(each, tf.cast(_number(each.common), total.dtype) + total, loads_weights)
+            _set_common(each, tf.cast(summable(each.common), total.dtype) + total, loads_weights)
 
         def merge_frozen() -> None:
             for each, total in zip(frozen, self._engine.allreduce(contributions), strict=True):
-                _set_common(each, tf.cast(_number(each.common), total.dtype) + total, loads_weights)
+                _set_common(each, tf.cast(summable(each.common), total.dtype) + total, loads_weights)
 
         if frozen:
             tf.cond(num_writers > 0, merge_frozen, lambda: None)
@@ -208,7 +208,7 @@ class LocalSGD:
 
     def _contribution(self, averaged: _AveragedVariable) -> tf.Tensor:
         """Returns this rank's term to the ranks' mean change; exactly 0 for a variable that was not written."""
-        change = _number(averaged.variable) - _number(averaged.common)
+        change = summable(averaged.variable) - summable(averaged.common)
         merge = self._merge_of(averaged.variable)
         if merge == "sum":
             return change
@@ -245,12 +245,6 @@ class LocalSGD:
                 with tf.init_scope():
                     common = unlifted_variable(tf.convert_to_tensor(variable))
             self._variables[id(variable)] = _AveragedVariable(variable, common, is_weight, is_frozen)
-
-
-def _number(value: Any) -> tf.Tensor:
-    """Returns a value that can be subtracted and summed."""
-    value = tf.convert_to_tensor(value)
-    return value if value.dtype.is_floating or value.dtype.is_complex else tf.cast(value, tf.int64)
 
 
 def _set_common(averaged: _AveragedVariable, value: tf.Tensor, loads_weights: tf.Tensor) -> None:

@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from kdist._tf_internals import is_updating
 from kdist.keras_hooks.optimizers import CURRENT_RATE, current_learning_rate, innermost, optimizers_of
-from kdist.keras_hooks.patching import VERBS, patch
+from kdist.keras_hooks.patching import VERBS, original, patch
 from kdist.keras_hooks.signatures import named_arguments
-from kdist.keras_hooks.trainer import original, patch_methods, watch_models
+from kdist.keras_hooks.trainer import patch_methods, watch_models
 from kdist.learning_rate.effective_rate import EffectiveRate
 from kdist.learning_rate.effective_rates import EffectiveRates
 from kdist.reports.log import once

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from kdist.errors import StrategyError
 from kdist.keras_hooks.optimizers import innermost, not_built, optimizers_of, set_optimizer_strategy
+from kdist.keras_hooks.patching import original
 from kdist.keras_hooks.trainer import (
     SYMBOLIC_BUILD,
     build_eagerly,
@@ -16,7 +17,6 @@ from kdist.keras_hooks.trainer import (
     has_own_steps,
     is_built,
     keeps_states_of_one_row,
-    original,
     runs_eagerly,
     tensor_names_kept,
 )

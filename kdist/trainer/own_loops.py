@@ -17,8 +17,7 @@ from kdist.gradients.agreement import agreed_gradients
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, set_optimizer_strategy, trained_variables
 from kdist.keras_hooks.own_loops import APPLY, watch_optimizers, watch_scopes, whole_losses
-from kdist.keras_hooks.patching import patch
-from kdist.keras_hooks.trainer import original
+from kdist.keras_hooks.patching import original, patch
 from kdist.sharding.optimizer import shard, sharded
 from kdist.sharding.table_optimizer import hold_rows
 from kdist.state.broadcast import broadcast_state

@@ -19,7 +19,7 @@ from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.metrics import summed_variables
 from kdist.keras_hooks.optimizers import innermost, optimizers_of
 from kdist.keras_hooks.own_steps import OwnSteps
-from kdist.keras_hooks.patching import VERBS
+from kdist.keras_hooks.patching import VERBS, original
 from kdist.keras_hooks.signatures import comparable, named_arguments
 from kdist.keras_hooks.trainer import (
     EPOCH_LOGS,
@@ -29,7 +29,6 @@ from kdist.keras_hooks.trainer import (
     is_overridden,
     keeps_states,
     keeps_states_of_one_row,
-    original,
     patch_methods,
     set_strategy,
 )

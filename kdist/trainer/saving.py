@@ -18,7 +18,7 @@ from kdist.errors import CheckpointError
 from kdist.keras_hooks.files import SAVE, replaced
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.layers.stores import save_nowhere, weights_on_disk
-from kdist.keras_hooks.trainer import original
+from kdist.keras_hooks.patching import original
 from kdist.sharding.row_files import all_rows_sent
 from kdist.state.comparison import gather_values
 from kdist.state.session import session_of
