@@ -1,4 +1,4 @@
-"""Gathers arrays of ranks that have other numbers of rows, by one message of all of them; pure NumPy."""
+"""Gathers arrays of ranks that have other numbers of rows, small ones in one message; pure NumPy."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ GatherBytes = Callable[[Array, list[int]], Array]
 Lengths = Sequence[Sequence[int]]
 """For each array, its number of rows on each rank."""
 
+ROOM = 4096
+"""The most bytes of a rank that travel beside its lengths: a second message takes longer than so many bytes do."""
+
+ROOM_OF_ALL = 1 << 16
+"""The most that all ranks may send so: all receive it, needed or not."""
+
 
 def allgather(
     arrays: Sequence[Array], rank: int, size: int, gather_bytes: GatherBytes, lengths: Lengths | None = None
@@ -30,7 +36,7 @@ def allgather(
         rank: int, this process's number.
         size: int, the number of ranks.
         gather_bytes: `GatherBytes`. Memory that it returns is this function's own.
-        lengths: `Lengths` or `None`, which costs a message.
+        lengths: `Lengths` or `None`, which costs a message if the arrays have no room in it.
 
     Returns:
         A list of arrays, one for each of `arrays`.
@@ -44,7 +50,9 @@ def allgather(
     tails = [array.shape[1:] for array in arrays]
     widths = [math.prod(tail) * dtype.itemsize for tail, dtype in zip(tails, dtypes, strict=True)]
     if lengths is None:
-        lengths = _lengths(arrays, widths, rank, size, gather_bytes)
+        lengths, gathered = _with_lengths(arrays, widths, rank, size, gather_bytes)
+        if gathered is not None:
+            return gathered
     is_large = [sum(counts) * width >= fusion.LARGE_BYTES for counts, width in zip(lengths, widths, strict=True)]
     results: list[Array] = list(arrays)
     small = [place for place, is_it in enumerate(is_large) if not is_it]
@@ -67,20 +75,36 @@ def allgather(
     return results
 
 
-def _lengths(
-    arrays: Sequence[Array], widths: Sequence[int], rank: int, size: int, gather_bytes: GatherBytes
-) -> list[list[int]]:
+def _with_lengths(
+    arrays: Sequence[Array], widths: list[int], rank: int, size: int, gather_bytes: GatherBytes
+) -> tuple[Lengths, list[Array] | None]:
+    """Returns the lengths; and the results, if the arrays of each rank have room beside its lengths."""
+    shapes, dtypes, count = [array.shape for array in arrays], [array.dtype for array in arrays], len(arrays)
+    num_bytes = fusion.byte_length(shapes, dtypes)
     # The bytes of a row beside the lengths: rows of different widths would be cut at wrong places unnoticed.
-    mine = np.array([[len(array) for array in arrays], widths], np.int64)
-    everyone = gather_bytes(mine.reshape(-1).view(np.uint8), [mine.nbytes] * size)
-    lengths = everyone.view(np.int64).reshape(size, *mine.shape)
-    if (differing := np.argwhere(lengths[:, 1] != lengths[0, 1])).size:
-        other, place = differing[0]
-        raise EngineError(
-            f"Ranks differ in the tensors to gather. Received: {lengths[0, 1, place]} bytes a row of tensor {place} on "
-            f"rank 0 and {lengths[other, 1, place]} on rank {other}; on this rank {rank} the shape "
-            f"{arrays[place].shape} of {arrays[place].dtype}. Expected: equal dtypes, and dimensions but the first. "
-            "Fix: look for a shape that depends on the rank's own data."
-        )
-    counts: list[list[int]] = lengths[:, 0].T.tolist()
-    return counts
+    head = np.array([*[len(array) for array in arrays], *widths, num_bytes], np.int64)
+    room, start = min(ROOM, ROOM_OF_ALL // size), fusion.byte_length([head.shape], [head.dtype])
+    message = np.zeros(start + room, np.uint8)
+    message[: head.nbytes].view(np.int64)[:] = head
+    if num_bytes <= room:
+        for part, array in zip(fusion.from_bytes(message[start:], shapes, dtypes), arrays, strict=True):
+            part[...] = array
+    everyone = gather_bytes(message, [message.size] * size).reshape(size, -1)
+    heads: list[list[int]] = np.ascontiguousarray(everyone[:, : head.nbytes]).view(np.int64).tolist()
+    for other, each in enumerate(heads):
+        if (theirs := each[count:-1]) != (first := heads[0][count:-1]):
+            place = next(number for number in range(count) if theirs[number] != first[number])
+            raise EngineError(
+                f"Ranks differ in the tensors to gather. Received: {first[place]} bytes a row of tensor {place} on "
+                f"rank 0 and {theirs[place]} on rank {other}; on this rank {rank} the shape "
+                f"{arrays[place].shape} of {arrays[place].dtype}. Expected: equal dtypes, and dimensions but the "
+                "first. Fix: look for a shape that depends on the rank's own data."
+            )
+    lengths = [[each[place] for each in heads] for place in range(count)]
+    if any(each[-1] > room for each in heads):
+        return lengths, None
+    by_rank = [
+        fusion.from_bytes(part[start:], [(n, *shape[1:]) for n, shape in zip(each, shapes, strict=False)], dtypes)
+        for part, each in zip(everyone, heads, strict=True)
+    ]
+    return lengths, [np.concatenate(parts) for parts in zip(*by_rank, strict=True)]
