@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from kdist.data.batch import Shard, lists_to_tuples
-from kdist.data.graphs.dataset_internals import keep_alive
+from kdist.data.graphs.own_functions import applied, map_op, traced
 
 _SCALAR = tf.TensorSpec([], tf.int64)
 _VECTOR = tf.TensorSpec([None], tf.int64)
@@ -47,9 +47,9 @@ def steps_of_passes(order: OrdersPasses, steps: Sequence[Any]) -> tf.data.Datase
     number = next(_numbers)
     _orders[number] = order
     numbers = tf.data.Dataset.from_tensors(tf.constant(number, tf.int64))
-    passes = _apply(tf.raw_ops.MapDataset, numbers, _order_of_pass(), (), _VECTOR)
+    passes = applied(map_op, numbers, _order_of_pass(), (), _VECTOR)
     element = (*[_SCALAR] * 4, _VECTOR)
-    return _apply(tf.raw_ops.FlatMapDataset, passes.prefetch(1), _steps_of_pass(), steps, element)
+    return applied(tf.raw_ops.FlatMapDataset, passes.prefetch(1), _steps_of_pass(), steps, element)
 
 
 def gathered(steps: tf.data.Dataset, inputs: Any, size: int | None) -> tf.data.Dataset:
@@ -65,7 +65,7 @@ def gathered(steps: tf.data.Dataset, inputs: Any, size: int | None) -> tf.data.D
     specs = tuple(tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in tensors)
     rows = iter([tf.TensorSpec([size, *spec.shape[1:]], spec.dtype) for spec in specs])
     data = tf.nest.map_structure(lambda leaf: _nothing() if leaf is None else next(rows), inputs)
-    return _apply(tf.raw_ops.MapDataset, steps, _rows_of_step(specs, size), tensors, Shard(data, _SCALAR, _SCALAR))
+    return applied(map_op, steps, _rows_of_step(specs, size), tensors, Shard(data, _SCALAR, _SCALAR))
 
 
 def gathered_by(steps: tf.data.Dataset, gather: Callable[[Any], Any], size: int | None) -> tf.data.Dataset:
@@ -125,20 +125,4 @@ def _rows_of_step(specs: tuple[tf.TensorSpec, ...], size: int | None) -> Any:
 
 def _traced(function: Callable[..., Any], *signature: Any) -> Any:
     with tf.init_scope():
-        return tf.function(function, autograph=False).get_concrete_function(*signature)
-
-
-def _apply(
-    op: Callable[..., Any], dataset: tf.data.Dataset, function: Any, arguments: Sequence[Any], element: Any
-) -> tf.data.Dataset:
-    """Applies a dataset op to a traced function of the elements and of other arguments."""
-    specs = tf.nest.flatten(element)
-    tensors = [spec for spec in specs if isinstance(spec, tf.TensorSpec)]
-    variant = op(
-        input_dataset=tf.data.experimental.to_variant(dataset),
-        other_arguments=[tf.convert_to_tensor(each) for each in arguments],
-        f=function,
-        output_types=[spec.dtype for spec in tensors],
-        output_shapes=[spec.shape for spec in tensors],
-    )
-    return keep_alive(tf.data.experimental.from_variant(variant, element), dataset, function)
+        return traced(function, *signature)

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from kdist.data.batch import Rows, Shard, int64, slice_or_first
+from kdist.data.graphs.dataset_internals import kind
 from kdist.data.graphs.optionals import from_optional
+from kdist.data.graphs.own_functions import is_dense, mapped
 from kdist.data.graphs.pipeline import Pipeline
 from kdist.data.graphs.tail import Tail, is_map, tail_of
 from kdist.data.groups import element_of, grouped
@@ -25,11 +27,13 @@ class Selection(NamedTuple):
         dataset: dataset of `Shard`.
         knows_global_rows: bool, whether `global_rows` is known in it.
         parallel_maps: tuple of the user's dataset objects whose maps run in parallel without a tuner.
+        is_rewritten: bool, whether TensorFlow may gain by another form of it.
     """
 
     dataset: tf.data.Dataset
     knows_global_rows: bool
     parallel_maps: tuple[Any, ...]
+    is_rewritten: bool
 
 
 def select_shards(pipeline: Pipeline, plan: Plan, rows: Rows) -> Selection:
@@ -49,19 +53,19 @@ def select_shards(pipeline: Pipeline, plan: Plan, rows: Rows) -> Selection:
     """
     size = rows.size
     tail = tail_of(pipeline, plan, static=size is not None)
-    mapped = any(map(is_map, tail.batch_maps))
-    known = size is not None or not mapped
+    maps_batches = any(map(is_map, tail.batch_maps))
+    known = size is not None or not maps_batches
 
     def to_shard(data: Any, own: Any, total: Any) -> Shard:
-        if mapped:  # which may change the number of rows; and the other batches' maps run on other ranks
+        if maps_batches:  # which may change the number of rows; and the other batches' maps run on other ranks
             own = tf.where(own > 0, int64(rows.count(data)), 0)
             total = total if known else tf.constant(-1, tf.int64)
         return Shard(data if is_cut else rows.head(data, tf.maximum(own, 1)), own, total)
 
-    finish = _as_tuple if mapped else to_shard
-    mapped_size = size if mapped else None
+    finish = _as_tuple if maps_batches else to_shard
+    mapped_size = size if maps_batches else None
     is_padded = tail.fills_steps or mapped_size is not None  # maps of batches may rely on their size
-    is_whole = mapped or (is_padded and bool(tail.sample_maps))
+    is_whole = maps_batches or (is_padded and bool(tail.sample_maps))
     is_cut = plan.splits_rows or (tail.numbered is not None and not is_whole)
     applied = tail.batch_maps
     if tail.numbered is not None:
@@ -71,11 +75,14 @@ def select_shards(pipeline: Pipeline, plan: Plan, rows: Rows) -> Selection:
         applied += tail.sample_maps
         selected = _select_samples(tail, mapped_size, is_padded, finish)
     else:
-        count = (lambda _: size or 1) if mapped else rows.count_equal if plan.splits_rows else rows.count
+        count = (lambda _: size or 1) if maps_batches else rows.count_equal if plan.splits_rows else rows.count
         selected = _select_elements(tail.batches(), plan, finish, count, rows.slice, joined)
     for step in tail.batch_maps:
         selected = tail.apply_to_first(step, selected)
-    return Selection(selected.map(to_shard) if mapped else selected, known, applied if tail.makes_maps_parallel else ())
+    # It joins a shuffle with a `repeat`, and maps with a batch: not numbers and kdist's own functions.
+    is_rewritten = tail.numbered is None or any(is_map(step) or kind(step) == "Repeat" for step in pipeline.steps)
+    shards = selected.map(to_shard) if maps_batches else selected
+    return Selection(shards, known, applied if tail.makes_maps_parallel else (), is_rewritten)
 
 
 def _select_elements(
@@ -121,7 +128,8 @@ def _select_elements(
             parts.append(cut(element, *bounds))
         return finish(join(parts), own, total)
 
-    return grouped(dataset, plan, count).map(split if plan.splits_rows else select)
+    groups, function = grouped(dataset, plan, count), split if plan.splits_rows else select
+    return mapped(groups, function) if is_dense(spec) else groups.map(function)
 
 
 def _select_samples(

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from kdist.data.batch import int64
 from kdist.data.graphs.optionals import empty_optional, to_optional
+from kdist.data.graphs.own_functions import mapped
 from kdist.data.sharding import Plan
 
 
@@ -56,4 +57,4 @@ def grouped(elements: tf.data.Dataset, plan: Plan, count: Callable[[Any], Any]) 
     def empty() -> tf.data.Dataset:
         return tf.data.Dataset.from_tensors(0).map(lambda _: (empty_optional(), tf.constant(0, tf.int64)))
 
-    return pad_epochs(elements.map(pack), empty, plan).batch(plan.group_size)
+    return pad_epochs(mapped(elements, pack), empty, plan).batch(plan.group_size)

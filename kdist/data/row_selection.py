@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kdist.data.batch import int64, slice_or_first
 from kdist.data.graphs.indexed import Indexed
+from kdist.data.graphs.own_functions import mapped
 from kdist.data.graphs.tail import Tail
 from kdist.data.groups import pad_epochs
 
@@ -66,8 +67,8 @@ def select_rows(
         return source.gather(chosen), tf.repeat([[own, total, count]], tf.size(chosen), 0)
 
     if not tail.sample_maps:
-        return groups.map(own_batch)
-    samples = groups.map(own_samples).unbatch()
+        return mapped(groups, own_batch)
+    samples = mapped(groups, own_samples).unbatch()
     return tail.map_and_batch(samples, is_padded, finish)
 
 

@@ -12,10 +12,9 @@ from kdist.data.batch_selection import select_shards
 from kdist.data.graphs.dataset_internals import flat_structure, from_variant, resources_of
 from kdist.data.graphs.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
 from kdist.data.graphs.inspection import batch_sizes, calls_python, may_reshuffle
-from kdist.data.graphs.options import prefetched, sharded_options, untuned
+from kdist.data.graphs.options import is_tuned, prefetched, sharded_options, untuned
 from kdist.data.graphs.pipeline import Pipeline
 from kdist.data.graphs.reordering import chain_of
-from kdist.data.graphs.tuning import is_tuned
 from kdist.data.groups import element_of
 from kdist.data.per_rank_stream import PerRankStream
 from kdist.data.sharding import Plan
@@ -142,9 +141,11 @@ class StreamSource(Source):
             shards = dataset.map(to_shard)
         else:
             ordered = Pipeline(dataset, plan.seed)
-            shards, knows_global_rows, parallel_maps = select_shards(ordered, plan, rows)
+            shards, knows_global_rows, parallel_maps, is_rewritten = select_shards(ordered, plan, rows)
             options = sharded_options()
             options.deterministic = True
+            if not is_rewritten:  # which takes milliseconds, in each verb where the order is another one
+                options.experimental_optimization.apply_default_optimizations = False
         options.autotune.enabled = is_tuned(dataset, parallel_maps) if tuned is None else tuned
         return prefetched(shards.with_options(options)), knows_global_rows, ordered
 

@@ -59,6 +59,8 @@ _OPS = {
     "Zip": _Op(lambda dataset: _Dataset.zip(dataset, dataset)),
 }
 _NAMES = ("_flat_structure", "_functions", "_inputs")  # of every dataset
+ON_ONE_DEVICE = {"experimental_ints_on_device": True}
+"""Attributes of a `tf.function` that `tf.data` does not prepare for several devices."""
 
 
 def missing_names() -> list[str]:
@@ -72,6 +74,10 @@ def missing_names() -> list[str]:
         missing += [f"_{name}Dataset._{each}" for each in op.attributes if not hasattr(made, f"_{each}")]
     if not all(hasattr(function, "function") for function in dataset.map(lambda x: x)._functions()):
         missing.append("Dataset._functions()[0].function")
+    try:
+        tf.function(lambda: 0, experimental_attributes=ON_ONE_DEVICE)
+    except ValueError:
+        missing += [f"tf.function(experimental_attributes): {name}" for name in ON_ONE_DEVICE]
     return missing
 
 
@@ -103,7 +109,7 @@ def asked_parallelism(dataset: Any) -> int | None:
 
 def inputs(dataset: Any) -> list[Any]:
     """Returns the datasets that the last operation of a dataset takes."""
-    return list(dataset._inputs())
+    return list(resources_of(dataset).get(INPUTS) or dataset._inputs())
 
 
 def with_inputs(dataset: Any) -> Iterator[Any]:
@@ -147,6 +153,9 @@ def is_of_kdist(dataset: Any) -> bool:
 
 
 _MADE_OF = "made of"
+INPUTS = "inputs"
+"""The key in `resources_of` of the datasets that an operation of kdist's own takes."""
+
 GENERATOR, GENERATORS_BY_NODE = ORDERS = "generator", "generators by node"
 """The keys in `resources_of` of what makes the orders of a dataset's shuffles."""
 

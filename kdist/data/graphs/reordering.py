@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from kdist.data.graphs.dataset_internals import inputs, kind, resources_of
+from kdist.data.graphs.own_functions import is_mapped, mapped_again
 from kdist.data.graphs.pipeline import APPLIED, Pipeline
 from kdist.data.graphs.replay import can_be_replayed, replay
 
@@ -35,7 +36,9 @@ class Chain(NamedTuple):
         for link in self.links:
             if pipeline and isinstance(link, int):
                 dataset = pipeline.apply(link, dataset)
-            elif kind(link) == "Concatenate":
+            elif is_mapped(link):
+                dataset = mapped_again(link, dataset)
+            elif kind(link) == "Concatenate":  # with what fills the last group
                 dataset = dataset.concatenate(inputs(link)[1])
             else:
                 dataset = replay(link, dataset)
@@ -64,7 +67,7 @@ def chain_of(dataset: tf.data.Dataset, pipeline: Pipeline | None) -> Chain | Non
             base, num_links = dataset, len(links) + 1
         elif not below:
             return Chain(base, links[:num_links][::-1])
-        elif not (can_be_replayed(dataset) or kind(dataset) == "Concatenate"):  # with what fills the last group
+        elif not (can_be_replayed(dataset) or is_mapped(dataset) or kind(dataset) == "Concatenate"):
             return None
         else:
             link, dataset = dataset, below[0]

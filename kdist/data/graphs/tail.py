@@ -16,6 +16,7 @@ import tensorflow as tf
 from kdist.data.graphs.dataset_internals import attributes, kind
 from kdist.data.graphs.indexed import Indexed, indexed
 from kdist.data.graphs.inspection import is_stateless, leaves_maps_to_tensorflow
+from kdist.data.graphs.own_functions import mapped
 from kdist.data.graphs.pipeline import Pipeline, apply_to_first, is_elementwise
 from kdist.data.sharding import Plan
 
@@ -125,7 +126,7 @@ class Tail:
 
         for step in self.sample_maps:
             samples = self.apply_to_first(step, samples)
-        return samples.batch(self.most_rows).map(join)
+        return mapped(samples.batch(self.most_rows), join)
 
     @property
     def makes_maps_parallel(self) -> bool:
