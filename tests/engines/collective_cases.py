@@ -125,6 +125,30 @@ def made_something_before() -> None:
     del variable, iterator
 
 
+def reads_datasets_that_are_older_than_the_cluster() -> None:
+    """They are bound to the host's old name, as the Python functions in them are."""
+    import keras
+
+    import kdist
+
+    def by_python(number: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.numpy_function(lambda value: value, [number], tf.float32), (1,))
+
+    rows = np.arange(8, dtype="float32").reshape(8, 1)
+    made = tf.data.Dataset.from_tensor_slices(rows)
+    generated = tf.data.Dataset.from_generator(lambda: iter(rows), output_signature=tf.TensorSpec((1,), tf.float32))
+    older = [made, made.map(by_python), generated, made.map(by_python).shuffle(8, seed=1).cache()]
+    batches = [dataset.batch(2) for dataset in older]
+    with kdist.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(1.0)])
+        for dataset, batched in zip(older, batches, strict=True):
+            for each in (dataset, dataset.map(lambda row: row), batched.unbatch()):
+                assert sorted(float(row[0]) for row in each) == rows.ravel().tolist(), dataset
+            assert float(dataset.reduce(np.float32(0), lambda total, row: total + row[0])) == rows.sum()
+            assert sorted(model.predict(batched, verbose=0).ravel()) == rows.ravel().tolist(), dataset
+    print("all were read", flush=True)
+
+
 def goes_on_until_a_peer_is_gone(action: str, length: int) -> None:
     """Rank 1 is killed or stands still in the middle; the others do not wait for ever."""
     import signal

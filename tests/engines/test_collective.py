@@ -176,6 +176,11 @@ def test_what_would_be_lost_is_refused():
     assert "tensors are kept" in output
 
 
+def test_datasets_that_are_older_than_the_cluster_are_read(pair):
+    for output in map(said, pair("reads_datasets_that_are_older_than_the_cluster()")):
+        assert "all were read" in output, output
+
+
 def test_under_mpirun_and_an_abort_that_ends_the_job():
     code = f"from {OWN} import over_addresses_of_mpi; over_addresses_of_mpi()"
     ended = spmd.launch([sys.executable, "-c", code], 2, timeout=LIMIT)

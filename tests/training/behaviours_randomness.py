@@ -163,8 +163,8 @@ def wait_long_first(number: Any) -> Any:
 def iterating_by_hand_follows_one_order() -> None:
     """Unseeded shuffles, made before the scope or inside, anywhere in a pipeline."""
     tf.random.set_seed(None)  # no seed, whatever a case before has set
+    engine = open_engine(kdist.cluster_info())  # gives devices other names over TensorFlow's collectives: limits.md
     before = tf.data.Dataset.from_tensor_slices(NUMBERS).shuffle(40)
-    engine = open_engine(kdist.cluster_info())
     with kdist.scope():
         inside = tf.data.Dataset.from_tensor_slices(NUMBERS + 100).shuffle(40).map(lambda number: number - 100)
         files = tf.data.Dataset.range(4).interleave(

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.data.graphs.dataset_internals import GENERATORS_BY_NODE, flat_structure, from_variant, resources_of
-from kdist.data.graphs.graph_def import called_functions, graph_of, node_lists, rename_functions
+from kdist.data.graphs.graph_def import called_functions, graph_of, node_lists, other_tasks_nodes, rename_functions
 from kdist.errors import DataError
 
 _log = logging.getLogger("kdist")
@@ -64,7 +64,7 @@ def draws_unseeded(graph: Any) -> bool:
 
 
 def make_deterministic(dataset: tf.data.Dataset, seed: int, fixed_seeds: Sequence[int] = ()) -> tf.data.Dataset:
-    """Returns a dataset in which unseeded shuffles have a seed and all ops are deterministic.
+    """Returns a dataset in which unseeded shuffles have a seed, and all ops are deterministic and run in this process.
 
     Seeded shuffles start with their first order, however often the user's dataset was iterated.
 
@@ -74,7 +74,7 @@ def make_deterministic(dataset: tf.data.Dataset, seed: int, fixed_seeds: Sequenc
         fixed_seeds: sequence of int, for each unseeded shuffle, inputs first, its seed if all passes have one order.
 
     Returns:
-        `dataset` itself if its graph is deterministic.
+        `dataset` itself if its graph is.
 
     Raises:
         DataError: if the graph cannot be read or made again, or draws random numbers to decide which elements
@@ -89,8 +89,11 @@ def make_deterministic(dataset: tf.data.Dataset, seed: int, fixed_seeds: Sequenc
     found = [[node.op for node in _nondeterministic_nodes(nodes)] for nodes in node_lists(graph)]
     by_name = {node.name: node for node in graph.node}
     reshuffling = [node for node in by_name.values() if _reshuffles(node) and not _is_unseeded(node, by_name)]
-    if not any(found) and not reshuffling:
+    away = other_tasks_nodes(graph)
+    if not any(found) and not reshuffling and not away:
         return dataset
+    for node in away:
+        node.device = ""
     generators = _set_generators(dataset, graph.node, reshuffling)
     # The functions of a graph have no fixed order: they share a seed.
     seeded = _set_seeds(graph.node, derived_seed(seed, _GRAPH), in_function=False, fixed_seeds=fixed_seeds)

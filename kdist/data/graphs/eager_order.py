@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from kdist.data.graphs.dataset_internals import ORDERS, resources_of, with_inputs
 from kdist.data.graphs.determinism import derived_seed
-from kdist.data.graphs.pipeline import Pipeline, nondeterministic_parts
+from kdist.data.graphs.pipeline import Pipeline, is_away, nondeterministic_parts
 from kdist.errors import DataError
 from kdist.keras_hooks.patching import DATASET_METHODS, patched
 
@@ -63,7 +63,7 @@ def _in_one_order(dataset: Any, seed: int, num_iterated: collections.Counter[str
         return None
     parts = " ".join(nondeterministic_parts(dataset))
     is_sloppy = dataset.options().deterministic is False
-    if not parts and not is_sloppy:
+    if not parts and not is_sloppy and not is_away(dataset):
         return None
     options = tf.data.Options()
     options.deterministic = True
@@ -71,7 +71,8 @@ def _in_one_order(dataset: Any, seed: int, num_iterated: collections.Counter[str
     seed = derived_seed(seed, zlib.crc32(f"{parts} {num_iterated[parts]}".encode()))
     try:
         with _own_orders(dataset):
-            return Pipeline(dataset, seed).dataset().with_options(options)
+            # All of it: a dataset of its own, which is on the device that this process has now.
+            return Pipeline(dataset, seed).dataset().take(-1).with_options(options)
     except DataError as err:
         _log.warning("Ranks may see different orders when the script iterates over a dataset. %s", err)
         return None

@@ -26,6 +26,33 @@ def node_lists(graph: Any) -> Iterator[Any]:
         yield function.node_def
 
 
+def other_tasks_nodes(graph: Any) -> list[Any]:
+    """Returns the nodes of a graph that are bound to another task than this process is.
+
+    TensorFlow binds a Python function to the host when it traces it, and joining a cluster gives the host another name.
+    """
+    if not (own := own_task()):
+        return []
+    bound = [node for nodes in node_lists(graph) for node in nodes if node.device]
+    return [node for node in bound if _task(node.device) not in (own, ())]
+
+
+def is_of_other_task(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a dataset was made before this process joined a cluster: it cannot be iterated as it is."""
+    own = own_task()
+    return bool(own) and _task(tf.data.experimental.to_variant(dataset).device) != own
+
+
+def own_task() -> tuple[Any, ...]:
+    """Returns this process's job and task number in its cluster; `()` without one."""
+    return _task(tf.config.list_logical_devices("CPU")[0].name)
+
+
+def _task(device: str) -> tuple[Any, ...]:
+    spec = tf.DeviceSpec.from_string(device)
+    return () if spec.job is None else (spec.job, spec.task)
+
+
 def called_functions(nodes: Iterable[Any]) -> Iterator[tuple[Any, str]]:
     """Yields each node with the name of each function that it may call."""
     for node in nodes:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from kdist.data.graphs import dataset_internals as internals
 from kdist.data.graphs.dataset_internals import attributes, functions, kind, with_inputs
 from kdist.data.graphs.determinism import derived_seed, draws_unseeded, is_nondeterministic, make_deterministic
-from kdist.data.graphs.graph_def import graph_of
+from kdist.data.graphs.graph_def import graph_of, is_of_other_task, other_tasks_nodes, own_task
 from kdist.data.graphs.inspection import is_stateless
 from kdist.data.graphs.random_ops import with_rank_seeds
 from kdist.data.graphs.replay import can_be_replayed, is_nondeterministic_op, replay, reshuffles
@@ -138,8 +138,20 @@ def apply_to_first(step: Any, dataset: tf.data.Dataset, rank: int, *, parallel: 
     return dataset.map(apply, calls, deterministic=None if calls is None else True)
 
 
+def is_away(dataset: Any) -> bool:
+    """Returns whether a pipeline, or a Python function in it, is bound to the name of the host before its cluster."""
+    return is_of_other_task(dataset) or any(_calls_away(each) for each in with_inputs(dataset))
+
+
+def _calls_away(dataset: Any) -> bool:
+    graphs = (function.graph.as_graph_def() for function in functions(dataset))
+    return bool(own_task()) and any(other_tasks_nodes(graph) for graph in graphs)
+
+
 def _is_replayable(dataset: Any) -> bool:
-    return can_be_replayed(dataset) and (kind(dataset) != "Cache" or _keeps_one_order(dataset))
+    if not can_be_replayed(dataset) or _calls_away(dataset):
+        return False
+    return kind(dataset) != "Cache" or _keeps_one_order(dataset)
 
 
 def _keeps_one_order(cache: Any) -> bool:
@@ -228,6 +240,7 @@ def _is_deterministic(dataset: Any) -> bool:
         (internals.is_known(each) and kind(each) != "Random")
         and not is_nondeterministic_op(each)
         and not _has_nondeterministic_function(each)
+        and not _calls_away(each)
         for each in with_inputs(dataset)
     )
 
