@@ -54,6 +54,7 @@ class OwnLosses:
         self._has_own_statistics = False
         self._checked: set[Any] = set()
         self._means: list[Any] = []
+        self._told: list[Any] = []
 
     def note_mean(self, value: Any) -> None:
         """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
@@ -121,9 +122,11 @@ class OwnLosses:
             if leaf is not None
         ]
         with_rows = [place for place, (_, has_rows) in enumerate(leaves) if has_rows]
-        fixed = [*self._means, self._step.weight, self._step.share]
-        if RowMeans([leaf for leaf, _ in leaves], with_rows).is_mean(value, fixed) is False:
-            self.note_mean(value)  # what is computed from it is no news
+        means = [*self._means, self._step.weight, self._step.share]
+        found = RowMeans([leaf for leaf, _ in leaves], with_rows)
+        # What is computed from one that was told of is no news; and a sum that is divided by its rows is a mean.
+        if all(found.is_mean(value, fixed) is False for fixed in (means, [*means, *self._told])):
+            self._told.append(value)
             once.warning(_NO_MEAN.format(who))
 
     def _is_followed(self, value: Any) -> bool:

@@ -279,8 +279,11 @@ def logs_and_metrics_of_whole_batches_are_told_of() -> None:
                 loss = self.own_loss(y, self(x, training=True))
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-            self.tracker.update_state(ops.max(ops.abs(y)))
-            return {"loss": loss, "norm": tf.linalg.global_norm(gradients), "tracked": self.tracker.result()}
+            total = ops.sum(ops.abs(y))
+            self.tracker.update_state(total)
+            of_told = {"mean": total / ops.cast(ops.shape(y)[0], total.dtype), "twice": 2 * total}
+            norm = tf.linalg.global_norm(gradients)
+            return {"loss": loss, "norm": norm, "tracked": self.tracker.result(), **of_told}
 
     x, y = rows("ragged")
     with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
