@@ -151,7 +151,6 @@ def own_rows(sources):
         (False, "shuffle.repeat.batch", *SPLITS[3]),
         (False, "map.shuffled batches", *SPLITS[4]),
         (False, "map.shuffle.map.batch.map", *SPLITS[0]),
-        (False, "skip.take", *SPLITS[5]),
     ],
 )
 def test_rows_of_batches_are_split(monkeypatch, numbered, name, num_shards, options):
@@ -330,7 +329,7 @@ def test_images_of_a_directory_are_decoded_for_own_batches_only(tmp_path):
         return keras.utils.image_dataset_from_directory(tmp_path, **options, verbose=False).repeat(2)
 
     expected = [images[:, 0, 0, 0].numpy().tolist() for images, _ in make()]
-    for options, number in (({}, 2), ({"scale_batch": False}, 1), ({"micro_batches": 3}, 3)):
+    for options, number in (({}, 2), ({"micro_batches": 3}, 3)):
         ranks = [tf_data_source(make(), plan) for plan in plans(2, **options)]
         assert one_pass(ranks) == groups(expected, number)
         assert "Window" in kinds_in(ranks[0].dataset()), "a rank decodes images before it takes its own"
