@@ -77,7 +77,9 @@ PLAIN = """
         np.testing.assert_array_equal(np.asarray(value), np.load(folder / "adam.npz")[f"arr_{number}"])
     exported = tf.saved_model.load(str(folder / "adam-exported"))
     saved = np.load(folder / "adam.npz")
-    np.testing.assert_allclose(exported.serve(tf.constant(saved["x"], tf.float32)), saved["predicted"], rtol=1e-5)
+    served = exported.serve(tf.constant(saved["x"], tf.float32))
+    rounding = 1e-6 * abs(saved["predicted"]).max()  # of sums of terms so large; ranks predicted fewer rows at a time
+    np.testing.assert_allclose(served, saved["predicted"], rtol=1e-5, atol=rounding)
     assert not [name for name in sys.modules if name.startswith(("kdist.", "mpi4py"))]
     print("all is well")
 """

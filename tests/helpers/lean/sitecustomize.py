@@ -2,8 +2,12 @@
 
 TensorFlow and Keras import these if they are there, which few tests need: half of what starting a rank costs, and
 starting ranks is most of what a run of the tests costs. `KDIST_TEST_HIDDEN` hides others, with commas between them.
+
+What is printed is written by whole lines, as `kdist run` has it: ranks share a pipe, and Python without buffers writes
+each argument of `print` by itself.
 """
 
+import contextlib
 import gc
 import os
 import sys
@@ -24,3 +28,6 @@ class Finder(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 gc.set_threshold(100_000, 50, 100)  # imports and tracing make much that stays: to look through it again costs a lot
+for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(AttributeError):  # there may be none
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
