@@ -40,6 +40,7 @@ ROOMS = (
     "kdist.strategies",
     "kdist.checkpoint",
     "kdist.learning_rate",
+    "kdist.step.losses",
     "kdist.step",
     "kdist.sharding",
     "kdist.trainer.feeding",

@@ -85,16 +85,10 @@ def scaled_activity_losses(model: keras.Model, scaled: Callable[[tf.Tensor], tf.
 
 
 @contextlib.contextmanager
-def recorded_added_losses(model: keras.Model, record: Callable[[Any, tf.Tensor], None]) -> Iterator[None]:
-    """Calls `record(loss, total)` of what a model adds up of `add_loss` and regularizers while the context is open."""
+def scaled_added_losses(model: keras.Model, scaled: Callable[[Any, tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    """Adds `scaled(loss, total)` in the place of each total of an `add_loss` or a regularizer, in an open context."""
     aggregate = model._aggregate_additional_loss
-
-    def recording(loss: Any) -> tf.Tensor:
-        total = aggregate(loss)
-        record(loss, total)
-        return total
-
-    with patched(model, "_aggregate_additional_loss", recording):
+    with patched(model, "_aggregate_additional_loss", lambda loss: scaled(loss, aggregate(loss))):
         yield
 
 

@@ -150,7 +150,7 @@ def weighted_scalars(
     *,
     joint: bool,
     loss_weight: Callable[[tf.Tensor], tf.Tensor],
-    check: Callable[[Any, str], None],
+    as_mean: Callable[[Any, str], Any],
 ) -> Iterator[None]:
     """Weights scalars that are passed to a model's `Mean` metrics by the rank's share.
 
@@ -162,7 +162,8 @@ def weighted_scalars(
         joint: bool, whether `joint_metrics` and what is nested in them count the global batch, without a weight.
         loss_weight: callable that returns the weight of a loss, from the one that Keras gives it: the length of the
             first input.
-        check: callable that takes a scalar that counts as a mean over the rank's rows, and what it is.
+        as_mean: callable that takes a scalar that counts as a mean over the rank's rows, and what it is; returns what
+            is to be counted.
     """
     original = keras.metrics.Mean.update_state
 
@@ -172,7 +173,7 @@ def weighted_scalars(
             counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)
             is_counted = any(self is each for each in counted) and (not joint or _adds_up(self))
         if is_counted:
-            check(values, f"What the metric {self.name!r} is given")
+            values = as_mean(values, f"What the metric {self.name!r} is given")
         if sample_weight is None and is_counted:
             sample_weight = tf.cast(weight(), self.dtype)
         elif sample_weight is not None and is_loss:

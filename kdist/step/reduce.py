@@ -46,9 +46,12 @@ class Weigh(Stage):
         def scale_weighted_loss(loss: tf.Tensor) -> tf.Tensor:
             self._step.loss_is_weighted = self._any_was_weighted = True
             self._weighted.append(id(optimizer))
+            mean = self._step.own_losses.as_differentiated_mean(loss)
             # A step may return the value in its logs, which are averaged over the ranks: only the gradient is weighted.
-            weighted = scale_loss(loss * tf.cast(self._step.weight, loss.dtype))
-            return tf.custom_gradient(_with_gradient_of)(weighted, scale_loss(loss))
+            weighted = scale_loss(mean * tf.cast(self._step.weight, loss.dtype))
+            result = tf.custom_gradient(_with_gradient_of)(weighted, scale_loss(loss))
+            self._step.own_losses.note_differentiated_mean(result)
+            return result
 
         with patched(optimizer, "scale_loss", scale_weighted_loss):
             yield

@@ -17,11 +17,12 @@ from kdist.keras_hooks.metrics import weighted_scalars, wrapped_updates
 from kdist.keras_hooks.random_seeds import folded_seeds
 from kdist.keras_hooks.trainer import computes_own_loss, seed_generators
 from kdist.state.random_state import folded_draws
-from kdist.step.losses import GlobalLoss
+from kdist.step.losses.global_loss import GlobalLoss
+from kdist.step.losses.own_losses import OwnLosses
+from kdist.step.traced_rows import TracedRows
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.strategies.differentiable import sum_over_ranks
 from kdist.strategies.global_batch import GlobalBatch
-from kdist.strategies.own_losses import OwnLosses
 from kdist.strategies.update_chain import UpdateChain
 
 
@@ -35,6 +36,7 @@ class Step:
         extended: the strategy's `AllReduceExtended`.
         shard: `Shard`. Empty `global_rows` are summed over the ranks; a step in which no rank has rows ends the pass
             over the data on all ranks.
+        traced_rows: `TracedRows` or `None`, by which the step can be traced again without the number of its rows.
 
     Attributes:
         data: structure of tensors, the data of the user's step.
@@ -52,7 +54,7 @@ class Step:
 
     has_joint_metrics = True  # local SGD counts by rank, and sums the states of all metrics
 
-    def __init__(self, extended: AllReduceExtended, shard: Shard) -> None:
+    def __init__(self, extended: AllReduceExtended, shard: Shard, traced_rows: TracedRows | None = None) -> None:
         self._extended = extended
         self._rank = extended.engine.rank
         self.rows = tf.reshape(shard.rows, ())
@@ -70,6 +72,7 @@ class Step:
         self.global_rows = tf.cast(tf.reshape(global_rows, ()), tf.int64)
         self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(self.global_rows, tf.float64)
         self.own_losses = OwnLosses(self)
+        self._traced_rows = traced_rows
 
     @property
     def is_chief(self) -> bool:
@@ -102,6 +105,10 @@ class Step:
         """
         del value
         return True
+
+    def hide_number_of_rows(self) -> bool:
+        """Returns whether the step is traced again, without the number of its rows."""
+        return self._traced_rows is not None and self._traced_rows.hide_number()
 
     def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
         """Sums the active ranks' values; gradients pass through, as to weights of rows that a layer computes.
@@ -182,7 +189,7 @@ class Step:
                     lambda: self.share,
                     joint=self.has_joint_metrics,
                     loss_weight=self._weight_of_loss,
-                    check=self.own_losses.check,
+                    as_mean=self.own_losses.as_mean,
                 )
             )
             stack.enter_context(self.own_losses.opened(model))

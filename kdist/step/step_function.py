@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._tf_internals import call_flat, call_on_iterator
+from kdist.step.traced_rows import TracedRows
 
 
 class StepFunction:
@@ -22,49 +23,64 @@ class StepFunction:
 
     Args:
         model: `keras.Model`.
-        function: callable, Keras' function of an iterator or a list of batches. It runs eager steps, steps on a given
-            batch of a structure, and several steps per execution.
+        make: callable that returns Keras' function of an iterator or a list of batches. It runs eager steps, steps on a
+            given batch of a structure, and several steps per execution.
+        rows: `TracedRows` of this kind of step.
     """
 
-    def __init__(self, model: keras.Model, function: Callable[[Any], Any]) -> None:
+    def __init__(self, model: keras.Model, make: Callable[[], Callable[[Any], Any]], rows: TracedRows) -> None:
         self._model = model
-        self._function = function
+        self._make = make
+        self._rows = rows
+        self._traced: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # an iterator holds data
+        self._traced_on_batches: dict[Any, Any] = {}
+        self._is_function_traced = False
+        self._make_functions()
+
+    def _make_functions(self) -> None:
+        self._function = function = self._make()
         self._step = tf.function(
             lambda iterator: function([iterator.get_next()]), reduce_retracing=True, autograph=False
         )
-        self._traced: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # an iterator holds data
         self._step_on_batch = tf.function(lambda batch: function([batch]), reduce_retracing=True, autograph=False)
-        self._traced_on_batches: dict[Any, Any] = {}
 
     def __call__(self, iterator: Any) -> Any:
         """Runs a step on the iterator's next element."""
-        if not self._is_one_graph():
+        if not self._is_traced():
             return self._function(iterator)
         if not isinstance(iterator, tf.data.Iterator):
-            return self._on_batch(next(iter(iterator)))
+            batches = list(iterator)  # `predict` has several per execution
+            return self._on_batch(batches[0]) if len(batches) == 1 else self._function(batches)
+        if self._model.steps_per_execution != 1:
+            return self._call_function(iterator, lambda: self._step, iterator)
         traced = self._traced.get(iterator)
         if traced is None:
-            traced = self._traced[iterator] = self._step.get_concrete_function(iterator)
+            traced = self._traced[iterator] = self._trace(lambda: self._step, iterator)
         return call_on_iterator(traced, iterator)
 
     def _on_batch(self, batch: Any) -> Any:
         """Runs a step on a batch, usually a tuple of arrays and `None`."""
         if type(batch) is not tuple or not all(map(_is_plain, batch)):
-            return self._function([batch])
+            return self._call_function([batch], lambda: self._step_on_batch, batch)
         tensors = [None if each is None else tf.convert_to_tensor(each) for each in batch]
         key = tuple(None if each is None else (each.dtype, each.shape) for each in tensors)
         traced = self._traced_on_batches.get(key)
         if traced is None:
-            traced = self._traced_on_batches[key] = self._step_on_batch.get_concrete_function(tuple(tensors))
+            traced = self._traced_on_batches[key] = self._trace(lambda: self._step_on_batch, tuple(tensors))
         return call_flat(traced, [each for each in tensors if each is not None])
 
-    def _is_one_graph(self) -> bool:
-        return (
-            self._model.steps_per_execution == 1
-            and not self._model.run_eagerly
-            and not tf.config.functions_run_eagerly()
-            and tf.executing_eagerly()
-        )
+    def _call_function(self, argument: Any, step: Callable[[], Any], data: Any) -> Any:
+        if not (self._is_function_traced or self._rows.is_final):
+            self._trace(step, data)  # Keras' function takes its graph from there
+            self._is_function_traced = True
+        return self._function(argument)
+
+    def _trace(self, step: Callable[[], Any], data: Any) -> Any:
+        return self._rows.traced(lambda: step().get_concrete_function(data), self._make_functions)
+
+    def _is_traced(self) -> bool:
+        is_eager = self._model.run_eagerly or tf.config.functions_run_eagerly()
+        return tf.executing_eagerly() and not is_eager
 
 
 def _is_plain(part: Any) -> bool:

@@ -51,9 +51,11 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
             'its own, as kdist does not know whether they count something. Fix: return `kdist.all_reduce(value, "sum")`'
             ", or the result of a metric"
         )
-    others = {name: value for name, value in others.items() if value.dtype.is_floating}
-    for name, value in others.items():
-        step.own_losses.check(value, f"The log {name!r} of the step")
+    others = {
+        name: step.own_losses.as_mean(value, f"The log {name!r} of the step") if value.shape.rank == 0 else value
+        for name, value in others.items()
+        if value.dtype.is_floating
+    }
     means = step.mean_over_ranks(list(others.values())) if others else []
     return {**logs, **dict(zip(others, means, strict=True))}, results
 

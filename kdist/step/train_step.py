@@ -22,6 +22,7 @@ from kdist.step.fused_sgd import FusedSGD
 from kdist.step.reduce import Reduce, Weigh
 from kdist.step.scale_rate import ScaleRate, UnscaledRate
 from kdist.step.step import Step
+from kdist.step.traced_rows import TracedRows
 from kdist.step.update import OptimizerUpdate, Stage, UpdatePipeline
 from kdist.step.vote_message import VoteMessage
 from kdist.strategies.all_reduce import AllReduceExtended
@@ -33,6 +34,7 @@ class ForwardStep(Step):
     Args:
         extended: the strategy's `AllReduceExtended`.
         shard: `Shard`.
+        traced_rows: `TracedRows` or `None`, see `Step`.
         written: `WrittenState` of the model.
         is_traced_alike: bool, whether the shapes of the data are the same on all ranks while the step is traced.
     """
@@ -40,9 +42,15 @@ class ForwardStep(Step):
     kind = "forward"
 
     def __init__(
-        self, extended: AllReduceExtended, shard: Shard, *, written: WrittenState, is_traced_alike: bool
+        self,
+        extended: AllReduceExtended,
+        shard: Shard,
+        *,
+        traced_rows: TracedRows | None = None,
+        written: WrittenState,
+        is_traced_alike: bool,
     ) -> None:
-        super().__init__(extended, shard)
+        super().__init__(extended, shard, traced_rows)
         self._written = written
         self._is_traced_alike = is_traced_alike
         self._buffers: BufferSync | None = None
@@ -82,6 +90,7 @@ class TrainStep(ForwardStep):
     Args:
         extended: the strategy's `AllReduceExtended`.
         shard: `Shard`.
+        traced_rows: `TracedRows` or `None`, see `Step`.
         written: `WrittenState` of the model.
         is_traced_alike: bool, see `ForwardStep`.
         reducer: `GradientReducer`.
@@ -100,6 +109,7 @@ class TrainStep(ForwardStep):
         extended: AllReduceExtended,
         shard: Shard,
         *,
+        traced_rows: TracedRows | None = None,
         written: WrittenState,
         is_traced_alike: bool,
         reducer: GradientReducer,
@@ -110,7 +120,7 @@ class TrainStep(ForwardStep):
         extensions: Sequence[Stage] = (),
         updates: list[OptimizerUpdate],
     ) -> None:
-        super().__init__(extended, shard, written=written, is_traced_alike=is_traced_alike)
+        super().__init__(extended, shard, traced_rows=traced_rows, written=written, is_traced_alike=is_traced_alike)
         self._reducer = reducer
         self._rate_of = rate_of
         self._scaled = scaled

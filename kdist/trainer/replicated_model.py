@@ -43,6 +43,7 @@ from kdist.step.local_sgd_step import LocalSGDStep
 from kdist.step.step import Step
 from kdist.step.step_function import StepFunction
 from kdist.step.step_logs import measured_logs
+from kdist.step.traced_rows import TracedRows
 from kdist.step.train_step import ForwardStep, TrainStep
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
@@ -79,6 +80,11 @@ class ReplicatedModel:
         self._dense_outputs: list[bool] = []
         self._broadcast_for: list[keras.optimizers.Optimizer] = []
         self._results: dict[str, dict[str, Callable[[], Any]]] = {}
+        self._traced_rows = {
+            "train_step": TracedRows(),
+            "test_step": TracedRows(),
+            "predict_step": TracedRows(are_unknown=True),
+        }
         self._prepared_optimizers: dict[str, Any] = {}  # by verb on a batch: the optimizer at its last call
         self._own_steps = OwnSteps(
             session.model,
@@ -203,7 +209,8 @@ class ReplicatedModel:
     # The steps: traced once, or run eagerly.
 
     def _make_function(self, step: Callable[..., Any]) -> StepFunction:
-        return StepFunction(self._model, self._original(MAKE_FUNCTION)(step))
+        make = functools.partial(self._original(MAKE_FUNCTION), step)
+        return StepFunction(self._model, make, self._traced_rows[step.__name__])
 
     def _make_predict_function(self, *args: Any, **kwargs: Any) -> Any:
         before = self._model.predict_function
@@ -211,12 +218,14 @@ class ReplicatedModel:
         made = self._model.predict_function
         # A user's own function may run Python that no graph can hold.
         if made is not before and not is_overridden(self._model, "make_predict_function"):
-            self._model.predict_function = StepFunction(self._model, made)
+            self._model.predict_function = StepFunction(self._model, lambda: made, self._traced_rows["predict_step"])
         return result
 
-    def _share(self, data: Any) -> Shard:
+    def _share(self, data: Any, name: str) -> Shard:
         """Returns this rank's rows of what a step was given: its share already, or a batch of the user's."""
         shard = self._shard_of(data)
+        if self._traced_rows[name].are_unknown and not keeps_states(self._model):
+            shard = shard._replace(data=with_unknown_numbers(shard.data))
         return shard._replace(data=with_one_row(shard.data)) if keeps_states_of_one_row(self._model) else shard
 
     def _shard_of(self, data: Any) -> Shard:
@@ -237,7 +246,8 @@ class ReplicatedModel:
             kind = functools.partial(LocalSGDStep, local_sgd=session.local_sgd)
         step = kind(
             self._extended,
-            self._share(data),
+            self._share(data, "train_step"),
+            traced_rows=self._traced_rows["train_step"],
             written=session.written,
             is_traced_alike=is_shard,
             reducer=session.reducer,
@@ -251,7 +261,7 @@ class ReplicatedModel:
         # Keras calls it in a replica's context; a callback or a loop of the user's may not.
         replica = contextlib.nullcontext() if self._extended.is_in_replica else self._extended.step_replica()
         loops = lookups_in_loops_refused(self._model)
-        with self._counting_by_itself(is_shard=is_shard), replica, loops:
+        with self._traced_rows["train_step"].tracing(), self._counting_by_itself(is_shard=is_shard), replica, loops:
             return self._measured_step("train_step", step, is_whole_pass=not is_shard)
 
     def test_step(self, data: Any) -> Any:
@@ -259,8 +269,14 @@ class ReplicatedModel:
         if self._extended.step is not None:
             return self._own_steps.get("test_step")(data)
         is_shard = isinstance(data, Shard)
-        step = ForwardStep(self._extended, self._share(data), written=self.session.written, is_traced_alike=is_shard)
-        with self._counting_by_itself(is_shard=is_shard):
+        step = ForwardStep(
+            self._extended,
+            self._share(data, "test_step"),
+            traced_rows=self._traced_rows["test_step"],
+            written=self.session.written,
+            is_traced_alike=is_shard,
+        )
+        with self._traced_rows["test_step"].tracing(), self._counting_by_itself(is_shard=is_shard):
             return self._measured_step("test_step", step, is_whole_pass=not is_shard)
 
     def _counting_by_itself(self, *, is_shard: bool) -> contextlib.AbstractContextManager[None]:
@@ -334,10 +350,9 @@ class ReplicatedModel:
         """Predicts this rank's share, and returns all ranks' predictions in the order of the rows."""
         if self._extended.step is not None:
             return self._own_steps.get("predict_step")(data)
-        shard = self._share(data)
-        if not keeps_states(self._model):  # of the rows of a batch, whose number its layers know
-            shard = shard._replace(data=with_unknown_numbers(shard.data))
-        step = ForwardStep(self._extended, shard, written=self.session.written, is_traced_alike=False)
+        step = ForwardStep(
+            self._extended, self._share(data, "predict_step"), written=self.session.written, is_traced_alike=False
+        )
         with step.running(self._model):
             outputs = self._own_steps.get("predict_step")(step.data)
         leaves = keras.tree.flatten(outputs)

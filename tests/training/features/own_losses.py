@@ -28,7 +28,8 @@ from tests.training.fidelity import (
     sequences,
 )
 
-NO_MEAN = "It is none: it is a sum, relates rows"
+NO_MEAN = "is neither a mean nor a sum over them"
+FIXED_NUMBER = "can only be traced for a fixed number of rows"
 WRITES = "the step writes the weight"
 
 
@@ -36,12 +37,12 @@ def silently_both(script: Callable[[int], dict[str, Any]], **arguments: Any) -> 
     """Compares all ranks with one process, where nothing may be told of losses."""
     with logged(logging.WARNING) as said:
         both(script, **arguments)
-    assert not [text for text in said if any(each in text for each in (NO_MEAN, WRITES))], said
+    assert not [text for text in said if any(each in text for each in (NO_MEAN, FIXED_NUMBER, WRITES))], said
 
 
-def told(make: Callable[[], keras.Model], what: str) -> list[str]:
+def told(make: Callable[[], keras.Model], what: str, data: Any = None, batch_size: int = BATCH) -> list[str]:
     """Trains a step on all ranks, which must be told of losses that are no means over rows; returns what is said."""
-    x, y = rows("ragged")
+    x, y = rows("ragged") if data is None else data
     with (
         logged(logging.WARNING) as said,
         kdist.scope(scale_lr=None),
@@ -49,8 +50,8 @@ def told(make: Callable[[], keras.Model], what: str) -> list[str]:
     ):
         model = make()
         model.compile(keras.optimizers.SGD(0.01), "mse")
-        model.fit(x, y, batch_size=BATCH, steps_per_epoch=1, verbose=0)
-    found = [text for text in said if any(each in text for each in (NO_MEAN, WRITES))]
+        model.fit(x, y, batch_size=batch_size, steps_per_epoch=1, verbose=0)
+    found = [text for text in said if any(each in text for each in (NO_MEAN, FIXED_NUMBER, WRITES))]
     assert bool(found) == (kdist.rank() == 0), said
     assert all(what in text for text in found), said
     return found
@@ -79,11 +80,13 @@ MEANS_ADDED: dict[str, Callable[[Any], Any]] = {
     "a sum of shares": lambda x: ops.sum(x**2 / row_count(x)),
     "a constant": lambda x: ops.sum(ops.ones((3,), x.dtype)),
 }
-OTHERS_ADDED: dict[str, Callable[[Any], Any]] = {
+SUMS_ADDED: dict[str, Callable[[Any], Any]] = {
     "a sum": lambda x: 1e-2 * ops.sum(x**2),
-    "a number for each row": lambda x: ops.sum(x**2, axis=1),
-    "a sum of chosen rows": lambda x: ops.sum(tf.boolean_mask(x, x[:, 0] > 0) ** 2),
+    "a number for each row": lambda x: 1e-2 * ops.sum(x**2, axis=1),
+    "a sum of chosen rows": lambda x: 1e-2 * ops.sum(tf.boolean_mask(x, x[:, 0] > 0) ** 2),
     "a mean and a sum": lambda x: ops.mean(x**2) + 0.01 * ops.sum(x**2),
+}
+OTHERS_ADDED: dict[str, Callable[[Any], Any]] = {
     "a root": lambda x: ops.sqrt(ops.mean(x**2)),
     "products of means": lambda x: ops.mean(ops.mean(x, axis=0) * ops.mean(ops.abs(x), axis=0)),
     "a mean of chosen rows": lambda x: ops.mean(tf.boolean_mask(x, x[:, 0] > 0) ** 2),
@@ -103,15 +106,16 @@ def with_added(losses: dict[str, Callable[[Any], Any]]) -> keras.Model:
 
 
 @feature
-def means_that_layers_add() -> None:
-    x, y = rows("ragged")
+def means_and_sums_that_layers_add() -> None:
+    for name in ("ragged", "even"):
+        x, y = rows(name)
 
-    def script(batch: int) -> dict[str, Any]:
-        model = with_added(MEANS_ADDED)
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-        return fit_alone(model, fed("arrays", (x, y), batch), validation_data=(x, y))
+        def script(batch: int, x: Any = x, y: Any = y) -> dict[str, Any]:
+            model = with_added({**MEANS_ADDED, **SUMS_ADDED})
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+            return fit_alone(model, fed("arrays", (x, y), batch), validation_data=(x, y))
 
-    silently_both(script)
+        silently_both(script)
 
 
 @feature
@@ -137,7 +141,7 @@ def squared(one: Any, other: Any) -> Any:
     return 0.01 * tf.reduce_sum((one - other) ** 2)
 
 
-OTHERS: dict[str, Callable[[Any, Any], Any]] = {
+SUMS: dict[str, Callable[[Any, Any], Any]] = {
     "squares": lambda y, p: 0.01 * ops.sum((y - p) ** 2),
     "of Keras' loss": lambda y, p: keras.losses.MeanSquaredError(reduction="sum")(y, p),
     "over a constant": lambda y, p: ops.sum((y - p) ** 2) / BATCH,
@@ -148,6 +152,13 @@ OTHERS: dict[str, Callable[[Any, Any], Any]] = {
     "in a loop": lambda y, p: tf.while_loop(
         lambda i, _: i < 2, lambda i, total: (i + 1, total + 0.01 * ops.sum((y - p)[:, i] ** 2)), (0, 0.0 * ops.sum(p))
     )[1],
+    "of chosen rows": lambda y, p: 0.01 * ops.sum(tf.boolean_mask(y - p, y[:, 0] > 0) ** 2),
+    "of many terms": lambda y, p: (
+        tf.add_n([0.03 * ops.sum((y - p) ** 2), ops.mean(p**2)]) / 3 - keras.ops.sum([ops.sum(0.01 * p), ops.mean(y)])
+    ),
+    "of rows": lambda y, p: 0.01 * ops.sum((y - p) ** 2, axis=1),
+}
+OTHERS: dict[str, Callable[[Any, Any], Any]] = {
     "root": lambda y, p: ops.sqrt(ops.mean((y - p) ** 2)),
     "masked": lambda y, p: ops.sum((y - p) ** 2 * ops.cast(y > 0, p.dtype)) / ops.sum(ops.cast(y > 0, p.dtype)),
     "contrastive": lambda y, p: ops.mean(ops.log_softmax(ops.matmul(y, ops.transpose(p)))),
@@ -170,7 +181,7 @@ class ByHand(keras.Model):
         return [self.tracker]
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
+        x, y, *_ = data
         with tf.GradientTape() as tape:
             loss = scaled = self.own_loss(y, self(x, training=True))
             if self.scales:
@@ -199,8 +210,8 @@ class OfOwnLoss(keras.Model):
         return self.own_loss(y, y_pred)
 
 
-def by_hand(make: Callable[[], keras.Model]) -> Callable[[int], dict[str, Any]]:
-    x, y = rows("ragged")
+def by_hand(make: Callable[[], keras.Model], name: str = "ragged") -> Callable[[int], dict[str, Any]]:
+    x, y = rows(name)
 
     def script(batch: int) -> dict[str, Any]:
         model = make()
@@ -233,6 +244,90 @@ def means_that_a_step_differentiates() -> None:
             return sum(each(y, p) for each in own)
 
         silently_both(by_hand(models_of(loss)[number]))
+
+
+@feature
+def sums_that_a_step_differentiates() -> None:
+    """Where all batches are full, the number of rows is a constant of the first graph."""
+    for number, (name, loss) in enumerate(SUMS.items()):
+        make = models_of(loss)[2 if name == "of rows" else number % 3]  # logs and metrics take scalars
+        silently_both(by_hand(make, ("ragged", "even")[number % 2]))
+
+
+@feature
+def sums_by_hand_in_other_steps() -> None:
+    """Several steps an execution, a batch at a time, beside batch normalisation, of two models, compiled by XLA."""
+
+    class Two(ByHand):
+        """Two losses, each with its own weights and tape, as in a GAN."""
+
+        def __init__(self) -> None:
+            super().__init__(SUMS["squares"])
+            self.other = keras.layers.Dense(2, kernel_initializer=keras.initializers.Constant(0.1))
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as own, tf.GradientTape() as other:
+                loss = self.own_loss(y, self.net(x, training=True))
+                far = ops.mean(self.other(x) ** 2) + 0.1 * SUMS["squares"](y, self.other(x))
+            weights = [*self.net.trainable_variables, *self.other.trainable_variables]
+            gradients = own.gradient(loss, self.net.trainable_variables)
+            gradients += other.gradient(far, self.other.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            return {"loss": loss, "far": far}
+
+    x, y = rows("even")
+
+    def script(batch: int, make: Any, **arguments: Any) -> dict[str, Any]:
+        model = make()
+        model.compile(keras.optimizers.SGD(0.01), **arguments)
+        return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+    silently_both(lambda batch: script(batch, lambda: ByHand(SUMS["squares"]), steps_per_execution=2))
+    silently_both(lambda batch: script(batch, lambda: OfOwnLoss(SUMS["of many terms"]), jit_compile=True))
+    silently_both(lambda batch: script(batch, Two))
+
+    def normalised() -> keras.Model:
+        layers = [keras.layers.BatchNormalization(synchronized=False), Adds(SUMS_ADDED["a sum"], "adds")]
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), *layers, keras.layers.Dense(2)])
+        deterministic_weights(model)
+        return model
+
+    with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
+        halves = kdist.size() * list(range(BATCH // kdist.size()))  # each rank normalises the same rows
+        model = normalised()
+        model.compile(keras.optimizers.SGD(0.01))
+        model.train_on_batch(x[halves])
+    plain = normalised()
+    plain.compile(keras.optimizers.SGD(0.01))
+    plain.train_on_batch(x[halves])
+    for one, other in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
+    assert not [text for text in said if NO_MEAN in text], said
+
+    def on_batches(_: int) -> dict[str, Any]:
+        model = ByHand(SUMS["squares"])
+        model.compile(keras.optimizers.SGD(0.01))
+        logs = [model.train_on_batch(x[:12], y[:12], return_dict=True) for _ in range(2)]
+        return {"weights": model.get_weights(), "logs": logs}
+
+    silently_both(on_batches)
+
+
+@feature
+def steps_that_read_a_fixed_number_of_rows() -> None:
+    """They are traced with it: a mean by it is exact, and a sum is told of."""
+
+    def reads(loss: Callable[[Any, Any], Any]) -> Callable[[], keras.Model]:
+        def of_fixed(y: Any, p: Any) -> Any:
+            assert isinstance(y.shape[0], int)
+            return loss(y, p)
+
+        return lambda: ByHand(of_fixed)
+
+    silently_both(by_hand(reads(lambda y, p: ops.sum((y - p) ** 2) / y.shape[0]), "even"))
+    x, y = (np.resize(each, (kdist.size() * 7, each.shape[1])) for each in rows("even"))
+    told(reads(lambda y, p: 0.3 * ops.sum((y - p) ** 2) / y.shape[1]), FIXED_NUMBER, (x, y), batch_size=7)
 
 
 @feature
@@ -271,7 +366,7 @@ def weights_that_a_step_writes_by_its_rows_are_told_of() -> None:
 
 
 @feature
-def logs_and_metrics_of_whole_batches_are_told_of() -> None:
+def logs_and_metrics_by_hand() -> None:
     class Measures(ByHand):
         def train_step(self, data: Any) -> dict[str, Any]:
             x, y = data
@@ -291,8 +386,13 @@ def logs_and_metrics_of_whole_batches_are_told_of() -> None:
         model.compile("sgd")
         model.fit(x, y, batch_size=BATCH, verbose=0)
     names = [text[: text.index(" is computed")] for text in said if " is computed" in text]
-    expected = ["What the metric 'tracked' is given", "The log 'norm' of the step"]
-    assert names == (expected if kdist.rank() == 0 else []), said
+    assert names == (["The log 'norm' of the step"] if kdist.rank() == 0 else []), said
+
+    class Counts(Measures):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            return {name: value for name, value in super().train_step(data).items() if name != "norm"}
+
+    silently_both(by_hand(lambda: Counts(lambda y, p: ops.mean((y - p) ** 2)), "even"))
 
 
 @feature

@@ -1,10 +1,10 @@
-"""Whether a number of a step's graph is a mean over the rows: it is computed for a few rows, and for parts of them."""
+"""Whether a number of a step's graph is a mean or a sum over rows: it is computed for a few, and for parts of these."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -26,9 +26,11 @@ _DRAWN = {  # what is drawn at random is the same for each row
     **dict.fromkeys(("TruncatedNormal", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2"), 0.3),
 }
 
+Kind = Literal["mean", "sum", "other"]
 
-class RowMeans:
-    """Finds whether a tensor of the graph that is being traced is a mean over the rows of a step's data.
+
+class MeansAndSums:
+    """Finds whether a tensor of the graph that is being traced is a mean or a sum over the rows of a step's data.
 
     What the tensor is computed by is copied into a function of its own, that is run on made-up rows with the weights
     as they are. It writes nothing, sends nothing and draws nothing.
@@ -36,33 +38,43 @@ class RowMeans:
     Args:
         leaves: sequence of tensors of the step's data.
         with_rows: sequence of int, the places of those that have rows.
+        relates_rows: bool, whether a layer normalises rows by their mean. Parts of the rows then say nothing.
+
+    Attributes:
+        length: int or `None`, the number of rows, if the graph knows it. It may be a constant of the graph then.
     """
 
-    def __init__(self, leaves: Sequence[Any], with_rows: Sequence[int]) -> None:
+    def __init__(self, leaves: Sequence[Any], with_rows: Sequence[int], *, relates_rows: bool) -> None:
         self._leaves = leaves
         self._with_rows = with_rows
+        self._relates_rows = relates_rows
+        self._lengths = {leaves[place].shape[0] for place in with_rows if self._can_be_made_up(place)}
+        self.length = next(iter(self._lengths), None)
 
-    def is_mean(self, value: tf.Tensor, fixed: Sequence[tf.Tensor]) -> bool | None:
-        """Returns whether a tensor is the mean of what it is for parts of the rows; `None` if that is not known.
+    def can_tell(self, value: tf.Tensor) -> bool:
+        """Returns whether rows can be made up for what a tensor is computed from."""
+        return (
+            len(self._lengths) == 1
+            and all(map(self._can_be_made_up, range(len(self._leaves))))
+            and all(each.graph in (value.graph, value.graph.outer_graph) for each in self._leaves)
+        )
+
+    def kind(self, value: tf.Tensor, fixed: Sequence[tf.Tensor]) -> Kind | None:
+        """Returns what a tensor is of the same for parts of the rows; `None` if that is not known.
 
         Args:
-            value: symbolic tensor.
+            value: symbolic tensor; its elements are added up if each is of a row.
             fixed: sequence of tensors that are taken to be ones.
         """
-        if not self._with_rows or not all(map(self._can_be_made_up, range(len(self._leaves)))):
+        if not self.can_tell(value):
             return None
-        lengths = {self._leaves[place].shape[0] for place in self._with_rows}
-        if any(each.graph is not value.graph for each in self._leaves) or len(lengths) > 1:
-            return None
-        (length,) = lengths
-        here = [each for each in fixed if tf.is_symbolic_tensor(each) and each.graph is value.graph]
-        ones = [each for each in here if each.shape.rank == 0]
-        found = None
+        ones = [each for each in fixed if tf.is_symbolic_tensor(each) and each.shape.rank == 0]
+        found: Kind | None = None
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
-            function, tolerance = _function_of(value, self._leaves, ones, length)
+            function, tolerance = _function_of(value, self._leaves, ones, self.length)
             for bounds in _RANGES:
                 if found is None:
-                    found = _is_mean(self._computed(function, bounds), tolerance)
+                    found = self._kind(self._computed(function, bounds), tolerance)
         return found
 
     def _can_be_made_up(self, place: int) -> bool:
@@ -94,17 +106,22 @@ class RowMeans:
             return generator.integers(0, 2, shape).astype(leaf.dtype.as_numpy_dtype)
         return generator.uniform(*bounds, shape).astype(leaf.dtype.as_numpy_dtype)
 
+    def _kind(self, found: list[np.ndarray], tolerance: float) -> Kind | None:
+        """Returns what a value is; see `_computed`."""
+        if found[0].shape != found[1].shape:  # an element for each row
+            found = [np.sum(each) for each in found]
+        once, twice, first, others = found
+        size = max(np.linalg.norm(np.ravel(each)) for each in found)
+        if not np.isfinite(size) or np.linalg.norm(np.ravel(once)) <= 10 * tolerance * size:
+            return None
 
-def _is_mean(found: Sequence[np.ndarray], tolerance: float) -> bool | None:
-    """Returns whether a value for some rows, for these twice, for the first of them, and for the others is a mean."""
-    if found[0].shape != found[1].shape:  # an element for each row: a tape differentiates their sum
-        return False
-    once, twice, first, others = found
-    size = max(np.linalg.norm(np.ravel(each)) for each in found)
-    if not np.isfinite(size) or np.linalg.norm(np.ravel(once)) <= 10 * tolerance * size:
-        return None
-    joined = (_NUM_FIRST * first + (_NUM_ROWS - _NUM_FIRST) * others) / _NUM_ROWS
-    return all(np.linalg.norm(np.ravel(each - once)) <= tolerance * size for each in (twice, joined))
+        def equal(one: np.ndarray, other: np.ndarray) -> bool:
+            return bool(np.linalg.norm(np.ravel(one - other)) <= tolerance * size)
+
+        joined = (_NUM_FIRST * first + (_NUM_ROWS - _NUM_FIRST) * others) / _NUM_ROWS
+        if equal(twice, once) and (self._relates_rows or equal(joined, once)):
+            return "mean"
+        return "sum" if equal(twice, 2 * once) and (self._relates_rows or equal(first + others, once)) else "other"
 
 
 def _function_of(
@@ -116,15 +133,19 @@ def _function_of(
         LookupError: if what it is computed by cannot run by itself.
     """
     graph: Any = value.graph
-    known = {each.name for each in (*leaves, *ones)}
     outer = {inner.name: each for each, inner in graph.captures}
+    captures = {id(each): inner.name for each, inner in graph.captures}
+    # One of the outer graph, as where XLA compiles a part of the step, may not have been captured.
+    names, names_of_ones = (
+        [each.name if each.graph is graph else captures.get(id(each)) for each in tensors] for tensors in (leaves, ones)
+    )
+    known = {name for name in (*names, *names_of_ones) if name is not None}
     graph_def, captured = _sub_graph(value, known, outer, length)
     if length is not None and any(_may_hold(node, length) for node in graph_def.node if node.op == "Const"):
         raise LookupError(length)
-    names = [each.name for each in leaves]
 
     def compute(*data: tf.Tensor) -> tf.Tensor:
-        inputs = {each.name: tf.ones((), each.dtype) for each in ones}
+        inputs = {name: tf.ones((), each.dtype) for name, each in zip(names_of_ones, ones, strict=True)}
         inputs |= dict(zip(names, data, strict=True))
         here: Any = tf.compat.v1.get_default_graph()
         inputs |= {name: here.capture(outer[name]) for name in captured}

@@ -1,0 +1,85 @@
+"""Steps that are traced without the number of their rows, where it matters that the graph does not know it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+
+class TracedRows:
+    """Whether the graphs of one kind of a model's steps know the number of their rows.
+
+    A graph that knows the number may hold it as a constant, which nothing tells from a constant of the user's. A step
+    for which that matters is traced again without the number. If that raises, as where a layer reads it, the step is
+    traced with it from then on.
+
+    Args:
+        are_unknown: bool, whether steps are traced without the number from the first trace on.
+
+    Attributes:
+        are_unknown: bool, whether steps are traced without the number.
+        is_final: bool, whether that does not change any more.
+    """
+
+    def __init__(self, *, are_unknown: bool = False) -> None:
+        self.are_unknown = are_unknown
+        self.is_final = are_unknown
+        self._can_trace_again = False
+        self._is_asked = False
+        self._has_failed = False
+        self._made: list[tuple[Any, Any]] = []  # variables, and their initial values
+
+    def traced(self, trace: Callable[[], Any], renew: Callable[[], None]) -> Any:
+        """Traces the step, without running it, and again if the number of rows is to be hidden or cannot be.
+
+        Args:
+            trace: callable that traces it and returns the result.
+            renew: callable after which `trace` traces a new function.
+        """
+        self._can_trace_again, self._is_asked, self._has_failed, self._made = not self.is_final, False, False, []
+        try:
+            result = trace()
+        except Exception:
+            if not self._has_failed:
+                raise
+            self.are_unknown, self.is_final = False, True
+            self._set_values()
+        else:
+            if not (self._is_asked and self._set_values()):
+                return result
+            self.are_unknown = True
+        finally:
+            self._can_trace_again, self._made = False, []
+        renew()
+        return self.traced(trace, renew)
+
+    def hide_number(self) -> bool:
+        """Returns whether the step, which is being traced, is traced again without the number of its rows."""
+        self._is_asked = self._can_trace_again and not self.are_unknown
+        return self._is_asked
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """A context in which a step is traced, or runs eagerly."""
+        try:
+            with tf.variable_creator_scope(self._noted):
+                yield
+        except Exception:
+            self._has_failed = self.are_unknown and not tf.executing_eagerly()
+            raise
+
+    def _noted(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        variable = next_creator(**kwargs)
+        self._made.append((variable, kwargs.get("initial_value")))
+        return variable
+
+    def _set_values(self) -> bool:
+        """Sets variables that a trace has made, which would get values when it runs; returns whether that is known."""
+        waiting = [(variable, value) for variable, value in self._made if not variable.is_initialized()]
+        are_known = all(callable(value) for _, value in waiting)
+        for variable, value in waiting if are_known else ():
+            variable.assign(value())
+        return are_known
