@@ -29,6 +29,8 @@ _FIXED_NUMBER = (
     "`keras.ops.shape(x)[0]`, or compute a mean"
 )
 
+_MAX_TERMS = 16  # of a number, as finding out about each takes time
+
 Sums = Sequence[tuple[tf.Tensor, Any]]
 """Sums over rows that are terms of a number, each with its factor."""
 
@@ -68,14 +70,14 @@ class OwnLosses:
         self._relates_rows = False
         self._sums: dict[Any, Sums] = {}
         self._differentiated: set[Any] = set()
-        self._means: list[Any] = []
+        self._means: dict[Any, tf.Tensor] = {}
         self._told: list[Any] = []
 
     def note_mean(self, value: Any) -> None:
         """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
         if tf.is_symbolic_tensor(value):
             self._sums[_key(value)] = ()
-            self._means.append(value)
+            self._means[_key(value)] = value
 
     def as_differentiated_mean(self, value: Any) -> Any:
         """See `as_mean`; of the loss that the step is about to differentiate."""
@@ -183,12 +185,14 @@ class OwnLosses:
         found = MeansAndSums([leaf for leaf, _ in leaves], with_rows, relates_rows=self._relates_rows)
         if not found.can_tell(value) or (found.length is not None and self._step.hide_number_of_rows()):
             return ()
+        terms = linear_terms(value, self._is_factor) if found.length is None else []  # which a factor may hold
+        terms = [each for each in terms if self._step.depends_on_rows(each[0])]
+        if len(terms) <= _MAX_TERMS and [term.name for term, _ in terms] not in ([], [value.name]):
+            kinds = [self._kind(found, term) for term, _ in terms]  # a small one says little about the whole
+            if set(kinds) <= {"mean", "sum"}:
+                return [each for each, kind in zip(terms, kinds, strict=True) if kind == "sum"]
         kind = self._kind(found, value)
         if kind == "other":
-            terms = [each for each in linear_terms(value, self._is_factor) if self._step.depends_on_rows(each[0])]
-            kinds = [self._kind(found, term) for term, _ in terms]
-            if set(kinds) <= {"mean", "sum"}:
-                return [each for each, is_sum in zip(terms, kinds, strict=True) if is_sum == "sum"]
             self._told.append(value)
             self._tell(_NO_MEAN, who)
         if kind == "sum" and found.length is not None:  # of another number of rows nothing might be known
@@ -197,7 +201,9 @@ class OwnLosses:
         return [(value, 1.0)] if kind == "sum" else ()
 
     def _kind(self, found: MeansAndSums, value: tf.Tensor) -> Kind | None:
-        means = [*self._means, self._step.weight, self._step.share]
+        if _key(value) in self._means:
+            return "mean"
+        means = [*self._means.values(), self._step.weight, self._step.share]
         kind = found.kind(value, means)
         # What is computed from one that was told of is no news; and a sum that is divided by its rows is a mean.
         return kind if kind != "other" or not self._told else found.kind(value, [*means, *self._told])

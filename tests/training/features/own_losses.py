@@ -156,6 +156,7 @@ SUMS: dict[str, Callable[[Any, Any], Any]] = {
     "of many terms": lambda y, p: (
         tf.add_n([0.03 * ops.sum((y - p) ** 2), ops.mean(p**2)]) / 3 - keras.ops.sum([ops.sum(0.01 * p), ops.mean(y)])
     ),
+    "beside a small mean": lambda y, p: 10 * ops.sum((y - p) ** 2) + ops.mean(p**2) / 400,
     "of rows": lambda y, p: 0.01 * ops.sum((y - p) ** 2, axis=1),
 }
 OTHERS: dict[str, Callable[[Any, Any], Any]] = {
