@@ -94,3 +94,11 @@ def test_other_widths_are_refused_on_all_ranks(rows):
     for rank, error in enumerate(errors):
         assert isinstance(error, EngineError)
         assert f"8 bytes a row of tensor 0 on rank 0 and 12 on rank 1; on this rank {rank} " in str(error)
+
+
+@pytest.mark.parametrize("other", [np.zeros((1, 2), np.int32), np.zeros((1, 1, 2), np.float32)])
+def test_rows_of_another_kind_are_refused_on_all_ranks(other):
+    for rank, error in enumerate(Ranks(2).gather([[np.zeros((3, 2), np.float32)], [other]])):
+        assert isinstance(error, EngineError)
+        expected = "8 bytes a row of tensor 0 on rank 0 and as many of another dtype or other dimensions on rank 1;"
+        assert f"{expected} on this rank {rank} " in str(error)

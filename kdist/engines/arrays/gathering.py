@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -81,8 +82,9 @@ def _with_lengths(
     """Returns the lengths; and the results, if the arrays of each rank have room beside its lengths."""
     shapes, dtypes, count = [array.shape for array in arrays], [array.dtype for array in arrays], len(arrays)
     num_bytes = fusion.byte_length(shapes, dtypes)
-    # The bytes of a row beside the lengths: rows of different widths would be cut at wrong places unnoticed.
-    head = np.array([*[len(array) for array in arrays], *widths, num_bytes], np.int64)
+    # What a row is, beside the lengths: rows of other widths or dtypes would be mixed unnoticed.
+    rows = [zlib.crc32(f"{array.shape[1:]} {array.dtype.name}".encode()) for array in arrays]
+    head = np.array([*[len(array) for array in arrays], *rows, *widths, num_bytes], np.int64)
     room, start = min(ROOM, ROOM_OF_ALL // size), fusion.byte_length([head.shape], [head.dtype])
     message = np.zeros(start + room, np.uint8)
     message[: head.nbytes].view(np.int64)[:] = head
@@ -92,11 +94,14 @@ def _with_lengths(
     everyone = gather_bytes(message, [message.size] * size).reshape(size, -1)
     heads: list[list[int]] = np.ascontiguousarray(everyone[:, : head.nbytes]).view(np.int64).tolist()
     for other, each in enumerate(heads):
-        if (theirs := each[count:-1]) != (first := heads[0][count:-1]):
-            place = next(number for number in range(count) if theirs[number] != first[number])
+        differ = [number for number in range(count, 2 * count) if each[number] != heads[0][number]]
+        if differ:
+            place = differ[0] - count
+            first, theirs = heads[0][2 * count + place], each[2 * count + place]
+            found = f"{theirs}" if theirs != first else "as many of another dtype or other dimensions"
             raise EngineError(
-                f"Ranks differ in the tensors to gather. Received: {first[place]} bytes a row of tensor {place} on "
-                f"rank 0 and {theirs[place]} on rank {other}; on this rank {rank} the shape "
+                f"Ranks differ in the tensors to gather. Received: {first} bytes a row of tensor {place} on "
+                f"rank 0 and {found} on rank {other}; on this rank {rank} the shape "
                 f"{arrays[place].shape} of {arrays[place].dtype}. Expected: equal dtypes, and dimensions but the "
                 "first. Fix: look for a shape that depends on the rank's own data."
             )
