@@ -15,6 +15,7 @@ _NUM_ROWS, _NUM_FIRST = 5, 2  # few, as a row may be large
 _MAX_BYTES = 2**26  # of what a tensor of twice the rows takes
 _UNKNOWN_SIZE = 4  # of a dimension that the graph does not know
 _RANGES = ((-1.0, 1.0), (0.1, 0.9))  # of made-up numbers; the last ones have a logarithm
+_MOVED_BY = 0.07  # of weights
 _HALVES = (tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum)
 _HARMLESS = (  # of those with a state
     *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "Assert", "Empty"),
@@ -71,10 +72,13 @@ class MeansAndSums:
         ones = [each for each in fixed if tf.is_symbolic_tensor(each) and each.shape.rank == 0]
         found: Kind | None = None
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
-            function, tolerance = _function_of(value, self._leaves, ones, self.length)
-            for bounds in _RANGES:
-                if found is None:
-                    found = self._kind(self._computed(function, bounds), tolerance)
+            for are_moved in (False, True):  # a number may be 0 with the first weights
+                function, tolerance = _function_of(value, self._leaves, ones, self.length, are_moved=are_moved)
+                for bounds in _RANGES:
+                    if found is None:
+                        found = self._kind(self._computed(function, bounds), tolerance)
+                if found is not None:
+                    break
         return found
 
     def _can_be_made_up(self, place: int) -> bool:
@@ -125,9 +129,9 @@ class MeansAndSums:
 
 
 def _function_of(
-    value: tf.Tensor, leaves: Sequence[tf.Tensor], ones: Sequence[tf.Tensor], length: int | None
+    value: tf.Tensor, leaves: Sequence[tf.Tensor], ones: Sequence[tf.Tensor], length: int | None, *, are_moved: bool
 ) -> tuple[Callable[..., tf.Tensor], float]:
-    """Returns a function of the leaves that computes a tensor of a graph, and how exact it is.
+    """Returns a function of the leaves that computes a tensor of a graph, and how exact it is; see `_move_weights`.
 
     Raises:
         LookupError: if what it is computed by cannot run by itself.
@@ -143,6 +147,8 @@ def _function_of(
     graph_def, captured = _sub_graph(value, known, outer, length)
     if length is not None and any(_may_hold(node, length) for node in graph_def.node if node.op == "Const"):
         raise LookupError(length)
+    if are_moved:
+        _move_weights(graph_def)
 
     def compute(*data: tf.Tensor) -> tf.Tensor:
         inputs = {name: tf.ones((), each.dtype) for name, each in zip(names_of_ones, ones, strict=True)}
@@ -201,6 +207,20 @@ def _sub_graph(
         found.library.CopyFrom(value.graph.as_graph_def().library)
         _check_functions(called, found.library)
     return found, captured
+
+
+def _move_weights(graph_def: tf.compat.v1.GraphDef) -> None:
+    """Adds a number to each variable where it is read."""
+    for node in [each for each in graph_def.node if each.op == "ReadVariableOp"]:
+        dtype = tf.as_dtype(node.attr["dtype"].type)
+        if not dtype.is_floating:
+            continue
+        moved = graph_def.node.add(name=node.name, op="AddV2", input=[f"{node.name}/kept", f"{node.name}/by"])
+        moved.attr["T"].type = dtype.as_datatype_enum
+        number = graph_def.node.add(name=f"{node.name}/by", op="Const")
+        number.attr["dtype"].type = dtype.as_datatype_enum
+        number.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(_MOVED_BY, dtype, ()))
+        node.name = f"{node.name}/kept"
 
 
 def _may_hold(constant: Any, length: int) -> bool:

@@ -288,6 +288,13 @@ def sums_by_hand_in_other_steps() -> None:
     silently_both(lambda batch: script(batch, lambda: OfOwnLoss(SUMS["of many terms"]), jit_compile=True))
     silently_both(lambda batch: script(batch, Two))
 
+    def with_zeros() -> keras.Model:
+        """The added loss is 0 at first, and its gradient not."""
+        heads = keras.layers.Dense(3, kernel_initializer="zeros"), Adds(lambda z: ops.sum(1 - ops.exp(z)), "adds")
+        return keras.Sequential([keras.Input((5,)), *heads, keras.layers.Dense(2, kernel_initializer="ones")])
+
+    silently_both(lambda batch: script(batch, with_zeros, loss="mse"))
+
     def normalised() -> keras.Model:
         layers = [keras.layers.BatchNormalization(synchronized=False), Adds(SUMS_ADDED["a sum"], "adds")]
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), *layers, keras.layers.Dense(2)])
