@@ -9,7 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 
-def linear_terms(value: tf.Tensor, is_factor: Callable[[tf.Tensor], bool]) -> list[tuple[tf.Tensor, Any]]:
+def linear_terms(
+    value: tf.Tensor, is_factor: Callable[[tf.Tensor], bool], is_term: Callable[[tf.Tensor], bool]
+) -> list[tuple[tf.Tensor, Any]]:
     """Returns the scalars of a graph whose weighted sum a scalar is, each with its weight, a number or a scalar.
 
     Additions, subtractions, and multiplications and divisions by factors are followed back to what is no such
@@ -18,6 +20,7 @@ def linear_terms(value: tf.Tensor, is_factor: Callable[[tf.Tensor], bool]) -> li
     Args:
         value: symbolic tensor. One that is no scalar is its own only term.
         is_factor: callable that takes a scalar of the graph and returns whether it may be a part of a weight.
+        is_term: callable that takes a tensor of the graph and returns whether it is not followed further back.
     """
     places = {operation.name: place for place, operation in enumerate(value.graph.get_operations())}
     weights: dict[str, Any] = {value.name: 1.0}
@@ -27,7 +30,7 @@ def linear_terms(value: tf.Tensor, is_factor: Callable[[tf.Tensor], bool]) -> li
     while pending:
         _, name = heapq.heappop(pending)
         tensor, weight = tensors[name], weights[name]
-        parts = list(_parts(tensor, weight, is_factor))
+        parts = [] if is_term(tensor) else list(_parts(tensor, weight, is_factor))
         if not parts:
             found.append((tensor, weight))
         for part, of_part in parts:

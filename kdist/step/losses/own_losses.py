@@ -175,6 +175,10 @@ class OwnLosses:
         is_alone = self._step.engine.size == 1  # as with local SGD
         if is_alone or not self._step.depends_on_rows(value):
             return ()
+        terms = linear_terms(value, self._is_factor, self._is_known_mean)
+        terms = [each for each in terms if self._step.depends_on_rows(each[0])]
+        if all(self._is_known_mean(term) for term, _ in terms):
+            return ()
         rows = Rows(self._step.data)
         leaves = [
             (leaf, rows.has_rows(place))
@@ -185,9 +189,8 @@ class OwnLosses:
         found = MeansAndSums([leaf for leaf, _ in leaves], with_rows, relates_rows=self._relates_rows)
         if not found.can_tell(value) or (found.length is not None and self._step.hide_number_of_rows()):
             return ()
-        terms = linear_terms(value, self._is_factor) if found.length is None else []  # which a factor may hold
-        terms = [each for each in terms if self._step.depends_on_rows(each[0])]
-        if len(terms) <= _MAX_TERMS and [term.name for term, _ in terms] not in ([], [value.name]):
+        is_whole = found.length is not None or [term.name for term, _ in terms] == [value.name]  # factors may hold it
+        if not is_whole and len(terms) <= _MAX_TERMS:
             kinds = [self._kind(found, term) for term, _ in terms]  # a small one says little about the whole
             if set(kinds) <= {"mean", "sum"}:
                 return [each for each, kind in zip(terms, kinds, strict=True) if kind == "sum"]
@@ -201,12 +204,15 @@ class OwnLosses:
         return [(value, 1.0)] if kind == "sum" else ()
 
     def _kind(self, found: MeansAndSums, value: tf.Tensor) -> Kind | None:
-        if _key(value) in self._means:
+        if self._is_known_mean(value):
             return "mean"
         means = [*self._means.values(), self._step.weight, self._step.share]
         kind = found.kind(value, means)
         # What is computed from one that was told of is no news; and a sum that is divided by its rows is a mean.
         return kind if kind != "other" or not self._told else found.kind(value, [*means, *self._told])
+
+    def _is_known_mean(self, value: tf.Tensor) -> bool:
+        return _key(value) in self._means
 
     def _is_factor(self, value: tf.Tensor) -> bool:
         return value.shape.rank == 0 and not self._step.depends_on_rows(value)
