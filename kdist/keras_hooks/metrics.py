@@ -173,6 +173,8 @@ def weighted_scalars(
             counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)
             is_counted = any(self is each for each in counted) and (not joint or _adds_up(self))
         if is_counted:
+            values = tf.convert_to_tensor(values)
+            values = values if values.dtype.is_floating else tf.cast(values, self.dtype)
             values = as_mean(values, f"What the metric {self.name!r} is given")
         if sample_weight is None and is_counted:
             sample_weight = tf.cast(weight(), self.dtype)

@@ -106,9 +106,9 @@ class Step:
         del value
         return True
 
-    def hide_number_of_rows(self) -> bool:
-        """Returns whether the step is traced again, without the number of its rows."""
-        return self._traced_rows is not None and self._traced_rows.hide_number()
+    def is_traced_again(self, *, knows_number: bool) -> bool:
+        """See `TracedRows.is_traced_again`."""
+        return self._traced_rows is not None and self._traced_rows.is_traced_again(knows_number=knows_number)
 
     def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
         """Sums the active ranks' values; gradients pass through, as to weights of rows that a layer computes.

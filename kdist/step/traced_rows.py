@@ -13,8 +13,8 @@ class TracedRows:
     """Whether the graphs of one kind of a model's steps know the number of their rows.
 
     A graph that knows the number may hold it as a constant, which nothing tells from a constant of the user's. A step
-    for which that matters is traced again without the number. If that raises, as where a layer reads it, the step is
-    traced with it from then on.
+    that computes losses by hand is traced without the number, one for which it turns out to matter is traced again. If
+    a trace without it raises, as where a layer reads it, the step is traced with it from then on.
 
     Args:
         are_unknown: bool, whether steps are traced without the number from the first trace on.
@@ -56,9 +56,22 @@ class TracedRows:
         renew()
         return self.traced(trace, renew)
 
-    def hide_number(self) -> bool:
-        """Returns whether the step, which is being traced, is traced again without the number of its rows."""
-        self._is_asked = self._can_trace_again and not self.are_unknown
+    def hide_from_now_on(self) -> None:
+        """Traces the step without the number of its rows from the next trace on, if that is possible."""
+        self.are_unknown = self.are_unknown or not self.is_final
+
+    def is_traced_again(self, *, knows_number: bool) -> bool:
+        """Returns whether the step, of which something is to be computed now, is traced again, as it then can be.
+
+        Args:
+            knows_number: bool, whether the graph knows the number of rows, which is then hidden. Variables that this
+                trace has made have no values before its end, either.
+        """
+        with tf.init_scope():
+            waits = any(not variable.is_initialized() for variable, _ in self._made)
+        self._is_asked = self._is_asked or (
+            self._can_trace_again and (waits or (knows_number and not self.are_unknown))
+        )
         return self._is_asked
 
     @contextlib.contextmanager

@@ -209,8 +209,10 @@ class ReplicatedModel:
     # The steps: traced once, or run eagerly.
 
     def _make_function(self, step: Callable[..., Any]) -> StepFunction:
-        make = functools.partial(self._original(MAKE_FUNCTION), step)
-        return StepFunction(self._model, make, self._traced_rows[step.__name__])
+        rows = self._traced_rows[step.__name__]
+        if is_overridden(self._model, step.__name__) or is_overridden(self._model, "compute_loss"):
+            rows.hide_from_now_on()
+        return StepFunction(self._model, functools.partial(self._original(MAKE_FUNCTION), step), rows)
 
     def _make_predict_function(self, *args: Any, **kwargs: Any) -> Any:
         before = self._model.predict_function

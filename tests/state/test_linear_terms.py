@@ -20,11 +20,7 @@ def built(compute):
         own = {"a": tf.identity(a * a, "first"), "b": tf.identity(tf.exp(b), "second"), "rate": rate}
         value = compute(**own)
         names = {each.name: name for name, each in own.items()}
-
-        def is_factor(each):
-            return each.op.type == "Const" or each.name == own["rate"].name
-
-        terms = linear_terms(value, is_factor, lambda each: each.name in names)
+        terms = linear_terms(value, lambda each: each.name in names)
         found.update(names.get(term.name, "other") for term, _ in terms)
         total = tf.add_n([term * tf.cast(weight, term.dtype) for term, weight in terms])
         return value, total
@@ -39,11 +35,12 @@ def built(compute):
         (lambda a, b, rate: a, {"a"}),
         (lambda a, b, rate: a + b, {"a", "b"}),
         (lambda a, b, rate: 2 * a - b / 4, {"a", "b"}),
-        (lambda a, b, rate: -(rate * (a + 3 * b) + a), {"a", "b"}),
+        (lambda a, b, rate: -(0.3 * (a + 3 * b) + a), {"a", "b"}),
+        (lambda a, b, rate: rate * a - b, {"other", "b"}),
         (lambda a, b, rate: tf.add_n([a, a, b]), {"a", "b"}),
         (lambda a, b, rate: tf.reduce_sum(tf.stack([a, b, a])), {"a", "b"}),
         (lambda a, b, rate: tf.reduce_mean(tf.reduce_sum(a)) + b, {"a", "b"}),
-        (lambda a, b, rate: tf.cast(tf.cast(a, tf.float64) * 3, tf.float32) + b / rate, {"a", "b"}),
+        (lambda a, b, rate: tf.cast(tf.cast(a, tf.float64) * 3, tf.float32) + b / 7, {"a", "b"}),
         (lambda a, b, rate: tf.sqrt(a) + a * b, {"other"}),
     ],
 )

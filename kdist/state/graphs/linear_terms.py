@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tensorflow as tf
 
 
-def linear_terms(
-    value: tf.Tensor, is_factor: Callable[[tf.Tensor], bool], is_term: Callable[[tf.Tensor], bool]
-) -> list[tuple[tf.Tensor, Any]]:
-    """Returns the scalars of a graph whose weighted sum a scalar is, each with its weight, a number or a scalar.
+def linear_terms(value: tf.Tensor, is_term: Callable[[tf.Tensor], bool]) -> list[tuple[tf.Tensor, float]]:
+    """Returns the scalars of a graph whose weighted sum a scalar is, each with its weight.
 
-    Additions, subtractions, and multiplications and divisions by factors are followed back to what is no such
-    operation.
+    Additions, subtractions, and multiplications and divisions by constants are followed back to what is no such
+    operation. What a weight of the model or a loss scale is a factor of is a term: its gradient needs both.
 
     Args:
         value: symbolic tensor. One that is no scalar is its own only term.
-        is_factor: callable that takes a scalar of the graph and returns whether it may be a part of a weight.
         is_term: callable that takes a tensor of the graph and returns whether it is not followed further back.
     """
     places = {operation.name: place for place, operation in enumerate(value.graph.get_operations())}
-    weights: dict[str, Any] = {value.name: 1.0}
+    weights = {value.name: 1.0}
     tensors = {value.name: value}
     pending = [(-places[value.op.name], value.name)]  # later operations first: each once, with its whole weight
     found = []
     while pending:
         _, name = heapq.heappop(pending)
         tensor, weight = tensors[name], weights[name]
-        parts = [] if is_term(tensor) else list(_parts(tensor, weight, is_factor))
+        parts = [] if is_term(tensor) else list(_parts(tensor, weight))
         if not parts:
             found.append((tensor, weight))
         for part, of_part in parts:
@@ -42,7 +38,7 @@ def linear_terms(
     return found
 
 
-def _parts(tensor: tf.Tensor, weight: Any, is_factor: Callable[[tf.Tensor], bool]) -> Iterator[tuple[tf.Tensor, Any]]:
+def _parts(tensor: tf.Tensor, weight: float) -> Iterator[tuple[tf.Tensor, float]]:
     operation, inputs = tensor.op, list(tensor.op.inputs)
     if operation.type == "Sum" and inputs[0].op.type == "Pack" and tensor.shape.rank == 0:
         inputs = list(inputs[0].op.inputs)
@@ -54,6 +50,7 @@ def _parts(tensor: tf.Tensor, weight: Any, is_factor: Callable[[tf.Tensor], bool
         return
     if any(each.shape.rank != 0 for each in (tensor, *inputs)):
         return
+    numbers = [tf.get_static_value(each) for each in inputs]
     if operation.type in ("Add", "AddV2", "AddN", "Identity"):
         yield from ((each, weight) for each in inputs)
     elif operation.type == "Cast" and inputs[0].dtype.is_floating and tensor.dtype.is_floating:
@@ -63,12 +60,8 @@ def _parts(tensor: tf.Tensor, weight: Any, is_factor: Callable[[tf.Tensor], bool
     elif operation.type == "Sub":
         yield inputs[0], weight
         yield inputs[1], -weight
-    elif operation.type == "Mul" and any(map(is_factor, inputs)):
-        factor, other = inputs if is_factor(inputs[0]) else reversed(inputs)
-        yield other, _times(weight, factor)
-    elif operation.type in ("Div", "RealDiv") and is_factor(inputs[1]):
-        yield inputs[0], _times(weight, 1 / inputs[1])
-
-
-def _times(weight: Any, factor: tf.Tensor) -> Any:
-    return weight * factor if isinstance(weight, float) else tf.cast(weight, factor.dtype) * factor
+    elif operation.type == "Mul" and any(each is not None for each in numbers):
+        factor, other = (numbers[0], inputs[1]) if numbers[0] is not None else (numbers[1], inputs[0])
+        yield other, weight * float(factor)
+    elif operation.type in ("Div", "RealDiv") and numbers[1]:
+        yield inputs[0], weight / float(numbers[1])

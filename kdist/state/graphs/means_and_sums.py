@@ -14,7 +14,15 @@ from kdist._tf_internals import has_state
 _NUM_ROWS, _NUM_FIRST = 5, 2  # few, as a row may be large
 _MAX_BYTES = 2**26  # of what a tensor of twice the rows takes
 _UNKNOWN_SIZE = 4  # of a dimension that the graph does not know
-_RANGES = ((-1.0, 1.0), (0.1, 0.9))  # of made-up numbers; the last ones have a logarithm
+_RANGES: tuple[tuple[float, float, int], ...] = (  # of made-up numbers, and of integers
+    (-1.0, 1.0, 2),
+    (0.1, 0.9, 2),  # which have a logarithm
+    (0.0, 1.0, 10),
+)
+_LINEAR = (  # in what has no rows any more
+    *("Sum", "Mean", "Add", "AddV2", "AddN", "Sub", "Neg", "Identity", "IdentityN", "Cast"),
+    *("Pack", "Reshape", "Squeeze", "ExpandDims", "ConcatV2", "Transpose"),
+)
 _MOVED_BY = 0.07  # of weights
 _HALVES = (tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum)
 _HARMLESS = (  # of those with a state
@@ -39,16 +47,18 @@ class MeansAndSums:
     Args:
         leaves: sequence of tensors of the step's data.
         with_rows: sequence of int, the places of those that have rows.
-        relates_rows: bool, whether a layer normalises rows by their mean. Parts of the rows then say nothing.
+        depends_on_rows: callable that takes a tensor of the graph and returns whether it is computed from rows.
 
     Attributes:
         length: int or `None`, the number of rows, if the graph knows it. It may be a constant of the graph then.
     """
 
-    def __init__(self, leaves: Sequence[Any], with_rows: Sequence[int], *, relates_rows: bool) -> None:
+    def __init__(
+        self, leaves: Sequence[Any], with_rows: Sequence[int], depends_on_rows: Callable[[tf.Tensor], bool]
+    ) -> None:
         self._leaves = leaves
         self._with_rows = with_rows
-        self._relates_rows = relates_rows
+        self._depends_on_rows = depends_on_rows
         self._lengths = {leaves[place].shape[0] for place in with_rows if self._can_be_made_up(place)}
         self.length = next(iter(self._lengths), None)
 
@@ -70,16 +80,49 @@ class MeansAndSums:
         if not self.can_tell(value):
             return None
         ones = [each for each in fixed if tf.is_symbolic_tensor(each) and each.shape.rank == 0]
-        found: Kind | None = None
+        found: set[Kind] = set()
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
             for are_moved in (False, True):  # a number may be 0 with the first weights
                 function, tolerance = _function_of(value, self._leaves, ones, self.length, are_moved=are_moved)
                 for bounds in _RANGES:
-                    if found is None:
-                        found = self._kind(self._computed(function, bounds), tolerance)
-                if found is not None:
+                    if found <= {"sum"}:  # which other rows may show to be none
+                        found |= self._kinds(function, bounds, tolerance)
+                if found:
                     break
-        return found
+        if found == {"sum"} and self.length is None and self._relates_rows(value, {each.name for each in ones}):
+            return "other"
+        return found.pop() if len(found) == 1 else "other" if found else None
+
+    def _kinds(
+        self, function: Callable[..., tf.Tensor], bounds: tuple[float, float, int], tolerance: float
+    ) -> set[Kind]:
+        """Returns what a value is for made-up rows, nothing if that is not known."""
+        try:
+            kind = _kind(self._computed(function, bounds), tolerance)
+        except (tf.errors.OpError, ValueError, ArithmeticError):  # as of integers that no table has
+            return set()
+        return set() if kind is None else {kind}
+
+    def _relates_rows(self, value: tf.Tensor, known: Collection[str]) -> bool:
+        """Returns whether a sum is of more than a number for each row, as of what is divided by a sum.
+
+        A tensor of known shape has no rows any more. It may be added up, and may not be used otherwise.
+        """
+        pending, seen = [value.op], set()
+        while pending:
+            operation = pending.pop()
+            if operation.name in seen:
+                continue
+            seen.add(operation.name)
+            inputs = [each for each in operation.inputs if each.name not in known and self._depends_on_rows(each)]
+            is_scaled = len(inputs) == 1 and (
+                operation.type == "Mul"
+                or (operation.type in ("Div", "RealDiv") and operation.inputs[0].name == inputs[0].name)
+            )
+            if operation.type not in _LINEAR and not is_scaled and any(map(_is_without_rows, inputs)):
+                return True
+            pending += [each.op for each in inputs]
+        return False
 
     def _can_be_made_up(self, place: int) -> bool:
         leaf = self._leaves[place]
@@ -87,7 +130,7 @@ class MeansAndSums:
         is_number = is_plain and (leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype in (tf.bool, tf.string))
         return bool(is_number) and not (place in self._with_rows and not leaf.shape.rank)
 
-    def _computed(self, function: Callable[..., tf.Tensor], bounds: tuple[float, float]) -> list[np.ndarray]:
+    def _computed(self, function: Callable[..., tf.Tensor], bounds: tuple[float, float, int]) -> list[np.ndarray]:
         """Returns a value for some rows, for these twice, for the first of them, and for the others."""
         generator = np.random.default_rng(0)
         rows = [self._made_up(place, generator, bounds) for place in range(len(self._leaves))]
@@ -99,7 +142,7 @@ class MeansAndSums:
         order = list(range(_NUM_ROWS))
         return [run(each) for each in (order, order * 2, order[:_NUM_FIRST], order[_NUM_FIRST:])]
 
-    def _made_up(self, place: int, generator: np.random.Generator, bounds: tuple[float, float]) -> np.ndarray:
+    def _made_up(self, place: int, generator: np.random.Generator, bounds: tuple[float, float, int]) -> np.ndarray:
         leaf = self._leaves[place]
         shape = [_UNKNOWN_SIZE if size is None else size for size in leaf.shape]
         if place in self._with_rows:
@@ -107,25 +150,31 @@ class MeansAndSums:
         if leaf.dtype == tf.string:
             return np.full(shape, b"a", object)
         if not leaf.dtype.is_floating:
+            return generator.integers(0, bounds[2], shape).astype(leaf.dtype.as_numpy_dtype)
+        if bounds[2] > 2:  # whole numbers, as of masks
             return generator.integers(0, 2, shape).astype(leaf.dtype.as_numpy_dtype)
-        return generator.uniform(*bounds, shape).astype(leaf.dtype.as_numpy_dtype)
+        return generator.uniform(*bounds[:2], shape).astype(leaf.dtype.as_numpy_dtype)
 
-    def _kind(self, found: list[np.ndarray], tolerance: float) -> Kind | None:
-        """Returns what a value is; see `_computed`."""
-        if found[0].shape != found[1].shape:  # an element for each row
-            found = [np.sum(each) for each in found]
-        once, twice, first, others = found
-        size = max(np.linalg.norm(np.ravel(each)) for each in found)
-        if not np.isfinite(size) or np.linalg.norm(np.ravel(once)) <= 10 * tolerance * size:
-            return None
 
-        def equal(one: np.ndarray, other: np.ndarray) -> bool:
-            return bool(np.linalg.norm(np.ravel(one - other)) <= tolerance * size)
+def _is_without_rows(tensor: tf.Tensor) -> bool:
+    return tensor.shape.is_fully_defined() and (tensor.dtype.is_floating or tensor.dtype.is_bool)
 
-        joined = (_NUM_FIRST * first + (_NUM_ROWS - _NUM_FIRST) * others) / _NUM_ROWS
-        if equal(twice, once) and (self._relates_rows or equal(joined, once)):
-            return "mean"
-        return "sum" if equal(twice, 2 * once) and (self._relates_rows or equal(first + others, once)) else "other"
+
+def _kind(found: list[np.ndarray], tolerance: float) -> Kind | None:
+    """Returns what a value is; see `MeansAndSums._computed`."""
+    if found[0].shape != found[1].shape:  # an element for each row
+        found = [np.sum(each) for each in found]
+    once, twice, first, others = found
+    size = max(np.linalg.norm(np.ravel(each)) for each in found)
+    if not np.isfinite(size) or np.linalg.norm(np.ravel(once)) <= 10 * tolerance * size:
+        return None
+
+    def equal(one: np.ndarray, other: np.ndarray) -> bool:
+        return bool(np.linalg.norm(np.ravel(one - other)) <= tolerance * size)
+
+    if equal(twice, once) and equal((_NUM_FIRST * first + (_NUM_ROWS - _NUM_FIRST) * others) / _NUM_ROWS, once):
+        return "mean"
+    return "sum" if equal(twice, 2 * once) and equal(first + others, once) else "other"
 
 
 def _function_of(

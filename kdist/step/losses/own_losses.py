@@ -31,8 +31,11 @@ _FIXED_NUMBER = (
 
 _MAX_TERMS = 16  # of a number, as finding out about each takes time
 
-Sums = Sequence[tuple[tf.Tensor, Any]]
+Sums = Sequence[tuple[tf.Tensor, float]]
 """Sums over rows that are terms of a number, each with its factor."""
+
+Means = dict[Any, tf.Tensor]
+"""Tensors that count as means over the rank's rows, by graph and name."""
 
 
 class OwnStep(Protocol):
@@ -49,8 +52,8 @@ class OwnStep(Protocol):
     def depends_on_rows(self, value: tf.Tensor) -> bool:
         """Returns whether a tensor is computed from the rank's rows."""
 
-    def hide_number_of_rows(self) -> bool:
-        """Returns whether the step is traced again, without the number of its rows."""
+    def is_traced_again(self, *, knows_number: bool) -> bool:
+        """Returns whether the step is traced again, if its graph knows the number of its rows without that."""
 
 
 class OwnLosses:
@@ -67,16 +70,15 @@ class OwnLosses:
     def __init__(self, step: OwnStep) -> None:
         self._step = step
         self._loss = ""
-        self._relates_rows = False
+        self._has_own_statistics = False
         self._sums: dict[Any, Sums] = {}
-        self._differentiated: set[Any] = set()
-        self._means: dict[Any, tf.Tensor] = {}
+        self._differentiated: Means = {}
+        self._means: Means = {}
         self._told: list[Any] = []
 
     def note_mean(self, value: Any) -> None:
         """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
         if tf.is_symbolic_tensor(value):
-            self._sums[_key(value)] = ()
             self._means[_key(value)] = value
 
     def as_differentiated_mean(self, value: Any) -> Any:
@@ -85,7 +87,7 @@ class OwnLosses:
 
     def note_differentiated_mean(self, value: Any) -> None:
         """Says that the gradients of a number are those of a mean, whatever the number is."""
-        self._differentiated.add(_key(value))
+        self._differentiated[_key(value)] = value
 
     def compiled(self, loss: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         """Returns a function whose results count as means, whatever they are computed by."""
@@ -101,7 +103,8 @@ class OwnLosses:
     def opened(self, model: keras.Model) -> Iterator[None]:
         """A context in which a model's step computes its losses."""
         self._loss = f"The loss that the step of {type(model).__name__} differentiates"
-        self._relates_rows = any(isinstance(each, keras.layers.BatchNormalization) for each in layers_of(model))
+        # Such a layer relates the rank's rows, of which the log tells.
+        self._has_own_statistics = any(isinstance(each, keras.layers.BatchNormalization) for each in layers_of(model))
         with contextlib.ExitStack() as stack:
             stack.enter_context(
                 scaled_added_losses(model, lambda loss, total: self.as_mean(total, layer_that_added(model, loss)))
@@ -130,23 +133,23 @@ class OwnLosses:
 
         A term is scaled by being a target itself: what is computed after the forward pass is not on the tape.
         """
-        found = [() if _key(each) in self._differentiated else self._sums_in(each, self._loss) for each in targets]
+        found = [self._sums_in(each, self._loss, self._differentiated) for each in targets]
         if not any(found) or not all(isinstance(each, tf.Tensor) for each in targets):
             return None
         scaled = [(each, 1.0) for each in targets]
         scaled += [(term, self._excess(term, factor)) for terms in found for term, factor in terms]
         return [each for each, _ in scaled], [tf.fill(tf.shape(each), tf.cast(by, each.dtype)) for each, by in scaled]
 
-    def _excess(self, term: tf.Tensor, factor: Any) -> tf.Tensor:
+    def _excess(self, term: tf.Tensor, factor: float) -> tf.Tensor:
         """Returns how often a sum is added to a number, of which it is a term, to be divided by this rank's weight.
 
         Args:
             term: tensor, the sum.
-            factor: number or scalar, how often it is in the number.
+            factor: float, how often it is in the number.
         """
         weight = self._step.weight
         times = tf.math.divide_no_nan(tf.ones((), weight.dtype), weight) - 1  # without rows, the sum is taken away
-        return tf.cast(factor, term.dtype) * tf.cast(times, term.dtype)
+        return tf.constant(factor, term.dtype) * tf.cast(times, term.dtype)
 
     def as_mean(self, value: Any, who: str) -> Any:
         """Returns a number of the step such that its weighted sum over the ranks is that of the global batch.
@@ -162,22 +165,22 @@ class OwnLosses:
             self.note_mean(value)
         return value
 
-    def _sums_in(self, value: Any, who: str) -> Sums:
+    def _sums_in(self, value: Any, who: str, means: Means | None = None) -> Sums:
         """Returns the sums over rows that are terms of a number; the others are means, or nothing is known of them."""
         if not (tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor)):
             return ()
-        known = self._sums.get(_key(value))
-        if known is None:
-            known = self._sums[_key(value)] = self._find_sums(value, who)
-        return known
+        key = _key(value), bool(means)
+        if key not in self._sums:
+            self._sums[key] = self._find_sums(value, who, {**self._means, **(means or {})})
+        return self._sums[key]
 
-    def _find_sums(self, value: tf.Tensor, who: str) -> Sums:
+    def _find_sums(self, value: tf.Tensor, who: str, means: Means) -> Sums:
         is_alone = self._step.engine.size == 1  # as with local SGD
-        if is_alone or not self._step.depends_on_rows(value):
+        if is_alone or self._has_own_statistics or not self._step.depends_on_rows(value):
             return ()
-        terms = linear_terms(value, self._is_factor, self._is_known_mean)
+        terms = linear_terms(value, lambda term: _key(term) in means)
         terms = [each for each in terms if self._step.depends_on_rows(each[0])]
-        if all(self._is_known_mean(term) for term, _ in terms):
+        if all(_key(term) in means for term, _ in terms):
             return ()
         rows = Rows(self._step.data)
         leaves = [
@@ -186,15 +189,15 @@ class OwnLosses:
             if leaf is not None
         ]
         with_rows = [place for place, (_, has_rows) in enumerate(leaves) if has_rows]
-        found = MeansAndSums([leaf for leaf, _ in leaves], with_rows, relates_rows=self._relates_rows)
-        if not found.can_tell(value) or (found.length is not None and self._step.hide_number_of_rows()):
+        found = MeansAndSums([leaf for leaf, _ in leaves], with_rows, self._step.depends_on_rows)
+        if not found.can_tell(value) or self._step.is_traced_again(knows_number=found.length is not None):
             return ()
         is_whole = found.length is not None or [term.name for term, _ in terms] == [value.name]  # factors may hold it
         if not is_whole and len(terms) <= _MAX_TERMS:
-            kinds = [self._kind(found, term) for term, _ in terms]  # a small one says little about the whole
+            kinds = [self._kind(found, term, means) for term, _ in terms]  # a small one says little about the whole
             if set(kinds) <= {"mean", "sum"}:
                 return [each for each, kind in zip(terms, kinds, strict=True) if kind == "sum"]
-        kind = self._kind(found, value)
+        kind = self._kind(found, value, means)
         if kind == "other":
             self._told.append(value)
             self._tell(_NO_MEAN, who)
@@ -203,19 +206,13 @@ class OwnLosses:
             return ()
         return [(value, 1.0)] if kind == "sum" else ()
 
-    def _kind(self, found: MeansAndSums, value: tf.Tensor) -> Kind | None:
-        if self._is_known_mean(value):
+    def _kind(self, found: MeansAndSums, value: tf.Tensor, means: Means) -> Kind | None:
+        if _key(value) in means:
             return "mean"
-        means = [*self._means.values(), self._step.weight, self._step.share]
-        kind = found.kind(value, means)
+        ones = [*means.values(), self._step.weight, self._step.share]
+        kind = found.kind(value, ones)
         # What is computed from one that was told of is no news; and a sum that is divided by its rows is a mean.
-        return kind if kind != "other" or not self._told else found.kind(value, [*means, *self._told])
-
-    def _is_known_mean(self, value: tf.Tensor) -> bool:
-        return _key(value) in self._means
-
-    def _is_factor(self, value: tf.Tensor) -> bool:
-        return value.shape.rank == 0 and not self._step.depends_on_rows(value)
+        return kind if kind != "other" or not self._told else found.kind(value, [*ones, *self._told])
 
     def _tell(self, text: str, who: str) -> None:
         if self._step.engine.rank == 0:

@@ -150,7 +150,9 @@ SUMS: dict[str, Callable[[Any, Any], Any]] = {
     "over columns": lambda y, p: ops.sum((y - p) ** 2) / tf.cast(tf.shape(p)[1], p.dtype),
     "in a function": lambda y, p: squared(y, p),
     "in a loop": lambda y, p: tf.while_loop(
-        lambda i, _: i < 2, lambda i, total: (i + 1, total + 0.01 * ops.sum((y - p)[:, i] ** 2)), (0, 0.0 * ops.sum(p))
+        lambda i, _: i < 2,
+        lambda i, total: (i + 1, total + 0.01 * ops.sum((y - p)[:, i] ** 2)),
+        (0, tf.zeros((), p.dtype)),
     )[1],
     "of chosen rows": lambda y, p: 0.01 * ops.sum(tf.boolean_mask(y - p, y[:, 0] > 0) ** 2),
     "of many terms": lambda y, p: (
@@ -161,6 +163,10 @@ SUMS: dict[str, Callable[[Any, Any], Any]] = {
 }
 OTHERS: dict[str, Callable[[Any, Any], Any]] = {
     "root": lambda y, p: ops.sqrt(ops.mean((y - p) ** 2)),
+    "over no positives": lambda y, p: ops.sum((y - p) ** 2) / ops.maximum(1.0, ops.sum(ops.cast(y > 4.5, p.dtype))),
+    "in a branch": lambda y, p: tf.cond(
+        ops.any(y == 1), lambda: ops.sum(p) / ops.sum(ops.cast(y == 1, p.dtype)), lambda: 0.01 * ops.sum((y - p) ** 2)
+    ),
     "masked": lambda y, p: ops.sum((y - p) ** 2 * ops.cast(y > 0, p.dtype)) / ops.sum(ops.cast(y > 0, p.dtype)),
     "contrastive": lambda y, p: ops.mean(ops.log_softmax(ops.matmul(y, ops.transpose(p)))),
 }
@@ -257,7 +263,7 @@ def sums_that_a_step_differentiates() -> None:
 
 @feature
 def sums_by_hand_in_other_steps() -> None:
-    """Several steps an execution, a batch at a time, beside batch normalisation, of two models, compiled by XLA."""
+    """Several steps an execution, a batch at a time, of two models, compiled by XLA."""
 
     class Two(ByHand):
         """Two losses, each with its own weights and tape, as in a GAN."""
@@ -295,24 +301,6 @@ def sums_by_hand_in_other_steps() -> None:
 
     silently_both(lambda batch: script(batch, with_zeros, loss="mse"))
 
-    def normalised() -> keras.Model:
-        layers = [keras.layers.BatchNormalization(synchronized=False), Adds(SUMS_ADDED["a sum"], "adds")]
-        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), *layers, keras.layers.Dense(2)])
-        deterministic_weights(model)
-        return model
-
-    with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
-        halves = kdist.size() * list(range(BATCH // kdist.size()))  # each rank normalises the same rows
-        model = normalised()
-        model.compile(keras.optimizers.SGD(0.01))
-        model.train_on_batch(x[halves])
-    plain = normalised()
-    plain.compile(keras.optimizers.SGD(0.01))
-    plain.train_on_batch(x[halves])
-    for one, other in zip(model.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
-    assert not [text for text in said if NO_MEAN in text], said
-
     def on_batches(_: int) -> dict[str, Any]:
         model = ByHand(SUMS["squares"])
         model.compile(keras.optimizers.SGD(0.01))
@@ -320,6 +308,53 @@ def sums_by_hand_in_other_steps() -> None:
         return {"weights": model.get_weights(), "logs": logs}
 
     silently_both(on_batches)
+
+
+@feature
+def sums_beside_what_keras_computes() -> None:
+    """The compiled loss, what layers add, a learned factor, a scaled loss, metrics of integers and of a function."""
+
+    class Beside(ByHand):
+        def __init__(self, loss: Callable[[Any, Any, Any, Any], Any]) -> None:
+            super().__init__(lambda y, p: p)
+            self.net = with_added({"a sum": SUMS_ADDED["a sum"]})
+            self.of_all = loss
+            self.factor = self.add_weight(name="factor", initializer=keras.initializers.Constant(0.3))
+
+        @tf.function
+        def note(self, loss: Any) -> None:
+            self.tracker.update_state(loss)
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.of_all(self, x, y, self.net(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            self.note(ops.mean(y))
+            return {"loss": loss, "tracked": self.tracker.result()}
+
+    losses: list[Callable[[Any, Any, Any, Any], Any]] = [
+        lambda own, x, y, p: own.compute_loss(x, y, p) + 0.01 * ops.sum(p**2) + own.factor**2,
+        lambda own, x, y, p: ops.mean((y - p) ** 2) + sum(own.losses) + own.factor**2,
+        lambda own, x, y, p: ops.exp(-own.factor) * 0.01 * ops.sum((y - p) ** 2) + own.factor,
+        lambda own, x, y, p: own.optimizer.scale_loss(0.01 * own.factor * ops.sum((y - p) ** 2)) / 2,
+    ]
+    for number, loss in enumerate(losses):
+        x, y = rows(("ragged", "even")[number % 2])
+
+        def script(batch: int, x: Any = x, y: Any = y, loss: Any = loss) -> dict[str, Any]:
+            model = Beside(loss)
+            model.compile(keras.optimizers.SGD(0.01), "mse")
+            return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+        silently_both(script)
+
+    class Counts(ByHand):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            self.tracker.update_state(ops.sum(ops.cast(data[1] > 0, "int32")))
+            return {"tracked": self.tracker.result()}
+
+    silently_both(by_hand(lambda: Counts(lambda y, p: ops.mean((y - p) ** 2))))
 
 
 @feature
