@@ -30,6 +30,7 @@ class TracedRows:
         self._can_trace_again = False
         self._is_asked = False
         self._has_failed = False
+        self._has_waited = False
         self._made: list[tuple[Any, Any]] = []  # variables, and their initial values
 
     def traced(self, trace: Callable[[], Any], renew: Callable[[], None]) -> Any:
@@ -50,7 +51,7 @@ class TracedRows:
         else:
             if not (self._is_asked and self._set_values()):
                 return result
-            self.are_unknown = True
+            self.are_unknown = self._has_waited = True
         finally:
             self._can_trace_again, self._made = False, []
         renew()
@@ -65,10 +66,10 @@ class TracedRows:
 
         Args:
             knows_number: bool, whether the graph knows the number of rows, which is then hidden. Variables that this
-                trace has made have no values before its end, either.
+                trace has made have no values before its end, either. Other traces may make others, again and again.
         """
         with tf.init_scope():
-            waits = any(not variable.is_initialized() for variable, _ in self._made)
+            waits = not self._has_waited and any(not variable.is_initialized() for variable, _ in self._made)
         self._is_asked = self._is_asked or (
             self._can_trace_again and (waits or (knows_number and not self.are_unknown))
         )
@@ -86,7 +87,8 @@ class TracedRows:
 
     def _noted(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = next_creator(**kwargs)
-        self._made.append((variable, kwargs.get("initial_value")))
+        if self._can_trace_again:
+            self._made.append((variable, kwargs.get("initial_value")))
         return variable
 
     def _set_values(self) -> bool:

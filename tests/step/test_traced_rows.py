@@ -1,0 +1,104 @@
+"""When a step is traced again: without the number of its rows, with it, or with values for what the trace has made."""
+
+import pytest
+import tensorflow as tf
+
+from kdist.step.traced_rows import TracedRows
+
+
+class Steps:
+    """Traces a step, and counts.
+
+    Args:
+        step: callable of the `TracedRows`, the body of the step.
+    """
+
+    def __init__(self, step, **arguments):
+        self.rows = TracedRows(**arguments)
+        self.traces = []  # whether the rows were unknown
+        self._step = step
+        self.renew()
+
+    def renew(self):
+        """Makes a new function."""
+
+        def run():
+            self.traces.append(self.rows.are_unknown)
+            with self.rows.tracing():
+                return self._step(self.rows)
+
+        self._function = tf.function(run, autograph=False)
+
+    def traced(self):
+        """Traces the step."""
+        return self.rows.traced(lambda: self._function.get_concrete_function(), self.renew)
+
+
+def test_a_step_that_asks_for_nothing_is_traced_once():
+    steps = Steps(lambda rows: tf.constant(1))
+    assert float(steps.traced()()) == 1
+    assert steps.traces == [False]
+
+
+def test_a_step_for_which_it_matters_is_traced_again_without_the_number():
+    asked = []
+    steps = Steps(lambda rows: asked.append(rows.is_traced_again(knows_number=not rows.are_unknown)))
+    steps.traced()
+    steps.renew()
+    steps.traced()
+    assert steps.traces == [False, True, True]
+    assert asked == [True, False, False]
+
+
+def test_a_step_that_reads_the_number_is_traced_with_it_from_then_on():
+    def reads(rows):
+        if rows.are_unknown:
+            raise TypeError("no number")
+        return tf.constant(int(rows.is_traced_again(knows_number=True)))
+
+    steps = Steps(reads)
+    steps.rows.hide_from_now_on()
+    assert int(steps.traced()()) == 0
+    steps.renew()
+    steps.rows.hide_from_now_on()
+    steps.traced()
+    assert steps.traces == [True, False, False]
+
+
+def test_an_error_of_the_steps_own_is_raised_as_it_is():
+    def fails(rows):
+        raise ValueError("mine")
+
+    steps = Steps(fails)
+    steps.rows.hide_from_now_on()
+    with pytest.raises(ValueError, match="mine") as raised:
+        steps.traced()
+    assert raised.value.__context__ is None
+    assert steps.traces == [True, False]
+
+
+def test_variables_that_a_trace_has_made_get_their_values():
+    made = []
+
+    def makes(rows):
+        if not made:
+            made.append(tf.Variable(lambda: tf.fill((2,), 3.0)))
+        rows.is_traced_again(knows_number=False)
+        return made[0] * 2
+
+    steps = Steps(makes)
+    assert steps.traced()().numpy().tolist() == [6.0, 6.0]
+    assert steps.traces == [False, False, True]  # TensorFlow traces a function that has made variables once more
+
+
+def test_a_step_that_makes_variables_in_each_trace_is_traced_twice_at_most():
+    made = []
+
+    def makes(rows):
+        made.append(tf.Variable(lambda: 1.0))
+        rows.is_traced_again(knows_number=False)
+        return tf.constant(0.0)
+
+    with pytest.raises(ValueError, match="singleton"):  # TensorFlow's own error about such a function
+        Steps(makes).traced()
+    assert len(made) <= 4
