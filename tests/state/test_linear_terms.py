@@ -52,11 +52,10 @@ def test_terms_and_weights(compute, expected):
 
 
 def test_terms_of_a_tensor_that_is_used_often_are_found_once():
-    def doubled(a, b, rate):
+    with tf.Graph().as_default():  # which is not run: TensorFlow's optimizer would follow each way
+        first = value = tf.compat.v1.placeholder(tf.float32, ())
         for _ in range(60):  # 2**60 ways to it
-            a = a + a
-        return a + b
-
-    value, total, found = built(doubled)
-    np.testing.assert_allclose(total, value, rtol=1e-6)
-    assert found == {"a": 1, "b": 1}
+            value = value + value
+        ((term, weight),) = linear_terms(value, lambda each: False)
+    assert term.name == first.name
+    assert weight == 2.0**60
