@@ -25,6 +25,7 @@ from kdist.keras_hooks.trainer import (
     EPOCH_LOGS,
     MAKE_FUNCTION,
     SYMBOLIC_BUILD,
+    computes_own_loss,
     is_built,
     is_overridden,
     keeps_states,
@@ -209,8 +210,8 @@ class ReplicatedModel:
     # The steps: traced once, or run eagerly.
 
     def _make_function(self, step: Callable[..., Any]) -> StepFunction:
-        rows = self._traced_rows[step.__name__]
-        if is_overridden(self._model, step.__name__) or is_overridden(self._model, "compute_loss"):
+        rows = self._traced_rows["test_step" if step == self._model.test_step else "train_step"]
+        if computes_own_loss(self._model):
             rows.hide_from_now_on()
         return StepFunction(self._model, functools.partial(self._original(MAKE_FUNCTION), step), rows)
 

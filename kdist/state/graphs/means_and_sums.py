@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._tf_internals import has_state
+from kdist.state.graphs.rank_dependence import computed_of
 
 _NUM_ROWS, _NUM_FIRST = 5, 2  # few, as a row may be large
 _MAX_BYTES = 2**26  # of what a tensor of twice the rows takes
@@ -42,7 +43,7 @@ class MeansAndSums:
     """Finds whether a tensor of the graph that is being traced is a mean or a sum over the rows of a step's data.
 
     What the tensor is computed by is copied into a function of its own, that is run on made-up rows with the weights
-    as they are. It writes nothing, sends nothing and draws nothing.
+    as they are, and moved ones if these tell nothing. It writes nothing, sends nothing and draws nothing.
 
     Args:
         leaves: sequence of tensors of the step's data.
@@ -108,20 +109,18 @@ class MeansAndSums:
 
         A tensor of known shape has no rows any more. It may be added up, and may not be used otherwise.
         """
-        pending, seen = [value.op], set()
-        while pending:
-            operation = pending.pop()
-            if operation.name in seen:
-                continue
-            seen.add(operation.name)
-            inputs = [each for each in operation.inputs if each.name not in known and self._depends_on_rows(each)]
+
+        def is_end(tensor: tf.Tensor) -> bool:
+            return tensor.name in known or not self._depends_on_rows(tensor)
+
+        for operation in (tensor.op for tensor in computed_of([value], is_end)):
+            inputs = [each for each in operation.inputs if not is_end(each)]
             is_scaled = len(inputs) == 1 and (
                 operation.type == "Mul"
                 or (operation.type in ("Div", "RealDiv") and operation.inputs[0].name == inputs[0].name)
             )
             if operation.type not in _LINEAR and not is_scaled and any(map(_is_without_rows, inputs)):
                 return True
-            pending += [each.op for each in inputs]
         return False
 
     def _can_be_made_up(self, place: int) -> bool:

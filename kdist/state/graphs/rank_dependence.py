@@ -161,15 +161,22 @@ def _is_static_length(operation: tf.Operation) -> bool:
     return is_one and start is not None and shape.rank is not None and shape[int(start[0])] is not None
 
 
-def computed_of(tensors: Sequence[tf.Tensor]) -> Iterator[tf.Tensor]:
-    """Yields tensors of a graph, and all of that graph that they are computed of."""
+def computed_of(
+    tensors: Sequence[tf.Tensor], is_end: Callable[[tf.Tensor], bool] = lambda _: False
+) -> Iterator[tf.Tensor]:
+    """Yields tensors of a graph, and all of that graph that they are computed of.
+
+    Args:
+        tensors: sequence of symbolic tensors.
+        is_end: callable that takes a tensor and returns whether it is left out, and what it alone is computed of.
+    """
     pending, seen = list(tensors), set()
     while pending:
         tensor = pending.pop()
         yield tensor
         if tensor.op.name not in seen:
             seen.add(tensor.op.name)
-            pending += tensor.op.inputs
+            pending += [each for each in tensor.op.inputs if not is_end(each)]
 
 
 def _key(tensor: Any) -> Any:
