@@ -46,8 +46,10 @@ class TracedRows:
         except Exception:
             if not self._has_failed:
                 raise
-            self.are_unknown, self.is_final = False, True
-            self._set_values()
+            is_first = self._waits()  # as a sharded optimizer copies weights, which have no values before the end
+            if not (self._set_values() and is_first):
+                self.are_unknown, self.is_final = False, True
+            self._has_waited = self._has_waited or is_first
         else:
             if not (self._is_asked and self._set_values()):
                 return result
@@ -69,11 +71,15 @@ class TracedRows:
                 trace has made have no values before its end, either. Other traces may make others, again and again.
         """
         with tf.init_scope():
-            waits = not self._has_waited and any(not variable.is_initialized() for variable, _ in self._made)
+            waits = self._waits()
         self._is_asked = self._is_asked or (
             self._can_trace_again and (waits or (knows_number and not self.are_unknown))
         )
         return self._is_asked
+
+    def _waits(self) -> bool:
+        """Returns whether the trace has made variables that have no values, for the first time."""
+        return not self._has_waited and any(not variable.is_initialized() for variable, _ in self._made)
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:

@@ -80,6 +80,10 @@ def sharded(function: Callable[[], None]) -> Callable[[], None]:
 # These have strategies or loops of their own, count messages, read accumulators, or have optimizers that are refused.
 _OTHER_TOPICS = ("compression", "local_sgd", "loops")
 _OTHERS = (
+    *("gradients_that_some_ranks_alone_have_in_an_eager_step", "weights_that_a_callback_makes_different"),
+    *("weights_that_all_ranks_load", "jit_compile_is_off_where_messages_are_sent_before"),
+    *("slots_follow_weights_that_a_callback_makes_different", "weights_that_all_ranks_that_train_by_themselves_clip"),
+    "averages_that_the_chief_alone_swaps_in_between_epochs",
     *("an_optimizer_that_clips_by_hand", "an_optimizer_of_several", "float8_layers", "sparse_gradients_as_dense_ones"),
     *("a_value_of_each_rank_on_purpose", "a_batch_that_is_skipped_counts_nothing"),
     "counters_of_ranks_that_train_by_themselves",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,8 @@ _RANGES: tuple[tuple[float, float, int], ...] = (  # of made-up numbers, and of 
     (0.1, 0.9, 2),  # which have a logarithm
     (0.0, 1.0, 10),
 )
+_FIXED = 0.7  # of what is taken to be known
+_CHOOSING = ("Where", "Unique", "DynamicPartition", "ListDiff", "NonMaxSuppression", "StringSplit")
 _LINEAR = (  # in what has no rows any more
     *("Sum", "Mean", "Add", "AddV2", "AddN", "Sub", "Neg", "Identity", "IdentityN", "Cast"),
     *("Pack", "Reshape", "Squeeze", "ExpandDims", "ConcatV2", "Transpose"),
@@ -51,13 +53,14 @@ class MeansAndSums:
         depends_on_rows: callable that takes a tensor of the graph and returns whether it is computed from rows.
 
     Attributes:
+        leaves: sequence of tensors of the step's data.
         length: int or `None`, the number of rows, if the graph knows it. It may be a constant of the graph then.
     """
 
     def __init__(
         self, leaves: Sequence[Any], with_rows: Sequence[int], depends_on_rows: Callable[[tf.Tensor], bool]
     ) -> None:
-        self._leaves = leaves
+        self.leaves = leaves
         self._with_rows = with_rows
         self._depends_on_rows = depends_on_rows
         self._lengths = {leaves[place].shape[0] for place in with_rows if self._can_be_made_up(place)}
@@ -67,8 +70,8 @@ class MeansAndSums:
         """Returns whether rows can be made up for what a tensor is computed from."""
         return (
             len(self._lengths) == 1
-            and all(map(self._can_be_made_up, range(len(self._leaves))))
-            and all(each.graph in (value.graph, value.graph.outer_graph) for each in self._leaves)
+            and all(map(self._can_be_made_up, range(len(self.leaves))))
+            and all(each.graph in (value.graph, value.graph.outer_graph) for each in self.leaves)
         )
 
     def kind(self, value: tf.Tensor, fixed: Sequence[tf.Tensor]) -> Kind | None:
@@ -76,21 +79,21 @@ class MeansAndSums:
 
         Args:
             value: symbolic tensor; its elements are added up if each is of a row.
-            fixed: sequence of tensors that are taken to be ones.
+            fixed: sequence of tensors of known shapes that are taken to be a number that is known.
         """
         if not self.can_tell(value):
             return None
-        ones = [each for each in fixed if tf.is_symbolic_tensor(each) and each.shape.rank == 0]
+        known = [each for each in fixed if tf.is_symbolic_tensor(each) and each.shape.is_fully_defined()]
         found: set[Kind] = set()
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
             for are_moved in (False, True):  # a number may be 0 with the first weights
-                function, tolerance = _function_of(value, self._leaves, ones, self.length, are_moved=are_moved)
+                function, tolerance = _function_of(value, self.leaves, known, self.length, are_moved=are_moved)
                 for bounds in _RANGES:
                     if found <= {"sum"}:  # which other rows may show to be none
                         found |= self._kinds(function, bounds, tolerance)
                 if found:
                     break
-        if found == {"sum"} and self.length is None and self._relates_rows(value, {each.name for each in ones}):
+        if found == {"sum"} and self.length is None and self.relates_rows(value, known):
             return "other"
         return found.pop() if len(found) == 1 else "other" if found else None
 
@@ -104,27 +107,37 @@ class MeansAndSums:
             return set()
         return set() if kind is None else {kind}
 
-    def _relates_rows(self, value: tf.Tensor, known: Collection[str]) -> bool:
-        """Returns whether a sum is of more than a number for each row, as of what is divided by a sum.
+    def relates_rows(self, value: tf.Tensor, fixed: Sequence[tf.Tensor]) -> bool:
+        """Returns whether a mean or a sum is of more than a number for each row, as of what is divided by a sum.
 
-        A tensor of known shape has no rows any more. It may be added up, and may not be used otherwise.
+        A tensor of known shape has no rows any more. It may be added up, and may not be used otherwise. The number of
+        all rows may.
+
+        Args:
+            value: symbolic tensor.
+            fixed: sequence of tensors that do not count as computed from rows.
         """
-
-        def is_end(tensor: tf.Tensor) -> bool:
-            return tensor.name in known or not self._depends_on_rows(tensor)
-
-        for operation in (tensor.op for tensor in computed_of([value], is_end)):
-            inputs = [each for each in operation.inputs if not is_end(each)]
-            is_scaled = len(inputs) == 1 and (
-                operation.type == "Mul"
-                or (operation.type in ("Div", "RealDiv") and operation.inputs[0].name == inputs[0].name)
+        free = RowFree(fixed, self._depends_on_rows)
+        for operation in free.followed([value]):
+            if operation.type in _LINEAR:
+                continue
+            inputs = [each for each in operation.inputs if not free(each)]
+            related = [each for each in inputs if _is_without_rows(each) and not is_number_of_rows(each, free)]
+            has_rows = any(not each.shape.is_fully_defined() for each in inputs)
+            is_scaled = (
+                len(related) == 1
+                and not has_rows
+                and (
+                    operation.type == "Mul"
+                    or (operation.type in ("Div", "RealDiv") and operation.inputs[0].name == related[0].name)
+                )
             )
-            if operation.type not in _LINEAR and not is_scaled and any(map(_is_without_rows, inputs)):
+            if related and not is_scaled:
                 return True
         return False
 
     def _can_be_made_up(self, place: int) -> bool:
-        leaf = self._leaves[place]
+        leaf = self.leaves[place]
         is_plain = tf.is_symbolic_tensor(leaf) and leaf.shape.rank is not None
         is_number = is_plain and (leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype in (tf.bool, tf.string))
         return bool(is_number) and not (place in self._with_rows and not leaf.shape.rank)
@@ -132,7 +145,7 @@ class MeansAndSums:
     def _computed(self, function: Callable[..., tf.Tensor], bounds: tuple[float, float, int]) -> list[np.ndarray]:
         """Returns a value for some rows, for these twice, for the first of them, and for the others."""
         generator = np.random.default_rng(0)
-        rows = [self._made_up(place, generator, bounds) for place in range(len(self._leaves))]
+        rows = [self._made_up(place, generator, bounds) for place in range(len(self.leaves))]
 
         def run(chosen: Sequence[int]) -> np.ndarray:
             data = [each[chosen] if place in self._with_rows else each for place, each in enumerate(rows)]
@@ -142,7 +155,7 @@ class MeansAndSums:
         return [run(each) for each in (order, order * 2, order[:_NUM_FIRST], order[_NUM_FIRST:])]
 
     def _made_up(self, place: int, generator: np.random.Generator, bounds: tuple[float, float, int]) -> np.ndarray:
-        leaf = self._leaves[place]
+        leaf = self.leaves[place]
         shape = [_UNKNOWN_SIZE if size is None else size for size in leaf.shape]
         if place in self._with_rows:
             shape[0] = _NUM_ROWS
@@ -153,6 +166,61 @@ class MeansAndSums:
         if bounds[2] > 2:  # whole numbers, as of masks
             return generator.integers(0, 2, shape).astype(leaf.dtype.as_numpy_dtype)
         return generator.uniform(*bounds[:2], shape).astype(leaf.dtype.as_numpy_dtype)
+
+
+class RowFree:
+    """Finds which tensors of a graph are not computed from rows, where some that are count as known.
+
+    Args:
+        known: sequence of tensors.
+        depends_on_rows: callable that takes a tensor and returns whether it is computed from rows.
+    """
+
+    def __init__(self, known: Sequence[tf.Tensor], depends_on_rows: Callable[[tf.Tensor], bool]) -> None:
+        self._known = {each.name for each in known if tf.is_symbolic_tensor(each)}  # and what is computed from them
+        self._depends_on_rows = depends_on_rows
+
+    def __call__(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor, of which the operations are followed, is not computed from rows."""
+        return tensor.name in self._known or not self._depends_on_rows(tensor)
+
+    def followed(
+        self, tensors: Sequence[tf.Tensor], is_end: Callable[[tf.Tensor], bool] = lambda _: False
+    ) -> Iterator[tf.Operation]:
+        """Yields the operations that compute tensors from rows, in the order of the graph.
+
+        Args:
+            tensors: sequence of tensors of one graph.
+            is_end: callable that takes a tensor and returns whether what computes it is left out.
+        """
+        names = {each.op.name for each in computed_of(tensors, lambda each: self(each) or is_end(each))}
+        for operation in tensors[0].graph.get_operations():
+            if operation.name not in names:
+                continue
+            is_of_rows = [not self(each) for each in operation.inputs]
+            if any(is_of_rows) or not any(each.name in self._known for each in operation.inputs):
+                yield operation
+            else:
+                self._known |= {each.name for each in operation.outputs}
+
+
+def is_number_of_rows(tensor: tf.Tensor, is_end: Callable[[tf.Tensor], bool]) -> bool:
+    """Returns whether a tensor is computed from the shapes of tensors that have all of the rows, and from nothing else.
+
+    Args:
+        tensor: symbolic tensor.
+        is_end: callable that takes a tensor and returns whether it is not computed from rows.
+    """
+
+    def is_end_or_shape(each: tf.Tensor) -> bool:
+        return each.op.type in ("Shape", "Size") or is_end(each)
+
+    found = [tensor] if is_end_or_shape(tensor) else list(computed_of([tensor], is_end_or_shape))
+    if not all(each.shape.is_fully_defined() and each.op.type != "Placeholder" for each in found):
+        return False
+    shapes = [tensor.op] + [i.op for each in found for i in each.op.inputs]
+    of_rows = [each.inputs[0] for each in shapes if each.type in ("Shape", "Size")]
+    return bool(of_rows) and not any(each.op.type.startswith(_CHOOSING) for each in computed_of(of_rows, is_end))
 
 
 def _is_without_rows(tensor: tf.Tensor) -> bool:
@@ -177,7 +245,7 @@ def _kind(found: list[np.ndarray], tolerance: float) -> Kind | None:
 
 
 def _function_of(
-    value: tf.Tensor, leaves: Sequence[tf.Tensor], ones: Sequence[tf.Tensor], length: int | None, *, are_moved: bool
+    value: tf.Tensor, leaves: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor], length: int | None, *, are_moved: bool
 ) -> tuple[Callable[..., tf.Tensor], float]:
     """Returns a function of the leaves that computes a tensor of a graph, and how exact it is; see `_move_weights`.
 
@@ -188,10 +256,11 @@ def _function_of(
     outer = {inner.name: each for each, inner in graph.captures}
     captures = {id(each): inner.name for each, inner in graph.captures}
     # One of the outer graph, as where XLA compiles a part of the step, may not have been captured.
-    names, names_of_ones = (
-        [each.name if each.graph is graph else captures.get(id(each)) for each in tensors] for tensors in (leaves, ones)
+    names, names_of_fixed = (
+        [each.name if each.graph is graph else captures.get(id(each)) for each in tensors]
+        for tensors in (leaves, fixed)
     )
-    known = {name for name in (*names, *names_of_ones) if name is not None}
+    known = {name for name in (*names, *names_of_fixed) if name is not None}
     graph_def, captured = _sub_graph(value, known, outer, length)
     if length is not None and any(_may_hold(node, length) for node in graph_def.node if node.op == "Const"):
         raise LookupError(length)
@@ -199,7 +268,10 @@ def _function_of(
         _move_weights(graph_def)
 
     def compute(*data: tf.Tensor) -> tf.Tensor:
-        inputs = {name: tf.ones((), each.dtype) for name, each in zip(names_of_ones, ones, strict=True)}
+        inputs = {
+            name: tf.cast(tf.fill(each.shape, _FIXED), each.dtype)
+            for name, each in zip(names_of_fixed, fixed, strict=True)
+        }
         inputs |= dict(zip(names, data, strict=True))
         here: Any = tf.compat.v1.get_default_graph()
         inputs |= {name: here.capture(outer[name]) for name in captured}
@@ -234,17 +306,12 @@ def _sub_graph(
                 raise LookupError(name)
             captured.append(name)
             continue
-        node = found.node.add()
-        node.CopyFrom(operation.node_def)
-        node.device = ""
-        if "_class" in node.attr:
-            del node.attr["_class"]  # to be on the device of an operation that is not there
-        inputs = list(operation.inputs)
-        del node.input[len(inputs) :]  # those from control dependencies
+        found.node.append(node_of(operation))
+        node, inputs = found.node[-1], list(operation.inputs)
         if operation.type in _DRAWN and operation.outputs[0].dtype.is_floating:
             inputs = inputs[:1]
             _make_constant(found, node, operation)
-        elif _acts(operation.type, is_stateful=operation.op_def.is_stateful) or _draws(operation.type):
+        elif acts(operation):
             raise LookupError(operation.type)
         if any(_is_large(each, length) for each in operation.outputs):
             raise LookupError(operation.name)
@@ -307,6 +374,22 @@ def _check_functions(called: Sequence[tf.Operation], library: Any) -> None:
             if _acts(node.op, is_stateful=has_state(node.op)) or _draws(node.op):
                 raise LookupError(node.op)
             pending += _names_of_functions(node)
+
+
+def node_of(operation: tf.Operation) -> Any:
+    """Returns an operation's definition, for another place."""
+    node = tf.compat.v1.NodeDef()
+    node.CopyFrom(operation.node_def)
+    node.device = ""
+    if "_class" in node.attr:
+        del node.attr["_class"]  # to be on the device of an operation that is not there
+    del node.input[len(operation.inputs) :]  # those from control dependencies
+    return node
+
+
+def acts(operation: tf.Operation) -> bool:
+    """Returns whether an operation may do more than to compute, or draws at random."""
+    return _acts(operation.type, is_stateful=operation.op_def.is_stateful) or _draws(operation.type)
 
 
 def _acts(kind: str, *, is_stateful: bool) -> bool:

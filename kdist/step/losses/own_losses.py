@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kdist._tf_internals import is_compiled_by_xla
 from kdist.data.batch import Rows
-from kdist.engines.engine import Engine
 from kdist.keras_hooks.losses import layer_that_added, scaled_added_losses
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import computes_own_loss, layers_of
 from kdist.reports.log import once
+from kdist.state.graphs.aggregates import Aggregates
 from kdist.state.graphs.linear_terms import linear_terms
 from kdist.state.graphs.means_and_sums import Kind, MeansAndSums
+from kdist.step.losses.global_value import GlobalValue
+from kdist.step.losses.own_step import OwnStep
+from kdist.step.losses.scaled_sums import ScaledSums
 
 _NO_MEAN = (
-    "{} is computed from this rank's rows, and is neither a mean nor a sum over them: it relates rows, or is computed "
-    "from means or sums, as of weights or a mask. It counts as a mean, and results differ from those of one process. "
+    "{} is computed from this rank's rows, and is no mean, no sum, and not computed from means and sums over them as "
+    "far as kdist can find out: it relates rows. It counts as a mean, and results differ from those of one process. "
     "Fix: compute it from rows of `kdist.all_gather`, or from means and sums of `kdist.all_reduce`"
 )
 _FIXED_NUMBER = (
@@ -31,37 +35,16 @@ _FIXED_NUMBER = (
 
 _MAX_TERMS = 16  # of a number, as finding out about each takes time
 
-Sums = Sequence[tuple[tf.Tensor, float]]
-"""Sums over rows that are terms of a number, each with its factor."""
-
 Means = dict[Any, tf.Tensor]
 """Tensors that count as means over the rank's rows, by graph and name."""
-
-
-class OwnStep(Protocol):
-    """What losses by hand need of a step."""
-
-    data: Any
-    weight: tf.Tensor
-    share: tf.Tensor
-
-    @property
-    def engine(self) -> Engine:
-        """How the ranks of this step communicate."""
-
-    def depends_on_rows(self, value: tf.Tensor) -> bool:
-        """Returns whether a tensor is computed from the rank's rows."""
-
-    def is_traced_again(self, *, knows_number: bool) -> bool:
-        """Returns whether the step is traced again, if its graph knows the number of its rows without that."""
 
 
 class OwnLosses:
     """Makes the mean over the ranks of what a step computes by hand that of the global batch.
 
     What counts as a mean over the rank's rows is weighted by the rank's share of the rows. A sum over rows is divided
-    by the share first. A number that is neither is warned of. In eager steps, and in graphs of which nothing is found
-    out, all counts as a mean.
+    by the share first. What is computed from sums and means is computed from those of all ranks. A number that is none
+    of these is warned of. In eager steps, and in graphs of which nothing is found out, all counts as a mean.
 
     Args:
         step: the open step.
@@ -71,7 +54,7 @@ class OwnLosses:
         self._step = step
         self._loss = ""
         self._has_own_statistics = False
-        self._sums: dict[Any, Sums] = {}
+        self._found: dict[Any, ScaledSums | GlobalValue | None] = {}
         self._differentiated: Means = {}
         self._means: Means = {}
         self._told: list[Any] = []
@@ -129,27 +112,14 @@ class OwnLosses:
             yield
 
     def _targets(self, targets: list[Any]) -> tuple[list[Any], list[tf.Tensor]] | None:
-        """Returns what is differentiated in the place of targets, and with which factors; `None` for as they are.
-
-        A term is scaled by being a target itself: what is computed after the forward pass is not on the tape.
-        """
-        found = [self._sums_in(each, self._loss, self._differentiated) for each in targets]
+        """Returns what is differentiated in the place of targets, and by which gradients; `None` for as they are."""
+        found = [self._find(each, self._loss, self._differentiated) for each in targets]
         if not any(found) or not all(isinstance(each, tf.Tensor) for each in targets):
             return None
-        scaled = [(each, 1.0) for each in targets]
-        scaled += [(term, self._excess(term, factor)) for terms in found for term, factor in terms]
-        return [each for each, _ in scaled], [tf.fill(tf.shape(each), tf.cast(by, each.dtype)) for each, by in scaled]
-
-    def _excess(self, term: tf.Tensor, factor: float) -> tf.Tensor:
-        """Returns how often a sum is added to a number, of which it is a term, to be divided by this rank's weight.
-
-        Args:
-            term: tensor, the sum.
-            factor: float, how often it is in the number.
-        """
-        weight = self._step.weight
-        times = tf.math.divide_no_nan(tf.ones((), weight.dtype), weight) - 1  # without rows, the sum is taken away
-        return tf.constant(factor, term.dtype) * tf.cast(times, term.dtype)
+        scaled = []
+        for each, own in zip(targets, found, strict=True):
+            scaled += (own or ScaledSums(self._step, ())).targets(each)
+        return [each for each, _ in scaled], [by for _, by in scaled]
 
     def as_mean(self, value: Any, who: str) -> Any:
         """Returns a number of the step such that its weighted sum over the ranks is that of the global batch.
@@ -158,30 +128,29 @@ class OwnLosses:
             value: tensor or number.
             who: str, what it is, for messages.
         """
-        sums = self._sums_in(value, who)
-        for term, factor in sums:
-            value = value + tf.cast(self._excess(term, factor) * term, value.dtype)
-        if sums:
+        found = self._find(value, who)
+        if found:
+            value = found.as_mean(value)
             self.note_mean(value)
         return value
 
-    def _sums_in(self, value: Any, who: str, means: Means | None = None) -> Sums:
-        """Returns the sums over rows that are terms of a number; the others are means, or nothing is known of them."""
+    def _find(self, value: Any, who: str, means: Means | None = None) -> ScaledSums | GlobalValue | None:
+        """Returns what a number is of the rank's rows; `None` for a mean, or if nothing is known of it."""
         if not (tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor)):
-            return ()
+            return None
         key = _key(value), bool(means)
-        if key not in self._sums:
-            self._sums[key] = self._find_sums(value, who, {**self._means, **(means or {})})
-        return self._sums[key]
+        if key not in self._found:
+            self._found[key] = self._found_of(value, who, {**self._means, **(means or {})})
+        return self._found[key]
 
-    def _find_sums(self, value: tf.Tensor, who: str, means: Means) -> Sums:
+    def _found_of(self, value: tf.Tensor, who: str, means: Means) -> ScaledSums | GlobalValue | None:
         is_alone = self._step.engine.size == 1  # as with local SGD
         if is_alone or self._has_own_statistics or not self._step.depends_on_rows(value):
-            return ()
+            return None
         terms = linear_terms(value, lambda term: _key(term) in means)
         terms = [each for each in terms if self._step.depends_on_rows(each[0])]
         if all(_key(term) in means for term, _ in terms):
-            return ()
+            return None
         rows = Rows(self._step.data)
         leaves = [
             (leaf, rows.has_rows(place))
@@ -191,28 +160,52 @@ class OwnLosses:
         with_rows = [place for place, (_, has_rows) in enumerate(leaves) if has_rows]
         found = MeansAndSums([leaf for leaf, _ in leaves], with_rows, self._step.depends_on_rows)
         if not found.can_tell(value) or self._step.is_traced_again(knows_number=found.length is not None):
-            return ()
+            return None
         is_whole = found.length is not None or [term.name for term, _ in terms] == [value.name]  # factors may hold it
-        if not is_whole and len(terms) <= _MAX_TERMS:
-            kinds = [self._kind(found, term, means) for term, _ in terms]  # a small one says little about the whole
-            if set(kinds) <= {"mean", "sum"}:
-                return [each for each, kind in zip(terms, kinds, strict=True) if kind == "sum"]
-        kind = self._kind(found, value, means)
-        if kind == "other":
+        if is_whole or len(terms) > _MAX_TERMS:
+            terms = [(value, 1.0)]
+        kinds = [self._kind(found, term, means) for term, _ in terms]
+        if not set(kinds) <= {"mean", "sum"} and len(terms) > 1:  # a small one says little about the whole
+            terms, kinds = [(value, 1.0)], [self._kind(found, value, means)]
+        if any(self._may_relate_rows(found, term, kind) for (term, _), kind in zip(terms, kinds, strict=True)):
+            of_all_ranks = self._of_all_ranks(found, value, means)
+            if of_all_ranks is not None:
+                return of_all_ranks
+        if "other" in kinds:
             self._told.append(value)
             self._tell(_NO_MEAN, who)
-        if kind == "sum" and found.length is not None:  # of another number of rows nothing might be known
+        sums = [each for each, kind in zip(terms, kinds, strict=True) if kind == "sum"]
+        if sums and found.length is not None:  # of another number of rows nothing might be known
             self._tell(_FIXED_NUMBER, who)
-            return ()
-        return [(value, 1.0)] if kind == "sum" else ()
+            return None
+        return ScaledSums(self._step, sums) if sums else None
+
+    def _may_relate_rows(self, found: MeansAndSums, term: tf.Tensor, kind: Kind | None) -> bool:
+        """Returns whether a term is no mean and no sum, or may be a mean for the made-up rows alone."""
+        return kind in (None, "other") or (kind == "mean" and found.relates_rows(term, self._known()))
+
+    def _of_all_ranks(self, found: MeansAndSums, value: tf.Tensor, means: Means) -> GlobalValue | None:
+        """Returns a number that is computed from means and sums over rows, or `None`."""
+        is_in_branch = not all(each.graph is value.graph for each in found.leaves) or is_compiled_by_xla()
+        if found.length is not None or is_in_branch:
+            return None
+        fixed = self._known()
+        try:
+            aggregates = Aggregates(value, found, fixed, list(means.values()), self._step.depends_on_rows)
+        except LookupError:
+            return None
+        return GlobalValue(self._step, aggregates)
+
+    def _known(self) -> list[tf.Tensor]:
+        return [self._step.weight, self._step.share]
 
     def _kind(self, found: MeansAndSums, value: tf.Tensor, means: Means) -> Kind | None:
         if _key(value) in means:
             return "mean"
-        ones = [*means.values(), self._step.weight, self._step.share]
-        kind = found.kind(value, ones)
+        fixed = [*means.values(), *self._known()]
+        kind = found.kind(value, fixed)
         # What is computed from one that was told of is no news; and a sum that is divided by its rows is a mean.
-        return kind if kind != "other" or not self._told else found.kind(value, [*ones, *self._told])
+        return kind if kind != "other" or not self._told else found.kind(value, [*fixed, *self._told])
 
     def _tell(self, text: str, who: str) -> None:
         if self._step.engine.rank == 0:

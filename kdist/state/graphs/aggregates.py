@@ -1,0 +1,226 @@
+"""Sums and means over rows of which a graph computes a number, and that number computed again from other ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from kdist.state.graphs.means_and_sums import Kind, MeansAndSums, RowFree, acts, is_number_of_rows, node_of
+from kdist.state.graphs.rank_dependence import computed_of
+
+_ADDING = (
+    *("Sum", "Mean", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum", "SegmentSumV2", "DenseBincount"),
+    "Cast",  # of a number of rows, or of some rows
+)
+_OF_EACH = (  # operations on each element
+    *("Identity", "Cast", "Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalNot"),
+    *(
+        "LogicalAnd",
+        "LogicalOr",
+        "Mul",
+        "Add",
+        "AddV2",
+        "Sub",
+        "Neg",
+        "Abs",
+        "Square",
+        "Maximum",
+        "Minimum",
+        "SelectV2",
+    ),
+)
+_OF_INTEGERS = ("Cast", "Sum", "AddV2", "Add", "Sub", "Mul", "Identity", "Pack", "Prod", "StridedSlice")
+_MAX_AGGREGATES, _MAX_CHANGED = 16, 2000  # as finding out about each takes time
+
+
+@dataclasses.dataclass(frozen=True)
+class Aggregate:
+    """A tensor without rows that a graph computes from rows.
+
+    Attributes:
+        tensor: the tensor.
+        kind: str, what it is over the rows; given the aggregates before it, if it is computed from these, too.
+        count: scalar tensor, the number of elements over which it is the mean, where a step has chosen rows; or `None`.
+    """
+
+    tensor: tf.Tensor
+    kind: Literal["mean", "sum"]
+    count: tf.Tensor | None = None
+
+
+class Aggregates:
+    """The sums and means over rows of which a number of a graph is computed, where nothing else of it relates rows.
+
+    Args:
+        value: symbolic tensor of a known shape.
+        found: `MeansAndSums` of the data.
+        fixed: sequence of tensors that do not count as computed from rows.
+        means: sequence of tensors that count as means over rows.
+        depends_on_rows: callable that takes a tensor of the graph and returns whether it is computed from rows.
+
+    Attributes:
+        value: the tensor.
+        listed: list of `Aggregate`, in the order of the graph.
+
+    Raises:
+        LookupError: if the number relates rows in another way, or that is not known.
+    """
+
+    def __init__(
+        self,
+        value: tf.Tensor,
+        found: MeansAndSums,
+        fixed: Sequence[tf.Tensor],
+        means: Sequence[tf.Tensor],
+        depends_on_rows: Callable[[tf.Tensor], bool],
+    ) -> None:
+        self.value = value
+        self._found = found
+        self._fixed = [each for each in fixed if tf.is_symbolic_tensor(each)]
+        self._means = {each.name for each in means if tf.is_symbolic_tensor(each)}
+        self._is_fixed = RowFree(self._fixed, depends_on_rows)
+        self.listed: list[Aggregate] = []
+        self._names: set[str] = set()  # of aggregates
+        self._changed: set[str] = set()  # of what is computed from aggregates
+        if self._is_known(value) or not value.shape.is_fully_defined():
+            raise LookupError(value.name)
+        for operation in self._is_fixed.followed([value], self._is_known):
+            self._add(operation)
+        if value.name not in self._changed and not any(each.tensor is value and each.count for each in self.listed):
+            raise LookupError(value.name)  # a mean or a sum itself
+
+    def is_changed(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor is computed from aggregates."""
+        return tensor.name in self._changed
+
+    def recomputed(self) -> Recomputed:
+        """Returns what computes tensors of the graph from other values of the aggregates."""
+        return Recomputed(self.is_changed)
+
+    def _is_known(self, tensor: tf.Tensor) -> bool:
+        return self._is_fixed(tensor) or tensor.name in self._means
+
+    def _add(self, operation: tf.Operation) -> None:
+        inputs = [each for each in operation.inputs if not self._is_fixed(each)]
+        for each in inputs:
+            if each.name in self._means:
+                self._list(each, "mean")
+        of_all = [each for each in inputs if each.shape.is_fully_defined() and not self._is_number(each)]
+        if any(each.name in self._changed | self._names for each in inputs):
+            self._change(operation)
+        elif any(each.dtype.is_floating for each in of_all):
+            raise LookupError(operation.type)  # as of a maximum
+        integers = [each for each in of_all if each.dtype.is_integer or each.dtype.is_bool]
+        if integers and operation.type not in _OF_INTEGERS:
+            raise LookupError(operation.type)
+        of_rows = any(not each.shape.is_fully_defined() for each in inputs)
+        of_integers = operation.type == "Cast" and not operation.inputs[0].dtype.is_floating
+        for output in operation.outputs:
+            if output.shape.is_fully_defined() and output.dtype.is_floating and (of_rows or of_integers or not inputs):
+                self._add_aggregate(output)
+
+    def _change(self, operation: tf.Operation) -> None:
+        has_functions = any(each.HasField("func") or each.list.func for each in operation.node_def.attr.values())
+        takes_handle = any(each.dtype in (tf.resource, tf.variant) for each in operation.inputs)
+        if has_functions or takes_handle or acts(operation) or len(self._changed) > _MAX_CHANGED:
+            raise LookupError(operation.type)
+        self._changed |= {each.name for each in operation.outputs}
+
+    def _add_aggregate(self, output: tf.Tensor) -> None:
+        if output.op.type not in _ADDING or len(self.listed) == _MAX_AGGREGATES:
+            raise LookupError(output.op.type)
+        kind = self._kind(output)
+        if kind in ("mean", "sum"):
+            self._list(output, kind)
+        elif output.op.type == "Sum" and self._adds_up_each_row(output.op):
+            self._list(output, "sum")
+        elif output.op.type == "Mean":
+            rows = output.op.inputs[0]
+            if self._kind(tf.reduce_sum(rows, output.op.inputs[1])) != "sum":
+                raise LookupError(output.op.name)
+            self._list(output, "mean", tf.cast(tf.size(rows), tf.float64) / max(1, output.shape.num_elements()))
+        else:
+            raise LookupError(output.op.name)
+
+    def _list(self, tensor: tf.Tensor, kind: Literal["mean", "sum"], count: tf.Tensor | None = None) -> None:
+        if tensor.name not in self._names:
+            self._names.add(tensor.name)
+            self.listed.append(Aggregate(tensor, kind, count))
+
+    def _kind(self, tensor: tf.Tensor) -> Kind | None:
+        fixed = [*self._fixed, *(each.tensor for each in self.listed)]
+        kind = self._found.kind(tensor, fixed)
+        return "other" if kind == "mean" and self._found.relates_rows(tensor, fixed) else kind
+
+    def _adds_up_each_row(self, operation: tf.Operation) -> bool:
+        """Returns whether a sum is of numbers that are each computed from one row; it may be 0 for made-up rows."""
+        leaves = {each.name for each in self._found.leaves if tf.is_symbolic_tensor(each)}
+
+        def is_end(tensor: tf.Tensor) -> bool:
+            return tensor.name in leaves or self._is_fixed(tensor)
+
+        rows = operation.inputs[0]
+        return all(_is_of_each_row(each, is_end) for each in ([] if is_end(rows) else computed_of([rows], is_end)))
+
+    def _is_number(self, tensor: tf.Tensor) -> bool:
+        return tensor.dtype.is_integer and is_number_of_rows(tensor, self._is_fixed)
+
+
+class Recomputed:
+    """Tensors of a graph, computed again from other values of some.
+
+    Args:
+        is_changed: callable that takes a tensor and returns whether it is computed again.
+
+    Attributes:
+        values: dictionary, the other values by the names of the tensors that they take the place of.
+        taken: dictionary, tensors that are taken as they are, by their identities.
+    """
+
+    def __init__(self, is_changed: Callable[[tf.Tensor], bool]) -> None:
+        self._is_changed = is_changed
+        self.values: dict[str, tf.Tensor] = {}
+        self.taken: list[tuple[tf.Tensor, tf.Tensor]] = []
+
+    def __call__(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns a tensor of the graph, computed from the other values."""
+        if tensor.name in self.values:
+            return self.values[tensor.name]
+        if not self._is_changed(tensor):
+            self.values[tensor.name] = tf.identity(tensor)
+            self.taken.append((tensor, self.values[tensor.name]))
+            return self.values[tensor.name]
+        graph_def, inputs, outputs = tf.compat.v1.GraphDef(), {}, []
+        pending, seen = [tensor.op], set()
+        while pending:
+            operation = pending.pop()
+            if operation.name in seen:
+                continue
+            seen.add(operation.name)
+            graph_def.node.append(node_of(operation))
+            outputs += [each.name for each in operation.outputs]
+            for each in operation.inputs:
+                if each.name in self.values or not self._is_changed(each):
+                    inputs[each.name] = self(each)
+                else:
+                    pending.append(each.op)
+        with tf.control_dependencies(None):  # of which the import takes none
+            results = tf.graph_util.import_graph_def(graph_def, inputs, outputs, name="of_all_ranks")
+        self.values |= {name: each for name, each in zip(outputs, results, strict=True) if name not in self.values}
+        return self.values[tensor.name]
+
+
+def _is_of_each_row(tensor: tf.Tensor, is_end: Callable[[tf.Tensor], bool]) -> bool:
+    operation: Any = tensor.op
+    if operation.type == "StridedSlice":  # x[:, 0], x[..., 0]
+        strides = tf.get_static_value(operation.inputs[3])
+        if strides is None or strides[0] != 1:
+            return False
+        is_first_whole = operation.get_attr("begin_mask") & operation.get_attr("end_mask") & 1
+        is_ellipsis = operation.get_attr("ellipsis_mask") & 1 and len(strides) <= operation.inputs[0].shape.rank
+        return bool(is_first_whole or is_ellipsis)
+    rows = [each for each in operation.inputs if not is_end(each) or not each.shape.is_fully_defined()]
+    return operation.type in _OF_EACH and all(each.shape.rank == tensor.shape.rank for each in rows)

@@ -1,0 +1,90 @@
+"""A number that a step computes by hand from sums and means over rows: computed from those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.state.graphs.aggregates import Aggregate, Aggregates
+from kdist.step.losses.own_step import OwnStep
+
+
+class GlobalValue:
+    """The value of the global batch, and what a rank differentiates for it.
+
+    The number is computed again as if each of its sums and means over rows had been one of `kdist.all_reduce`. Its
+    gradients by what the rank has computed for it are those of the number that all ranks have.
+
+    Collective: every rank must call this, in the same order.
+
+    Args:
+        step: the open step.
+        aggregates: `Aggregates` of the number.
+    """
+
+    def __init__(self, step: OwnStep, aggregates: Aggregates) -> None:
+        self._step = step
+        recomputed = aggregates.recomputed()
+        pending: list[Aggregate] = []
+        for each in aggregates.listed:
+            if aggregates.is_changed(each.tensor):
+                self._send(pending, recomputed, same_on_all=False)
+            pending.append(each)
+        self._send(pending, recomputed, same_on_all=True)
+        self._value = recomputed(aggregates.value)
+        taken = [(tensor, own) for tensor, own in recomputed.taken if tensor.dtype.is_floating]
+        identities = [own for _, own in taken]
+        gradients = tf.gradients(self._value, identities, stop_gradients=identities)
+        found = [(tensor, each) for (tensor, _), each in zip(taken, gradients, strict=True) if each is not None]
+        self._targets = [(tensor, tf.convert_to_tensor(each)) for tensor, each in found]
+
+    def as_mean(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the number of all ranks, of which gradients are those by what the rank has computed."""
+        del value
+        tensors, gradients = zip(*self._targets, strict=True) if self._targets else ((), ())
+
+        def of_all_ranks(*_: tf.Tensor) -> tuple[tf.Tensor, Any]:
+            return tf.identity(self._value), lambda upstream: [upstream * tf.cast(g, upstream.dtype) for g in gradients]
+
+        return tf.custom_gradient(of_all_ranks)(*tensors) if tensors else self._value
+
+    def targets(self, value: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """Returns what is to be differentiated in the place of the number, with the gradients by it."""
+        del value
+        return self._targets
+
+    def _send(self, pending: list[Aggregate], recomputed: Any, *, same_on_all: bool) -> None:
+        """Adds up aggregates over the ranks, in one message."""
+        parts: list[tf.Tensor] = []
+        for each in pending:
+            own = recomputed(each.tensor)
+            wide = tf.cast(own, tf.float32) if own.dtype.size == 2 else own
+            if each.count is not None:
+                count = tf.cast(each.count, wide.dtype)
+                parts += [tf.math.multiply_no_nan(wide, count), count]
+            else:
+                parts.append(self._step.weighted(wide) if each.kind == "mean" else wide)
+        totals = iter(self._totals(parts, same_on_all=same_on_all) if parts else ())
+        for each in pending:
+            total = next(totals)
+            total = total / next(totals) if each.count is not None else total
+            recomputed.values[each.tensor.name] = tf.cast(total, each.tensor.dtype)
+        pending.clear()
+
+    def _totals(self, parts: Sequence[tf.Tensor], *, same_on_all: bool) -> list[tf.Tensor]:
+        """Returns sums over the ranks; a gradient is that of the weighted sum of the ranks' numbers, by the weight."""
+        step = self._step
+
+        def add(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+                if not same_on_all:
+                    upstream = tuple(step.engine.allreduce([step.weighted(each) for each in upstream]))
+                return [tf.math.divide_no_nan(each, tf.cast(step.weight, each.dtype)) for each in upstream]
+
+            return step.engine.allreduce(
+                [tf.where(step.active, each, tf.zeros_like(each)) for each in values]
+            ), gradient
+
+        return list(tf.custom_gradient(add)(*parts))
