@@ -427,7 +427,8 @@ def slots_take_their_part_of_the_memory() -> None:
     numbers = sum(math.prod(each.shape) for each in slots)
     whole = 2 * model.count_params()
     assert len(slots) == 8
-    assert abs(numbers - whole / size()) <= 8, (numbers, whole)
+    a_row_of_each = 2 * (96 + 1 + 2 + 1)  # parts are whole rows, and 3 ranks do not divide 64
+    assert abs(numbers - whole / size()) <= a_row_of_each, (numbers, whole)
     in_memory = sum(raw_variable(each).read_value().shape.num_elements() for each in slots)
     assert in_memory == numbers
 

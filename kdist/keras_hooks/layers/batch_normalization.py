@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -15,13 +15,21 @@ _MOMENTS = "_moments"
 
 
 @contextlib.contextmanager
-def synchronized_moments(tell_of_others: Callable[[str], None]) -> Iterator[None]:
+def synchronized_moments(
+    tell_of_others: Callable[[str], None], note: Callable[[Sequence[tf.Tensor]], None] = lambda moments: None
+) -> Iterator[None]:
     """Makes synchronised layers take the moments of all replicas' unmasked elements while the context is open.
 
     Args:
         tell_of_others: callable that takes the name of each layer that is not synchronised.
+        note: callable that takes the mean and the variance by which a layer normalizes.
     """
     moments = getattr(keras.layers.BatchNormalization, _MOMENTS)
+
+    def noted_moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
+        found = masked_moments(layer, inputs, mask)
+        note(found)
+        return found
 
     def masked_moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
         if not layer.synchronized:
@@ -44,5 +52,5 @@ def synchronized_moments(tell_of_others: Callable[[str], None]) -> Iterator[None
         (squares,) = summed(tf.square(inputs - mean))
         return tf.squeeze(mean, axes), tf.squeeze(squares / count, axes)
 
-    with patched(keras.layers.BatchNormalization, _MOMENTS, masked_moments):
+    with patched(keras.layers.BatchNormalization, _MOMENTS, noted_moments):
         yield

@@ -89,7 +89,9 @@ class Aggregates:
             raise LookupError(value.name)
         for operation in self._is_fixed.followed([value], self._is_known):
             self._add(operation)
-        if value.name not in self._changed and not any(each.tensor is value and each.count for each in self.listed):
+        if value.name not in self._changed and not any(
+            each.tensor is value and each.count is not None for each in self.listed
+        ):
             raise LookupError(value.name)  # a mean or a sum itself
 
     def is_changed(self, tensor: tf.Tensor) -> bool:

@@ -87,7 +87,9 @@ class MeansAndSums:
         found: set[Kind] = set()
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
             for are_moved in (False, True):  # a number may be 0 with the first weights
-                function, tolerance = _function_of(value, self.leaves, known, self.length, are_moved=are_moved)
+                function, tolerance = _function_of(
+                    value, self.leaves, known, self.length, self._depends_on_rows, are_moved=are_moved
+                )
                 for bounds in _RANGES:
                     if found <= {"sum"}:  # which other rows may show to be none
                         found |= self._kinds(function, bounds, tolerance)
@@ -245,7 +247,13 @@ def _kind(found: list[np.ndarray], tolerance: float) -> Kind | None:
 
 
 def _function_of(
-    value: tf.Tensor, leaves: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor], length: int | None, *, are_moved: bool
+    value: tf.Tensor,
+    leaves: Sequence[tf.Tensor],
+    fixed: Sequence[tf.Tensor],
+    length: int | None,
+    depends_on_rows: Callable[[tf.Tensor], bool],
+    *,
+    are_moved: bool,
 ) -> tuple[Callable[..., tf.Tensor], float]:
     """Returns a function of the leaves that computes a tensor of a graph, and how exact it is; see `_move_weights`.
 
@@ -261,7 +269,7 @@ def _function_of(
         for tensors in (leaves, fixed)
     )
     known = {name for name in (*names, *names_of_fixed) if name is not None}
-    graph_def, captured = _sub_graph(value, known, outer, length)
+    graph_def, captured = _sub_graph(value, known, outer, length, depends_on_rows)
     if length is not None and any(_may_hold(node, length) for node in graph_def.node if node.op == "Const"):
         raise LookupError(length)
     if are_moved:
@@ -285,7 +293,11 @@ def _function_of(
 
 
 def _sub_graph(
-    value: tf.Tensor, known: Collection[str], outer: dict[str, Any], length: int | None
+    value: tf.Tensor,
+    known: Collection[str],
+    outer: dict[str, Any],
+    length: int | None,
+    depends_on_rows: Callable[[tf.Tensor], bool],
 ) -> tuple[tf.compat.v1.GraphDef, list[str]]:
     """Returns the part of a graph that computes a tensor, and the names of what it has captured.
 
@@ -294,6 +306,10 @@ def _sub_graph(
     """
     found, captured = tf.compat.v1.GraphDef(), []
     called = []
+    sending: set[str] = set()  # names of what acts, and of what is computed from that
+    for each in value.graph.get_operations():
+        if acts(each) or any(part.op.name in sending for part in each.inputs):
+            sending.add(each.name)
     pending, seen = [value.op], set()
     while pending:
         operation = pending.pop()
@@ -311,6 +327,11 @@ def _sub_graph(
         if operation.type in _DRAWN and operation.outputs[0].dtype.is_floating:
             inputs = inputs[:1]
             _make_constant(found, node, operation)
+        elif operation.name in sending and all(
+            _is_without_rows(each) and not depends_on_rows(each) for each in operation.outputs
+        ):
+            inputs = []  # of a message's result, which does not depend on this rank's rows alone
+            _make_constants(found, node, operation)
         elif acts(operation):
             raise LookupError(operation.type)
         if any(_is_large(each, length) for each in operation.outputs):
@@ -359,6 +380,19 @@ def _make_constant(graph_def: tf.compat.v1.GraphDef, node: Any, operation: tf.Op
     node.input.append(number.name)
     node.attr.clear()
     node.attr["T"].type, node.attr["index_type"].type = dtype.as_datatype_enum, shape.as_datatype_enum
+
+
+def _make_constants(graph_def: tf.compat.v1.GraphDef, node: Any, operation: tf.Operation) -> None:
+    """Makes a node one of constants of the same shapes."""
+    node.op = "IdentityN"
+    node.attr.clear()
+    node.attr["T"].list.type.extend(each.dtype.as_datatype_enum for each in operation.outputs)
+    del node.input[:]
+    for place, each in enumerate(operation.outputs):
+        number = graph_def.node.add(name=f"{node.name}/{place}", op="Const")
+        number.attr["dtype"].type = each.dtype.as_datatype_enum
+        number.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(_FIXED, each.dtype, each.shape))
+        node.input.append(number.name)
 
 
 def _check_functions(called: Sequence[tf.Operation], library: Any) -> None:

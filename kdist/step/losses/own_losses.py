@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -13,7 +13,7 @@ from kdist._tf_internals import is_compiled_by_xla
 from kdist.data.batch import Rows
 from kdist.keras_hooks.losses import layer_that_added, scaled_added_losses
 from kdist.keras_hooks.patching import patched
-from kdist.keras_hooks.trainer import computes_own_loss, layers_of
+from kdist.keras_hooks.trainer import computes_own_loss
 from kdist.reports.log import once
 from kdist.state.graphs.aggregates import Aggregates
 from kdist.state.graphs.linear_terms import linear_terms
@@ -31,6 +31,10 @@ _FIXED_NUMBER = (
     "{} is a sum over this rank's rows, and counts as a mean over them, as the step can only be traced for a fixed "
     "number of rows. Results differ from those of one process. Fix: read the number of rows by "
     "`keras.ops.shape(x)[0]`, or compute a mean"
+)
+_EAGER = (
+    "{} computes losses by itself in eager steps (run_eagerly=True). They count as means over the rank's rows, as only "
+    "a graph shows what they are. A sum is too small then. Fix: train without run_eagerly=True"
 )
 
 _MAX_TERMS = 16  # of a number, as finding out about each takes time
@@ -53,16 +57,20 @@ class OwnLosses:
     def __init__(self, step: OwnStep) -> None:
         self._step = step
         self._loss = ""
-        self._has_own_statistics = False
         self._found: dict[Any, ScaledSums | GlobalValue | None] = {}
         self._differentiated: Means = {}
         self._means: Means = {}
+        self._statistics: list[tf.Tensor] = []
         self._told: list[Any] = []
 
     def note_mean(self, value: Any) -> None:
         """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
         if tf.is_symbolic_tensor(value):
             self._means[_key(value)] = value
+
+    def note_statistics(self, moments: Sequence[tf.Tensor]) -> None:
+        """Says by which statistics a layer normalizes; those that are a rank's own are told of elsewhere."""
+        self._statistics += [each for each in moments if tf.is_symbolic_tensor(each)]
 
     def as_differentiated_mean(self, value: Any) -> Any:
         """See `as_mean`; of the loss that the step is about to differentiate."""
@@ -86,8 +94,8 @@ class OwnLosses:
     def opened(self, model: keras.Model) -> Iterator[None]:
         """A context in which a model's step computes its losses."""
         self._loss = f"The loss that the step of {type(model).__name__} differentiates"
-        # Such a layer relates the rank's rows, of which the log tells.
-        self._has_own_statistics = any(isinstance(each, keras.layers.BatchNormalization) for each in layers_of(model))
+        if computes_own_loss(model) and tf.executing_eagerly() and self._step.engine.size > 1:
+            self._tell(_EAGER, type(model).__name__)
         with contextlib.ExitStack() as stack:
             stack.enter_context(
                 scaled_added_losses(model, lambda loss, total: self.as_mean(total, layer_that_added(model, loss)))
@@ -145,7 +153,7 @@ class OwnLosses:
 
     def _found_of(self, value: tf.Tensor, who: str, means: Means) -> ScaledSums | GlobalValue | None:
         is_alone = self._step.engine.size == 1  # as with local SGD
-        if is_alone or self._has_own_statistics or not self._step.depends_on_rows(value):
+        if is_alone or not self._step.depends_on_rows(value):
             return None
         terms = linear_terms(value, lambda term: _key(term) in means)
         terms = [each for each in terms if self._step.depends_on_rows(each[0])]
@@ -192,12 +200,13 @@ class OwnLosses:
         fixed = self._known()
         try:
             aggregates = Aggregates(value, found, fixed, list(means.values()), self._step.depends_on_rows)
-        except LookupError:
+            return GlobalValue(self._step, aggregates)
+        except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
             return None
-        return GlobalValue(self._step, aggregates)
 
     def _known(self) -> list[tf.Tensor]:
-        return [self._step.weight, self._step.share]
+        """Returns what does not count as computed from rows, though it is."""
+        return [self._step.weight, self._step.share, *self._statistics]
 
     def _kind(self, found: MeansAndSums, value: tf.Tensor, means: Means) -> Kind | None:
         if _key(value) in means:

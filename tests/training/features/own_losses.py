@@ -30,14 +30,16 @@ from tests.training.fidelity import (
 
 NO_MEAN = "it relates rows"
 FIXED_NUMBER = "can only be traced for a fixed number of rows"
+EAGER = "in eager steps (run_eagerly=True)"
 WRITES = "the step writes the weight"
+TOLD = (NO_MEAN, FIXED_NUMBER, EAGER, WRITES)
 
 
 def silently_both(script: Callable[[int], dict[str, Any]], **arguments: Any) -> None:
     """Compares all ranks with one process, where nothing may be told of losses."""
     with logged(logging.WARNING) as said:
         both(script, **arguments)
-    assert not [text for text in said if any(each in text for each in (NO_MEAN, FIXED_NUMBER, WRITES))], said
+    assert not [text for text in said if any(each in text for each in TOLD)], said
 
 
 def told(make: Callable[[], keras.Model], what: str, data: Any = None, batch_size: int = BATCH) -> list[str]:
@@ -51,7 +53,7 @@ def told(make: Callable[[], keras.Model], what: str, data: Any = None, batch_siz
         model = make()
         model.compile(keras.optimizers.SGD(0.01), "mse")
         model.fit(x, y, batch_size=batch_size, steps_per_epoch=1, verbose=0)
-    found = [text for text in said if any(each in text for each in (NO_MEAN, FIXED_NUMBER, WRITES))]
+    found = [text for text in said if any(each in text for each in TOLD)]
     assert bool(found) == (kdist.rank() == 0), said
     assert all(what in text for text in found), said
     return found
@@ -405,6 +407,37 @@ def sums_beside_what_keras_computes() -> None:
             return {"tracked": self.tracker.result()}
 
     silently_both(by_hand(lambda: Counts(lambda y, p: ops.mean((y - p) ** 2))))
+
+
+@feature
+def losses_by_hand_behind_batch_normalization() -> None:
+    """Synchronised; and what each rank normalizes by its own rows is no reason to tell of the loss."""
+
+    def normalizing(loss: Callable[[Any, Any], Any], *, synchronized: bool) -> Callable[[], keras.Model]:
+        def make() -> keras.Model:
+            model = ByHand(loss)
+            layers = [keras.layers.BatchNormalization(synchronized=synchronized), keras.layers.Dense(2)]
+            model.net = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), *layers])
+            deterministic_weights(model.net)
+            return model
+
+        return make
+
+    for loss in (SUMS["squares"], SUMS["of a mean and a sum"], OF_MEANS["masked"], OF_MEANS["root"]):
+        silently_both(by_hand(normalizing(loss, synchronized=True)))
+    with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
+        by_hand(normalizing(MEANS["of shares"], synchronized=False))(BATCH)
+    assert not [text for text in said if NO_MEAN in text], said
+
+
+@feature
+def losses_by_hand_in_eager_steps_are_told_of() -> None:
+    class Eager(ByHand):
+        def compile(self, *args: Any, **kwargs: Any) -> None:
+            super().compile(*args, run_eagerly=True, **kwargs)
+
+    said = told(lambda: Eager(SUMS["squares"]), EAGER)
+    assert len(said) == (kdist.rank() == 0), said
 
 
 @feature
