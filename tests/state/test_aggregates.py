@@ -22,7 +22,7 @@ def found(compute):
 
         rows = MeansAndSums([x], [0], depends_on_rows)
         value = compute(x)
-        aggregates = Aggregates(value, rows, [], [], depends_on_rows)
+        aggregates = Aggregates(value, rows, [], [])
         recomputed = aggregates.recomputed()
         for each in aggregates.listed:
             kinds.append(each.kind if each.count is None else "chosen")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from kdist.state.graphs.means_and_sums import Kind, MeansAndSums, RowFree, acts, is_number_of_rows, node_of
+from kdist.state.graphs.means_and_sums import Kind, MeansAndSums, RowFree, acts, node_of
 from kdist.state.graphs.rank_dependence import computed_of
 
 _ADDING = (
@@ -32,7 +32,9 @@ _OF_EACH = (  # operations on each element
         "SelectV2",
     ),
 )
-_OF_INTEGERS = ("Cast", "Sum", "AddV2", "Add", "Sub", "Mul", "Identity", "Pack", "Prod", "StridedSlice")
+_OF_INTEGERS = (
+    *("Cast", "Sum", "AddV2", "Add", "Sub", "Mul", "Identity", "Pack", "Prod", "StridedSlice", "Maximum", "Minimum"),
+)
 _MAX_AGGREGATES, _MAX_CHANGED = 16, 2000  # as finding out about each takes time
 
 
@@ -59,7 +61,6 @@ class Aggregates:
         found: `MeansAndSums` of the data.
         fixed: sequence of tensors that do not count as computed from rows.
         means: sequence of tensors that count as means over rows.
-        depends_on_rows: callable that takes a tensor of the graph and returns whether it is computed from rows.
 
     Attributes:
         value: the tensor.
@@ -75,13 +76,12 @@ class Aggregates:
         found: MeansAndSums,
         fixed: Sequence[tf.Tensor],
         means: Sequence[tf.Tensor],
-        depends_on_rows: Callable[[tf.Tensor], bool],
     ) -> None:
         self.value = value
         self._found = found
         self._fixed = [each for each in fixed if tf.is_symbolic_tensor(each)]
         self._means = {each.name for each in means if tf.is_symbolic_tensor(each)}
-        self._is_fixed = RowFree(self._fixed, depends_on_rows)
+        self._is_fixed = RowFree(self._fixed, found.depends_on_rows)
         self.listed: list[Aggregate] = []
         self._names: set[str] = set()  # of aggregates
         self._changed: set[str] = set()  # of what is computed from aggregates
@@ -110,24 +110,29 @@ class Aggregates:
         for each in inputs:
             if each.name in self._means:
                 self._list(each, "mean")
-        of_all = [each for each in inputs if each.shape.is_fully_defined() and not self._is_number(each)]
-        if any(each.name in self._changed | self._names for each in inputs):
-            self._change(operation)
-        elif any(each.dtype.is_floating for each in of_all):
+        known = self._changed | self._names
+        of_all = [each for each in inputs if not _has_rows(each) and each.name not in known]
+        of_all = [each for each in of_all if not self._found.is_number_of_rows(each)]
+        if any(each.dtype.is_floating or each.dtype.is_complex for each in of_all):
             raise LookupError(operation.type)  # as of a maximum
-        integers = [each for each in of_all if each.dtype.is_integer or each.dtype.is_bool]
-        if integers and operation.type not in _OF_INTEGERS:
+        if of_all and operation.type not in _OF_INTEGERS:
             raise LookupError(operation.type)
-        of_rows = any(not each.shape.is_fully_defined() for each in inputs)
-        of_integers = operation.type == "Cast" and not operation.inputs[0].dtype.is_floating
+        is_changed = any(each.name in known for each in inputs)
+        if is_changed:
+            self._change(operation)
+        of_rows = any(map(_has_rows, inputs)) or not inputs
         for output in operation.outputs:
-            if output.shape.is_fully_defined() and output.dtype.is_floating and (of_rows or of_integers or not inputs):
+            is_count = output.dtype.is_integer and operation.type == "Sum" and of_rows
+            of_integers = operation.type == "Cast" and not operation.inputs[0].dtype.is_floating and not is_changed
+            is_number = output.dtype.is_floating and (of_rows or of_integers)
+            if not _has_rows(output) and (is_count or is_number):
                 self._add_aggregate(output)
 
     def _change(self, operation: tf.Operation) -> None:
         has_functions = any(each.HasField("func") or each.list.func for each in operation.node_def.attr.values())
         takes_handle = any(each.dtype in (tf.resource, tf.variant) for each in operation.inputs)
-        if has_functions or takes_handle or acts(operation) or len(self._changed) > _MAX_CHANGED:
+        has_gradient = "_gradient_op_type" in operation.node_def.attr  # of tensors that stay the rank's
+        if has_functions or takes_handle or has_gradient or acts(operation) or len(self._changed) > _MAX_CHANGED:
             raise LookupError(operation.type)
         self._changed |= {each.name for each in operation.outputs}
 
@@ -135,7 +140,7 @@ class Aggregates:
         if output.op.type not in _ADDING or len(self.listed) == _MAX_AGGREGATES:
             raise LookupError(output.op.type)
         kind = self._kind(output)
-        if kind in ("mean", "sum"):
+        if kind == "sum" or (kind == "mean" and output.dtype.is_floating):
             self._list(output, kind)
         elif output.op.type == "Sum" and self._adds_up_each_row(output.op):
             self._list(output, "sum")
@@ -166,9 +171,6 @@ class Aggregates:
 
         rows = operation.inputs[0]
         return all(_is_of_each_row(each, is_end) for each in ([] if is_end(rows) else computed_of([rows], is_end)))
-
-    def _is_number(self, tensor: tf.Tensor) -> bool:
-        return tensor.dtype.is_integer and is_number_of_rows(tensor, self._is_fixed)
 
 
 class Recomputed:
@@ -213,6 +215,11 @@ class Recomputed:
             results = tf.graph_util.import_graph_def(graph_def, inputs, outputs, name="of_all_ranks")
         self.values |= {name: each for name, each in zip(outputs, results, strict=True) if name not in self.values}
         return self.values[tensor.name]
+
+
+def _has_rows(tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor that depends on rows may have some, as a list of tensors may."""
+    return tensor.dtype == tf.variant or not tensor.shape.is_fully_defined()
 
 
 def _is_of_each_row(tensor: tf.Tensor, is_end: Callable[[tf.Tensor], bool]) -> bool:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from kdist._tf_internals import has_state
 from kdist.state.graphs.rank_dependence import computed_of
 
-_NUM_ROWS, _NUM_FIRST = 5, 2  # few, as a row may be large
+_NUM_ROWS, _NUM_FIRST = 6, 2  # few, as a row may be large; even, as a step may halve them
 _MAX_BYTES = 2**26  # of what a tensor of twice the rows takes
 _UNKNOWN_SIZE = 4  # of a dimension that the graph does not know
 _RANGES: tuple[tuple[float, float, int], ...] = (  # of made-up numbers, and of integers
@@ -30,6 +30,7 @@ _MOVED_BY = 0.07  # of weights
 _HALVES = (tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum)
 _HARMLESS = (  # of those with a state
     *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "Assert", "Empty"),
+    *("CheckNumerics", "CheckNumericsV2"),
 )
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While", "StatelessWhile", "Case")
 _DRAWN = {  # what is drawn at random is the same for each row
@@ -54,6 +55,7 @@ class MeansAndSums:
 
     Attributes:
         leaves: sequence of tensors of the step's data.
+        depends_on_rows: callable, as given.
         length: int or `None`, the number of rows, if the graph knows it. It may be a constant of the graph then.
     """
 
@@ -62,7 +64,10 @@ class MeansAndSums:
     ) -> None:
         self.leaves = leaves
         self._with_rows = with_rows
-        self._depends_on_rows = depends_on_rows
+        self.depends_on_rows = depends_on_rows
+        self._is_sending = ComputedFrom(acts)
+        self._is_chosen = ComputedFrom(lambda operation: operation.type.startswith(_CHOOSING))
+        self._are_numbers: dict[tuple[Any, str], bool] = {}
         self._lengths = {leaves[place].shape[0] for place in with_rows if self._can_be_made_up(place)}
         self.length = next(iter(self._lengths), None)
 
@@ -88,7 +93,7 @@ class MeansAndSums:
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
             for are_moved in (False, True):  # a number may be 0 with the first weights
                 function, tolerance = _function_of(
-                    value, self.leaves, known, self.length, self._depends_on_rows, are_moved=are_moved
+                    value, self.leaves, known, self.length, self._is_of_message, are_moved=are_moved
                 )
                 for bounds in _RANGES:
                     if found <= {"sum"}:  # which other rows may show to be none
@@ -119,12 +124,14 @@ class MeansAndSums:
             value: symbolic tensor.
             fixed: sequence of tensors that do not count as computed from rows.
         """
-        free = RowFree(fixed, self._depends_on_rows)
+        free = RowFree(fixed, self.depends_on_rows)
         for operation in free.followed([value]):
+            if operation.type == "Mean" and _is_without_rows(operation.outputs[0]) and self._takes_chosen(operation):
+                return True
             if operation.type in _LINEAR:
                 continue
             inputs = [each for each in operation.inputs if not free(each)]
-            related = [each for each in inputs if _is_without_rows(each) and not is_number_of_rows(each, free)]
+            related = [each for each in inputs if _is_without_rows(each) and not self.is_number_of_rows(each)]
             has_rows = any(not each.shape.is_fully_defined() for each in inputs)
             is_scaled = (
                 len(related) == 1
@@ -137,6 +144,34 @@ class MeansAndSums:
             if related and not is_scaled:
                 return True
         return False
+
+    def is_number_of_rows(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor is computed from the shapes of tensors that have all rows, and from nothing else."""
+        key = tensor.graph, tensor.name
+        if key not in self._are_numbers:
+            self._are_numbers[key] = self._finds_number(tensor)
+        return self._are_numbers[key]
+
+    def _finds_number(self, tensor: tf.Tensor) -> bool:
+        def is_end(each: tf.Tensor) -> bool:
+            return each.op.type in ("Shape", "Size") or not self.depends_on_rows(each)
+
+        found = [tensor] if is_end(tensor) else list(computed_of([tensor], is_end))
+        if not all(each.shape.is_fully_defined() and each.op.type != "Placeholder" for each in found):
+            return False
+        operations = [tensor.op] + [i.op for each in found for i in each.op.inputs]
+        shapes = [each for each in operations if each.type in ("Shape", "Size")]
+        return bool(shapes) and not any(map(self._is_chosen, shapes))
+
+    def _takes_chosen(self, operation: tf.Operation) -> bool:
+        """Returns whether an operation takes rows of which a step has chosen some, as by `tf.boolean_mask`."""
+        return any(self._is_chosen(each.op) for each in operation.inputs if not each.shape.is_fully_defined())
+
+    def _is_of_message(self, operation: tf.Operation) -> bool:
+        """Returns whether an operation's results are those of a message, and so do not depend on this rank's rows."""
+        return self._is_sending(operation) and all(
+            _is_without_rows(each) and not self.depends_on_rows(each) for each in operation.outputs
+        )
 
     def _can_be_made_up(self, place: int) -> bool:
         leaf = self.leaves[place]
@@ -170,6 +205,29 @@ class MeansAndSums:
         return generator.uniform(*bounds[:2], shape).astype(leaf.dtype.as_numpy_dtype)
 
 
+class ComputedFrom:
+    """Finds which operations of graphs are of some kind, or computed from one that is.
+
+    Args:
+        is_origin: callable that takes an operation and returns whether it is of that kind.
+    """
+
+    def __init__(self, is_origin: Callable[[tf.Operation], bool]) -> None:
+        self._is_origin = is_origin
+        self._found: dict[Any, tuple[set[str], int]] = {}
+
+    def __call__(self, operation: tf.Operation) -> bool:
+        """Returns whether an operation is of that kind, or computed from one."""
+        graph = operation.graph
+        names, start = self._found.get(graph, (set(), 0))
+        operations = graph.get_operations()
+        for each in operations[start:]:
+            if self._is_origin(each) or any(part.op.name in names for part in each.inputs):
+                names.add(each.name)
+        self._found[graph] = names, len(operations)
+        return operation.name in names
+
+
 class RowFree:
     """Finds which tensors of a graph are not computed from rows, where some that are count as known.
 
@@ -180,11 +238,11 @@ class RowFree:
 
     def __init__(self, known: Sequence[tf.Tensor], depends_on_rows: Callable[[tf.Tensor], bool]) -> None:
         self._known = {each.name for each in known if tf.is_symbolic_tensor(each)}  # and what is computed from them
-        self._depends_on_rows = depends_on_rows
+        self.depends_on_rows = depends_on_rows
 
     def __call__(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor, of which the operations are followed, is not computed from rows."""
-        return tensor.name in self._known or not self._depends_on_rows(tensor)
+        return tensor.name in self._known or not self.depends_on_rows(tensor)
 
     def followed(
         self, tensors: Sequence[tf.Tensor], is_end: Callable[[tf.Tensor], bool] = lambda _: False
@@ -204,25 +262,6 @@ class RowFree:
                 yield operation
             else:
                 self._known |= {each.name for each in operation.outputs}
-
-
-def is_number_of_rows(tensor: tf.Tensor, is_end: Callable[[tf.Tensor], bool]) -> bool:
-    """Returns whether a tensor is computed from the shapes of tensors that have all of the rows, and from nothing else.
-
-    Args:
-        tensor: symbolic tensor.
-        is_end: callable that takes a tensor and returns whether it is not computed from rows.
-    """
-
-    def is_end_or_shape(each: tf.Tensor) -> bool:
-        return each.op.type in ("Shape", "Size") or is_end(each)
-
-    found = [tensor] if is_end_or_shape(tensor) else list(computed_of([tensor], is_end_or_shape))
-    if not all(each.shape.is_fully_defined() and each.op.type != "Placeholder" for each in found):
-        return False
-    shapes = [tensor.op] + [i.op for each in found for i in each.op.inputs]
-    of_rows = [each.inputs[0] for each in shapes if each.type in ("Shape", "Size")]
-    return bool(of_rows) and not any(each.op.type.startswith(_CHOOSING) for each in computed_of(of_rows, is_end))
 
 
 def _is_without_rows(tensor: tf.Tensor) -> bool:
@@ -251,7 +290,7 @@ def _function_of(
     leaves: Sequence[tf.Tensor],
     fixed: Sequence[tf.Tensor],
     length: int | None,
-    depends_on_rows: Callable[[tf.Tensor], bool],
+    is_known: Callable[[tf.Operation], bool],
     *,
     are_moved: bool,
 ) -> tuple[Callable[..., tf.Tensor], float]:
@@ -269,7 +308,7 @@ def _function_of(
         for tensors in (leaves, fixed)
     )
     known = {name for name in (*names, *names_of_fixed) if name is not None}
-    graph_def, captured = _sub_graph(value, known, outer, length, depends_on_rows)
+    graph_def, captured = _sub_graph(value, known, outer, length, is_known)
     if length is not None and any(_may_hold(node, length) for node in graph_def.node if node.op == "Const"):
         raise LookupError(length)
     if are_moved:
@@ -297,7 +336,7 @@ def _sub_graph(
     known: Collection[str],
     outer: dict[str, Any],
     length: int | None,
-    depends_on_rows: Callable[[tf.Tensor], bool],
+    is_known: Callable[[tf.Operation], bool],
 ) -> tuple[tf.compat.v1.GraphDef, list[str]]:
     """Returns the part of a graph that computes a tensor, and the names of what it has captured.
 
@@ -306,10 +345,6 @@ def _sub_graph(
     """
     found, captured = tf.compat.v1.GraphDef(), []
     called = []
-    sending: set[str] = set()  # names of what acts, and of what is computed from that
-    for each in value.graph.get_operations():
-        if acts(each) or any(part.op.name in sending for part in each.inputs):
-            sending.add(each.name)
     pending, seen = [value.op], set()
     while pending:
         operation = pending.pop()
@@ -327,10 +362,8 @@ def _sub_graph(
         if operation.type in _DRAWN and operation.outputs[0].dtype.is_floating:
             inputs = inputs[:1]
             _make_constant(found, node, operation)
-        elif operation.name in sending and all(
-            _is_without_rows(each) and not depends_on_rows(each) for each in operation.outputs
-        ):
-            inputs = []  # of a message's result, which does not depend on this rank's rows alone
+        elif is_known(operation):
+            inputs = []
             _make_constants(found, node, operation)
         elif acts(operation):
             raise LookupError(operation.type)

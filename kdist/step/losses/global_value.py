@@ -10,6 +10,12 @@ import tensorflow as tf
 from kdist.state.graphs.aggregates import Aggregate, Aggregates
 from kdist.step.losses.own_step import OwnStep
 
+_WIDE = {
+    tf.float16: tf.float32,
+    tf.bfloat16: tf.float32,
+    **dict.fromkeys((tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8), tf.float64),
+}
+
 
 class GlobalValue:
     """The value of the global batch, and what a rank differentiates for it.
@@ -60,7 +66,7 @@ class GlobalValue:
         parts: list[tf.Tensor] = []
         for each in pending:
             own = recomputed(each.tensor)
-            wide = tf.cast(own, tf.float32) if own.dtype.size == 2 else own
+            wide = tf.cast(own, _WIDE.get(own.dtype, own.dtype))
             if each.count is not None:
                 count = tf.cast(each.count, wide.dtype)
                 parts += [tf.math.multiply_no_nan(wide, count), count]
@@ -70,6 +76,7 @@ class GlobalValue:
         for each in pending:
             total = next(totals)
             total = total / next(totals) if each.count is not None else total
+            total = tf.round(total) if each.tensor.dtype.is_integer else total
             recomputed.values[each.tensor.name] = tf.cast(total, each.tensor.dtype)
         pending.clear()
 

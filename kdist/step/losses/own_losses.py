@@ -62,6 +62,7 @@ class OwnLosses:
         self._means: Means = {}
         self._statistics: list[tf.Tensor] = []
         self._told: list[Any] = []
+        self._rows: MeansAndSums | None = None
 
     def note_mean(self, value: Any) -> None:
         """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
@@ -69,7 +70,7 @@ class OwnLosses:
             self._means[_key(value)] = value
 
     def note_statistics(self, moments: Sequence[tf.Tensor]) -> None:
-        """Says by which statistics a layer normalizes; those that are a rank's own are told of elsewhere."""
+        """Says by which statistics a layer normalizes; the log names those that are a rank's own."""
         self._statistics += [each for each in moments if tf.is_symbolic_tensor(each)]
 
     def as_differentiated_mean(self, value: Any) -> Any:
@@ -146,7 +147,7 @@ class OwnLosses:
         """Returns what a number is of the rank's rows; `None` for a mean, or if nothing is known of it."""
         if not (tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor)):
             return None
-        key = _key(value), bool(means)
+        key = _key(value), bool(means), tf.compat.v1.get_default_graph()
         if key not in self._found:
             self._found[key] = self._found_of(value, who, {**self._means, **(means or {})})
         return self._found[key]
@@ -159,14 +160,7 @@ class OwnLosses:
         terms = [each for each in terms if self._step.depends_on_rows(each[0])]
         if all(_key(term) in means for term, _ in terms):
             return None
-        rows = Rows(self._step.data)
-        leaves = [
-            (leaf, rows.has_rows(place))
-            for place, leaf in enumerate(tf.nest.flatten(self._step.data))
-            if leaf is not None
-        ]
-        with_rows = [place for place, (_, has_rows) in enumerate(leaves) if has_rows]
-        found = MeansAndSums([leaf for leaf, _ in leaves], with_rows, self._step.depends_on_rows)
+        found = self._rows = self._rows or self._of_data()
         if not found.can_tell(value) or self._step.is_traced_again(knows_number=found.length is not None):
             return None
         is_whole = found.length is not None or [term.name for term, _ in terms] == [value.name]  # factors may hold it
@@ -175,11 +169,16 @@ class OwnLosses:
         kinds = [self._kind(found, term, means) for term, _ in terms]
         if not set(kinds) <= {"mean", "sum"} and len(terms) > 1:  # a small one says little about the whole
             terms, kinds = [(value, 1.0)], [self._kind(found, value, means)]
-        if any(self._may_relate_rows(found, term, kind) for (term, _), kind in zip(terms, kinds, strict=True)):
+        known = [*means.values(), *self._known(), *self._told]
+        relates_rows = "other" in kinds or any(
+            kind != "sum" and found.relates_rows(term, known)
+            for (term, _), kind in zip(terms, kinds, strict=True)
+            if _key(term) not in means and found.length is None
+        )
+        if relates_rows:
             of_all_ranks = self._of_all_ranks(found, value, means)
             if of_all_ranks is not None:
                 return of_all_ranks
-        if "other" in kinds:
             self._told.append(value)
             self._tell(_NO_MEAN, who)
         sums = [each for each, kind in zip(terms, kinds, strict=True) if kind == "sum"]
@@ -188,18 +187,33 @@ class OwnLosses:
             return None
         return ScaledSums(self._step, sums) if sums else None
 
-    def _may_relate_rows(self, found: MeansAndSums, term: tf.Tensor, kind: Kind | None) -> bool:
-        """Returns whether a term is no mean and no sum, or may be a mean for the made-up rows alone."""
-        return kind in (None, "other") or (kind == "mean" and found.relates_rows(term, self._known()))
+    def _of_data(self) -> MeansAndSums:
+        rows = Rows(self._step.data)
+        leaves = [
+            (leaf, rows.has_rows(place))
+            for place, leaf in enumerate(tf.nest.flatten(self._step.data))
+            if leaf is not None
+        ]
+        with_rows = [place for place, (_, has_rows) in enumerate(leaves) if has_rows]
+        known: dict[Any, bool] = {}
+
+        def depends_on_rows(tensor: tf.Tensor) -> bool:
+            key = _key(tensor)
+            if key not in known:
+                known[key] = self._step.depends_on_rows(tensor)
+            return known[key]
+
+        return MeansAndSums([leaf for leaf, _ in leaves], with_rows, depends_on_rows)
 
     def _of_all_ranks(self, found: MeansAndSums, value: tf.Tensor, means: Means) -> GlobalValue | None:
         """Returns a number that is computed from means and sums over rows, or `None`."""
-        is_in_branch = not all(each.graph is value.graph for each in found.leaves) or is_compiled_by_xla()
+        graphs = [each.graph for each in found.leaves] + [tf.compat.v1.get_default_graph()]
+        is_in_branch = not all(each is value.graph for each in graphs) or is_compiled_by_xla()
         if found.length is not None or is_in_branch:
             return None
         fixed = self._known()
         try:
-            aggregates = Aggregates(value, found, fixed, list(means.values()), self._step.depends_on_rows)
+            aggregates = Aggregates(value, found, fixed, list(means.values()))
             return GlobalValue(self._step, aggregates)
         except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
             return None

@@ -136,7 +136,6 @@ MEANS: dict[str, Callable[[Any, Any], Any]] = {
     "of shares": lambda y, p: ops.sum((y - p) ** 2 / row_count(p)),
     "over rows": lambda y, p: keras.losses.MeanSquaredError(reduction="sum")(y, p) / row_count(p),
     "of Keras' loss": lambda y, p: keras.losses.MeanSquaredError()(y, p),
-    "in a branch": lambda y, p: tf.cond(ops.sum(p) > 1e6, lambda: ops.mean(p), lambda: ops.mean((y - p) ** 2)),
     "in a scan": lambda y, p: tf.reduce_sum(tf.map_fn(lambda c: ops.mean(c**2), ops.transpose(y - p))),
     "of gathered sums": lambda y, p: 0.01 * kdist.all_reduce(ops.sum((y - p) ** 2)),
     "root of gathered means": lambda y, p: ops.sqrt(kdist.all_reduce(ops.mean((y - p) ** 2), "mean")),
@@ -175,13 +174,36 @@ def positives(y: Any) -> Any:
     return ops.cast(y > 1e3 * (1 - y), y.dtype)
 
 
+ROW = rows("ragged")[1][3]
+
+
+def masked(y: Any, p: Any, mask: Any) -> Any:
+    mask = ops.cast(mask, p.dtype)
+    return ops.sum((y - p) ** 2 * mask) / ops.sum(mask)
+
+
+def own_gradient(x: Any) -> Any:
+    @tf.custom_gradient
+    def tanh(x: Any) -> Any:
+        t = tf.tanh(x)
+        return t, lambda upstream: upstream * (1 - t**2)
+
+    return tanh(x)
+
+
 OF_MEANS: dict[str, Callable[[Any, Any], Any]] = {
+    "of chosen rows that are all of the made-up ones": lambda y, p: ops.mean(
+        tf.boolean_mask((y - p) ** 2, tf.not_equal(y[:, 0], ROW[0]))
+    ),
+    "over an integer count": lambda y, p: (
+        ops.sum((y - p) ** 2 * ops.cast(y > 0, p.dtype))
+        / ops.cast(ops.maximum(ops.sum(ops.cast(y > 0, "int32")), 1), p.dtype)
+    ),
+    "checked": lambda y, p: tf.debugging.check_numerics(ops.sqrt(ops.mean((y - p) ** 2)), "loss"),
     "root": lambda y, p: ops.sqrt(ops.mean((y - p) ** 2)),
     "over positives": lambda y, p: ops.sum((y - p) ** 2) / ops.maximum(1.0, ops.sum(positives(y))),
     "masked": lambda y, p: ops.sum((y - p) ** 2 * ops.cast(y > 0, p.dtype)) / ops.sum(ops.cast(y > 0, p.dtype)),
-    "masked by what all made-up rows have": lambda y, p: (
-        ops.sum((y - p) ** 2 * ops.cast(y != y[0, 0] * 0, p.dtype)) / ops.sum(ops.cast(y != 0, p.dtype))
-    ),
+    "masked by what all made-up rows have": lambda y, p: masked(y, p, ops.not_equal(y, ROW)),
     "of weights that are normalised": lambda y, p: ops.sum(
         (y - p) ** 2 * (ops.abs(y) / ops.sum(ops.abs(y))) * 2 + 0 * p
     ),
@@ -199,6 +221,20 @@ OF_MEANS: dict[str, Callable[[Any, Any], Any]] = {
     "focal": lambda y, p: ops.sum(ops.log(ops.mean(ops.exp(-((y - p) ** 2)), axis=0))) ** 2 / 4 + 0.01 * ops.sum(p**2),
 }
 OTHERS: dict[str, Callable[[Any, Any], Any]] = {
+    "means in a branch": lambda y, p: tf.cond(ops.sum(p) > 1e6, lambda: ops.mean(p), lambda: ops.mean((y - p) ** 2)),
+    "a masked loss in a branch": lambda y, p: tf.cond(
+        ops.any(y != 7), lambda: masked(y, p, y != 7), lambda: 0 * ops.sum(p)
+    ),
+    "times a maximum": lambda y, p: ops.mean((y - p) ** 2) * ops.max(ops.cast(y > -7, p.dtype)),
+    "a function of Python": lambda y, p: (
+        ops.mean((y - p) ** 2)
+        * tf.stop_gradient(tf.ensure_shape(tf.numpy_function(lambda v: v, [ops.sqrt(ops.mean(y**2))], y.dtype), ()))
+    ),
+    "a fold": lambda y, p: (
+        ops.sqrt(ops.mean((y - p) ** 2))
+        * tf.foldl(lambda most, row: tf.maximum(most, tf.norm(row)), y, tf.zeros((), y.dtype))
+    ),
+    "a gradient of its own": lambda y, p: ops.sqrt(1 + ops.mean(own_gradient(p - ops.mean(p, axis=0)) ** 3)),
     "in a branch": lambda y, p: tf.cond(
         ops.any(y == 1), lambda: ops.sum(p) / ops.sum(ops.cast(y == 1, p.dtype)), lambda: 0.01 * ops.sum((y - p) ** 2)
     ),
@@ -407,6 +443,24 @@ def sums_beside_what_keras_computes() -> None:
             return {"tracked": self.tracker.result()}
 
     silently_both(by_hand(lambda: Counts(lambda y, p: ops.mean((y - p) ** 2))))
+
+
+@feature
+def losses_by_hand_that_branches_use_are_not_sent_there() -> None:
+    """A branch that one rank takes alone would send a message alone, and what is made in it is of no use outside."""
+
+    class Branching(ByHand):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = masked(y, self(x, training=True), y > 0)
+            tf.cond(y[0, 0] > 0, lambda: (self.tracker.update_state(loss), 0)[1], lambda: 0)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"last": loss}
+
+    said = told(lambda: Branching(lambda y, p: p), NO_MEAN)
+    assert all("metric 'tracked'" in each for each in said), said
 
 
 @feature
