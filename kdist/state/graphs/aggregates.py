@@ -181,7 +181,7 @@ class Recomputed:
 
     Attributes:
         values: dictionary, the other values by the names of the tensors that they take the place of.
-        taken: dictionary, tensors that are taken as they are, by their identities.
+        taken: list of pairs, tensors that are taken as they are, and their identities, by which to differentiate.
     """
 
     def __init__(self, is_changed: Callable[[tf.Tensor], bool]) -> None:
