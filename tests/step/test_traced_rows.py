@@ -102,3 +102,21 @@ def test_a_step_that_makes_variables_in_each_trace_is_traced_twice_at_most():
     with pytest.raises(ValueError, match="singleton"):  # TensorFlow's own error about such a function
         Steps(makes).traced()
     assert len(made) <= 4
+
+
+def test_a_step_that_reads_what_its_trace_has_made_is_traced_again_without_the_number():
+    made = []
+
+    def reads(rows):
+        if not made:
+            made.append(tf.Variable(lambda: 3.0))
+        with tf.init_scope():
+            if not made[0].is_initialized():
+                raise ValueError("no value")
+        return made[0] * 1
+
+    steps = Steps(reads)
+    steps.rows.hide_from_now_on()
+    assert float(steps.traced()()) == 3
+    assert steps.traces == [True, True]
+    assert steps.rows.are_unknown

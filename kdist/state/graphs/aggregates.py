@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from kdist.state.graphs.means_and_sums import Kind, MeansAndSums, RowFree, acts, node_of
+from kdist.state.graphs.graph_function import acts, node_of
+from kdist.state.graphs.means_and_sums import Kind, MeansAndSums
 from kdist.state.graphs.rank_dependence import computed_of
+from kdist.state.graphs.row_free import RowFree
 
 _ADDING = (
     *("Sum", "Mean", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum", "SegmentSumV2", "DenseBincount"),
@@ -17,20 +19,8 @@ _ADDING = (
 )
 _OF_EACH = (  # operations on each element
     *("Identity", "Cast", "Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalNot"),
-    *(
-        "LogicalAnd",
-        "LogicalOr",
-        "Mul",
-        "Add",
-        "AddV2",
-        "Sub",
-        "Neg",
-        "Abs",
-        "Square",
-        "Maximum",
-        "Minimum",
-        "SelectV2",
-    ),
+    *("LogicalAnd", "LogicalOr", "Mul", "Add", "AddV2", "Sub", "Neg", "Abs", "Square"),
+    *("Maximum", "Minimum", "SelectV2"),
 )
 _OF_INTEGERS = (
     *("Cast", "Sum", "AddV2", "Add", "Sub", "Mul", "Identity", "Pack", "Prod", "StridedSlice", "Maximum", "Minimum"),
@@ -197,20 +187,14 @@ class Recomputed:
             self.values[tensor.name] = tf.identity(tensor)
             self.taken.append((tensor, self.values[tensor.name]))
             return self.values[tensor.name]
-        graph_def, inputs, outputs = tf.compat.v1.GraphDef(), {}, []
-        pending, seen = [tensor.op], set()
-        while pending:
-            operation = pending.pop()
-            if operation.name in seen:
-                continue
-            seen.add(operation.name)
-            graph_def.node.append(node_of(operation))
-            outputs += [each.name for each in operation.outputs]
-            for each in operation.inputs:
-                if each.name in self.values or not self._is_changed(each):
-                    inputs[each.name] = self(each)
-                else:
-                    pending.append(each.op)
+
+        def is_known(each: tf.Tensor) -> bool:
+            return each.name in self.values or not self._is_changed(each)
+
+        operations = {each.op.name: each.op for each in computed_of([tensor], is_known)}.values()
+        graph_def = tf.compat.v1.GraphDef(node=map(node_of, operations))
+        inputs = {each.name: self(each) for operation in operations for each in operation.inputs if is_known(each)}
+        outputs = [each.name for operation in operations for each in operation.outputs]
         with tf.control_dependencies(None):  # of which the import takes none
             results = tf.graph_util.import_graph_def(graph_def, inputs, outputs, name="of_all_ranks")
         self.values |= {name: each for name, each in zip(outputs, results, strict=True) if name not in self.values}

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.keras_hooks.variables import DIRECT_ASSIGN
+from kdist.state.graphs.graph_function import node_of
 
 ASSIGNMENTS = ("assign", DIRECT_ASSIGN)
 """The methods that replace all of a variable."""
@@ -121,13 +122,9 @@ def can_be_copied(operation: tf.Operation) -> bool:
 
 def copied(value: tf.Tensor, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns an operation's output for other inputs, in the default graph."""
-    node = tf.compat.v1.NodeDef()
-    node.CopyFrom(value.op.node_def)
-    del node.input[:]  # those from control dependencies, too
+    node = node_of(value.op)
+    del node.input[:]
     node.input.extend(f"operand_{place}" for place in range(len(inputs)))
-    node.device = ""
-    if "_class" in node.attr:
-        del node.attr["_class"]  # to be on the device of an operation that is not there
     found = tf.graph_util.import_graph_def(
         tf.compat.v1.GraphDef(node=[node]),
         {f"operand_{place}:0": each for place, each in enumerate(inputs)},

@@ -35,7 +35,7 @@ class RankDependence:
         self._root = root
         self._weights = {id(each.handle) for each in weights}
         self._equal: set[Any] = set()
-        self._differing: set[Any] = {_key(each) for each in data}
+        self._differing: set[Any] = {tensor_key(each) for each in data}
         self._written: set[int] = set()  # ids of handles of variables that were set to what differs
         self._is_chosen_by_rank: dict[str, bool] = {}  # by the name of a branch or loop
         self._num_followed: dict[tf.Graph, int] = {root: len(root.get_operations())}
@@ -45,7 +45,7 @@ class RankDependence:
 
     def add_equal(self, tensors: Sequence[tf.Tensor]) -> None:
         """Adds tensors that are equal on all ranks, before what is computed from them is followed."""
-        self._equal |= {_key(each) for each in tensors}
+        self._equal |= {tensor_key(each) for each in tensors}
 
     def add_graph(self, graph: tf.Graph) -> None:
         """Adds a graph that writes a variable, so that it is followed where it is called."""
@@ -59,7 +59,7 @@ class RankDependence:
         """Returns whether one of a graph's tensors may differ, or whether the ranks may not run the graph equally."""
         self._follow(self._root)
         self._follow(graph)
-        return any(_key(each) in self._differing for each in tensors) or self._is_chosen(graph)
+        return any(tensor_key(each) in self._differing for each in tensors) or self._is_chosen(graph)
 
     def _is_chosen(self, graph: tf.Graph) -> bool:
         outer = getattr(graph, "outer_graph", None)
@@ -75,22 +75,22 @@ class RankDependence:
         start, self._num_followed[graph] = self._num_followed.get(graph, 0), len(operations)
         new = operations[start:]
         if new:
-            self._captures[graph] = {_key(inner): outer for outer, inner in getattr(graph, "captures", ())}
-        self._unknown |= {_key(output) for operation in new for output in operation.outputs}
+            self._captures[graph] = {tensor_key(inner): outer for outer, inner in getattr(graph, "captures", ())}
+        self._unknown |= {tensor_key(output) for operation in new for output in operation.outputs}
         for operation in new:
             self._follow_operation(operation)
-            self._unknown -= {_key(output) for output in operation.outputs}
+            self._unknown -= {tensor_key(output) for output in operation.outputs}
 
     def _follow_operation(self, operation: tf.Operation) -> None:
         inputs, outputs = list(operation.inputs), list(operation.outputs)
         if operation.type == "Placeholder":
-            outer: Any = self._captures[operation.graph].get(_key(outputs[0]))
+            outer: Any = self._captures[operation.graph].get(tensor_key(outputs[0]))
             is_argument = outer is None
             self._mark(outputs, is_argument or (tf.is_symbolic_tensor(outer) and self.differs([outer], outer.graph)))
             return
         if _is_static_length(operation):
             return
-        differing = [_key(each) in self._differing for each in inputs]
+        differing = [tensor_key(each) in self._differing for each in inputs]
         if operation.type == "IdentityN":  # of custom gradients: results, then arguments
             for output, differs in zip(outputs, differing, strict=True):
                 self._mark([output], differs)
@@ -112,17 +112,17 @@ class RankDependence:
     def _can_follow(self, graph: Any, outer: tf.Graph) -> bool:
         """Returns whether all that a graph has captured of the outer one is known."""
         captured = [each for each, _ in graph.captures if tf.is_symbolic_tensor(each) and each.graph is outer]
-        return self._unknown.isdisjoint(map(_key, captured))
+        return self._unknown.isdisjoint(map(tensor_key, captured))
 
     def _mark(self, tensors: Sequence[tf.Tensor], differs: bool) -> None:
         if differs:
-            self._differing |= {_key(each) for each in tensors} - self._equal
+            self._differing |= {tensor_key(each) for each in tensors} - self._equal
 
     def source(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the tensor, or a variable's handle, that a function has captured as `tensor`."""
         while tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder":
             self._follow(tensor.graph)
-            captured = self._captures.get(tensor.graph, {}).get(_key(tensor))
+            captured = self._captures.get(tensor.graph, {}).get(tensor_key(tensor))
             if captured is None:
                 break
             tensor = captured
@@ -179,7 +179,8 @@ def computed_of(
             pending += [each for each in tensor.op.inputs if not is_end(each)]
 
 
-def _key(tensor: Any) -> Any:
+def tensor_key(tensor: Any) -> Any:
+    """Returns what stands for a tensor in sets and dictionaries: a graph may have several objects for one."""
     return (tensor.graph, tensor.name) if tf.is_symbolic_tensor(tensor) else id(tensor)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.state.graphs.aggregates import Aggregate, Aggregates
+from kdist.state.graphs.aggregates import Aggregate, Aggregates, Recomputed
 from kdist.step.losses.own_step import OwnStep
 
 _WIDE = {
@@ -61,8 +61,11 @@ class GlobalValue:
         del value
         return self._targets
 
-    def _send(self, pending: list[Aggregate], recomputed: Any, *, same_on_all: bool) -> None:
-        """Adds up aggregates over the ranks, in one message."""
+    def _send(self, pending: list[Aggregate], recomputed: Recomputed, *, same_on_all: bool) -> None:
+        """Adds up aggregates over the ranks, in one message.
+
+        Collective: every rank must call this, in the same order.
+        """
         parts: list[tf.Tensor] = []
         for each in pending:
             own = recomputed(each.tensor)
@@ -81,7 +84,11 @@ class GlobalValue:
         pending.clear()
 
     def _totals(self, parts: Sequence[tf.Tensor], *, same_on_all: bool) -> list[tf.Tensor]:
-        """Returns sums over the ranks; a gradient is that of the weighted sum of the ranks' numbers, by the weight."""
+        """Returns sums over the ranks; a gradient is that of the weighted sum of the ranks' numbers, by the weight.
+
+        Collective: every rank must call this, in the same order; the backward pass, too, unless all ranks compute the
+        same from the sums.
+        """
         step = self._step
 
         def add(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
@@ -90,8 +97,7 @@ class GlobalValue:
                     upstream = tuple(step.engine.allreduce([step.weighted(each) for each in upstream]))
                 return [tf.math.divide_no_nan(each, tf.cast(step.weight, each.dtype)) for each in upstream]
 
-            return step.engine.allreduce(
-                [tf.where(step.active, each, tf.zeros_like(each)) for each in values]
-            ), gradient
+            of_active = [tf.where(step.active, each, tf.zeros_like(each)) for each in values]
+            return step.engine.allreduce(of_active), gradient
 
         return list(tf.custom_gradient(add)(*parts))

@@ -18,6 +18,7 @@ from kdist.reports.log import once
 from kdist.state.graphs.aggregates import Aggregates
 from kdist.state.graphs.linear_terms import linear_terms
 from kdist.state.graphs.means_and_sums import Kind, MeansAndSums
+from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.step.losses.global_value import GlobalValue
 from kdist.step.losses.own_step import OwnStep
 from kdist.step.losses.scaled_sums import ScaledSums
@@ -67,7 +68,7 @@ class OwnLosses:
     def note_mean(self, value: Any) -> None:
         """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
         if tf.is_symbolic_tensor(value):
-            self._means[_key(value)] = value
+            self._means[tensor_key(value)] = value
 
     def note_statistics(self, moments: Sequence[tf.Tensor]) -> None:
         """Says by which statistics a layer normalizes; the log names those that are a rank's own."""
@@ -79,7 +80,7 @@ class OwnLosses:
 
     def note_differentiated_mean(self, value: Any) -> None:
         """Says that the gradients of a number are those of a mean, whatever the number is."""
-        self._differentiated[_key(value)] = value
+        self._differentiated[tensor_key(value)] = value
 
     def compiled(self, loss: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         """Returns a function whose results count as means, whatever they are computed by."""
@@ -147,7 +148,7 @@ class OwnLosses:
         """Returns what a number is of the rank's rows; `None` for a mean, or if nothing is known of it."""
         if not (tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor)):
             return None
-        key = _key(value), bool(means), tf.compat.v1.get_default_graph()
+        key = tensor_key(value), bool(means), tf.compat.v1.get_default_graph()
         if key not in self._found:
             self._found[key] = self._found_of(value, who, {**self._means, **(means or {})})
         return self._found[key]
@@ -156,9 +157,9 @@ class OwnLosses:
         is_alone = self._step.engine.size == 1  # as with local SGD
         if is_alone or not self._step.depends_on_rows(value):
             return None
-        terms = linear_terms(value, lambda term: _key(term) in means)
+        terms = linear_terms(value, lambda term: tensor_key(term) in means)
         terms = [each for each in terms if self._step.depends_on_rows(each[0])]
-        if all(_key(term) in means for term, _ in terms):
+        if all(tensor_key(term) in means for term, _ in terms):
             return None
         found = self._rows = self._rows or self._of_data()
         if not found.can_tell(value) or self._step.is_traced_again(knows_number=found.length is not None):
@@ -173,7 +174,7 @@ class OwnLosses:
         relates_rows = "other" in kinds or any(
             kind != "sum" and found.relates_rows(term, known)
             for (term, _), kind in zip(terms, kinds, strict=True)
-            if _key(term) not in means and found.length is None
+            if tensor_key(term) not in means and found.length is None
         )
         if relates_rows:
             of_all_ranks = self._of_all_ranks(found, value, means)
@@ -198,7 +199,7 @@ class OwnLosses:
         known: dict[Any, bool] = {}
 
         def depends_on_rows(tensor: tf.Tensor) -> bool:
-            key = _key(tensor)
+            key = tensor_key(tensor)
             if key not in known:
                 known[key] = self._step.depends_on_rows(tensor)
             return known[key]
@@ -223,7 +224,7 @@ class OwnLosses:
         return [self._step.weight, self._step.share, *self._statistics]
 
     def _kind(self, found: MeansAndSums, value: tf.Tensor, means: Means) -> Kind | None:
-        if _key(value) in means:
+        if tensor_key(value) in means:
             return "mean"
         fixed = [*means.values(), *self._known()]
         kind = found.kind(value, fixed)
@@ -233,7 +234,3 @@ class OwnLosses:
     def _tell(self, text: str, who: str) -> None:
         if self._step.engine.rank == 0:
             once.warning(text.format(who))
-
-
-def _key(value: Any) -> Any:
-    return (value.graph, value.name) if tf.is_symbolic_tensor(value) else id(value)
