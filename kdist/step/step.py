@@ -192,7 +192,7 @@ class Step:
                     as_mean=self.own_losses.as_mean,
                 )
             )
-            stack.enter_context(self.own_losses.opened(model))
+            stack.enter_context(self.own_losses.opened(model, lambda who, rows: batch.call(who, list, rows)))
             if self.has_joint_metrics:
                 stack.enter_context(wrapped_updates(model, batch.call))
             stack.enter_context(folded_seeds(seed_generators(model), self._rank, lambda: batch.is_in_call))

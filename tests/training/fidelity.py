@@ -194,19 +194,26 @@ def both(script: Callable[[int], dict[str, Any]], rtol: float = RTOL, **scope: A
 
 
 def of_the_chief(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns what `run` returns on rank 0, which runs it from a fresh state, on all ranks: they share few cores."""
+    """Returns what `run` returns on rank 0, which runs it from a fresh state, on all ranks: they share few cores.
+
+    If it fails there, it fails on all.
+    """
     engine = open_engine(kdist.cluster_info())
     with tempfile.NamedTemporaryFile() as file:
         name = Path(engine.broadcast_object(file.name))
         written = Path(f"{name}.written")
         if engine.rank == 0:
-            fresh()
-            pickle.dump(keras.tree.map_structure(np.asarray, run()), file)
-            file.flush()
-            written.touch()
+            try:
+                fresh()
+                pickle.dump(keras.tree.map_structure(np.asarray, run()), file)
+                file.flush()
+            finally:
+                written.touch()
         while not written.exists():  # not in a collective: MPI would burn a core
             time.sleep(0.005)
-        plain = pickle.loads(name.read_bytes())
+        content = name.read_bytes()
+        assert content, "the plain run failed on rank 0"
+        plain = pickle.loads(content)
         engine.barrier()
     return plain
 

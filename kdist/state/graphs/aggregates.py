@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
 
-from kdist.state.graphs.graph_function import acts, node_of
-from kdist.state.graphs.means_and_sums import Kind, MeansAndSums
+from kdist.state.graphs.means_and_sums import OF_EACH, Kind, MeansAndSums, has_rows, takes_all_rows
 from kdist.state.graphs.rank_dependence import computed_of
+from kdist.state.graphs.recomputed import OfRows, Recomputed, check_repeatable
 from kdist.state.graphs.row_free import RowFree
 
 _ADDING = (
     *("Sum", "Mean", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum", "SegmentSumV2", "DenseBincount"),
     "Cast",  # of a number of rows, or of some rows
 )
-_OF_EACH = (  # operations on each element
-    *("Identity", "Cast", "Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalNot"),
-    *("LogicalAnd", "LogicalOr", "Mul", "Add", "AddV2", "Sub", "Neg", "Abs", "Square"),
-    *("Maximum", "Minimum", "SelectV2"),
-)
 _OF_INTEGERS = (
     *("Cast", "Sum", "AddV2", "Add", "Sub", "Mul", "Identity", "Pack", "Prod", "StridedSlice", "Maximum", "Minimum"),
 )
 _MAX_AGGREGATES, _MAX_CHANGED = 16, 2000  # as finding out about each takes time
-
-
-@dataclasses.dataclass(frozen=True)
-class Aggregate:
-    """A tensor without rows that a graph computes from rows.
-
-    Attributes:
-        tensor: the tensor.
-        kind: str, what it is over the rows; given the aggregates before it, if it is computed from these, too.
-        count: scalar tensor, the number of elements over which it is the mean, where a step has chosen rows; or `None`.
-    """
-
-    tensor: tf.Tensor
-    kind: Literal["mean", "sum"]
-    count: tf.Tensor | None = None
 
 
 class Aggregates:
@@ -54,7 +33,7 @@ class Aggregates:
 
     Attributes:
         value: the tensor.
-        listed: list of `Aggregate`, in the order of the graph.
+        listed: list of `OfRows`, in the order of the graph.
 
     Raises:
         LookupError: if the number relates rows in another way, or that is not known.
@@ -72,7 +51,7 @@ class Aggregates:
         self._fixed = [each for each in fixed if tf.is_symbolic_tensor(each)]
         self._means = {each.name for each in means if tf.is_symbolic_tensor(each)}
         self._is_fixed = RowFree(self._fixed, found.depends_on_rows)
-        self.listed: list[Aggregate] = []
+        self.listed: list[OfRows] = []
         self._names: set[str] = set()  # of aggregates
         self._changed: set[str] = set()  # of what is computed from aggregates
         if self._is_known(value) or not value.shape.is_fully_defined():
@@ -101,7 +80,7 @@ class Aggregates:
             if each.name in self._means:
                 self._list(each, "mean")
         known = self._changed | self._names
-        of_all = [each for each in inputs if not _has_rows(each) and each.name not in known]
+        of_all = [each for each in inputs if not has_rows(each) and each.name not in known]
         of_all = [each for each in of_all if not self._found.is_number_of_rows(each)]
         if any(each.dtype.is_floating or each.dtype.is_complex for each in of_all):
             raise LookupError(operation.type)  # as of a maximum
@@ -110,19 +89,17 @@ class Aggregates:
         is_changed = any(each.name in known for each in inputs)
         if is_changed:
             self._change(operation)
-        of_rows = any(map(_has_rows, inputs)) or not inputs
+        of_rows = any(map(has_rows, inputs)) or not inputs
         for output in operation.outputs:
             is_count = output.dtype.is_integer and operation.type == "Sum" and of_rows
             of_integers = operation.type == "Cast" and not operation.inputs[0].dtype.is_floating and not is_changed
             is_number = output.dtype.is_floating and (of_rows or of_integers)
-            if not _has_rows(output) and (is_count or is_number):
+            if not has_rows(output) and (is_count or is_number):
                 self._add_aggregate(output)
 
     def _change(self, operation: tf.Operation) -> None:
-        has_functions = any(each.HasField("func") or each.list.func for each in operation.node_def.attr.values())
-        takes_handle = any(each.dtype in (tf.resource, tf.variant) for each in operation.inputs)
-        has_gradient = "_gradient_op_type" in operation.node_def.attr  # of tensors that stay the rank's
-        if has_functions or takes_handle or has_gradient or acts(operation) or len(self._changed) > _MAX_CHANGED:
+        check_repeatable(operation)
+        if len(self._changed) > _MAX_CHANGED:
             raise LookupError(operation.type)
         self._changed |= {each.name for each in operation.outputs}
 
@@ -145,7 +122,7 @@ class Aggregates:
     def _list(self, tensor: tf.Tensor, kind: Literal["mean", "sum"], count: tf.Tensor | None = None) -> None:
         if tensor.name not in self._names:
             self._names.add(tensor.name)
-            self.listed.append(Aggregate(tensor, kind, count))
+            self.listed.append(OfRows(tensor, kind, count))
 
     def _kind(self, tensor: tf.Tensor) -> Kind | None:
         fixed = [*self._fixed, *(each.tensor for each in self.listed)]
@@ -163,57 +140,9 @@ class Aggregates:
         return all(_is_of_each_row(each, is_end) for each in ([] if is_end(rows) else computed_of([rows], is_end)))
 
 
-class Recomputed:
-    """Tensors of a graph, computed again from other values of some.
-
-    Args:
-        is_changed: callable that takes a tensor and returns whether it is computed again.
-
-    Attributes:
-        values: dictionary, the other values by the names of the tensors that they take the place of.
-        taken: list of pairs, tensors that are taken as they are, and their identities, by which to differentiate.
-    """
-
-    def __init__(self, is_changed: Callable[[tf.Tensor], bool]) -> None:
-        self._is_changed = is_changed
-        self.values: dict[str, tf.Tensor] = {}
-        self.taken: list[tuple[tf.Tensor, tf.Tensor]] = []
-
-    def __call__(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns a tensor of the graph, computed from the other values."""
-        if tensor.name in self.values:
-            return self.values[tensor.name]
-        if not self._is_changed(tensor):
-            self.values[tensor.name] = tf.identity(tensor)
-            self.taken.append((tensor, self.values[tensor.name]))
-            return self.values[tensor.name]
-
-        def is_known(each: tf.Tensor) -> bool:
-            return each.name in self.values or not self._is_changed(each)
-
-        operations = {each.op.name: each.op for each in computed_of([tensor], is_known)}.values()
-        graph_def = tf.compat.v1.GraphDef(node=map(node_of, operations))
-        inputs = {each.name: self(each) for operation in operations for each in operation.inputs if is_known(each)}
-        outputs = [each.name for operation in operations for each in operation.outputs]
-        with tf.control_dependencies(None):  # of which the import takes none
-            results = tf.graph_util.import_graph_def(graph_def, inputs, outputs, name="of_all_ranks")
-        self.values |= {name: each for name, each in zip(outputs, results, strict=True) if name not in self.values}
-        return self.values[tensor.name]
-
-
-def _has_rows(tensor: tf.Tensor) -> bool:
-    """Returns whether a tensor that depends on rows may have some, as a list of tensors may."""
-    return tensor.dtype == tf.variant or not tensor.shape.is_fully_defined()
-
-
 def _is_of_each_row(tensor: tf.Tensor, is_end: Callable[[tf.Tensor], bool]) -> bool:
     operation: Any = tensor.op
-    if operation.type == "StridedSlice":  # x[:, 0], x[..., 0]
-        strides = tf.get_static_value(operation.inputs[3])
-        if strides is None or strides[0] != 1:
-            return False
-        is_first_whole = operation.get_attr("begin_mask") & operation.get_attr("end_mask") & 1
-        is_ellipsis = operation.get_attr("ellipsis_mask") & 1 and len(strides) <= operation.inputs[0].shape.rank
-        return bool(is_first_whole or is_ellipsis)
+    if operation.type == "StridedSlice":
+        return takes_all_rows(operation)
     rows = [each for each in operation.inputs if not is_end(each) or not each.shape.is_fully_defined()]
-    return operation.type in _OF_EACH and all(each.shape.rank == tensor.shape.rank for each in rows)
+    return operation.type in OF_EACH and all(each.shape.rank == tensor.shape.rank for each in rows)

@@ -1,4 +1,4 @@
-"""The part of a step's graph that computes a tensor, as a function of made-up rows that does nothing else."""
+"""The part of a step's graph that computes tensors, as a function of made-up rows that does nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ NUM_ROWS = 6
 UNKNOWN_SIZE = 4
 """The size of a dimension that the graph does not know."""
 
-_MAX_BYTES = 2**26  # of what a tensor of twice the rows takes
+MAX_BYTES = 2**26
+"""How many bytes a tensor of twice the rows may take."""
+
 _FIXED = 0.7  # of what is taken to be known
 _MOVED_BY = 0.07  # of weights
 _HALVES = (tf.float16.as_datatype_enum, tf.bfloat16.as_datatype_enum)
@@ -33,20 +35,21 @@ _DRAWN = {  # what is drawn at random is the same for each row
 
 
 def function_of(
-    value: tf.Tensor,
+    values: Sequence[tf.Tensor],
     leaves: Sequence[tf.Tensor],
     fixed: Sequence[tf.Tensor],
     length: int | None,
     is_known: Callable[[tf.Operation], bool],
     *,
     are_moved: bool,
-) -> tuple[Callable[..., tf.Tensor], float]:
-    """Returns a function of the leaves that computes a tensor of a graph, and how exact it is; see `_move_weights`.
+    max_bytes: int | None = MAX_BYTES,
+) -> tuple[Callable[..., list[tf.Tensor]], float]:
+    """Returns a function of the leaves that computes tensors of a graph, and how exact it is; see `_move_weights`.
 
     Raises:
-        LookupError: if what it is computed by cannot run by itself.
+        LookupError: if what they are computed by cannot run by itself, or is large.
     """
-    graph: Any = value.graph
+    graph: Any = values[0].graph
     outer = {inner.name: each for each, inner in graph.captures}
     captures = {id(each): inner.name for each, inner in graph.captures}
     # One of the outer graph, as where XLA compiles a part of the step, may not have been captured.
@@ -55,13 +58,13 @@ def function_of(
         for tensors in (leaves, fixed)
     )
     known = {name for name in (*names, *names_of_fixed) if name is not None}
-    graph_def, captured = _sub_graph(value, known, outer, length, is_known)
+    graph_def, captured = _sub_graph(values, known, outer, length, is_known, max_bytes)
     if length is not None and any(_may_hold(node, length) for node in graph_def.node if node.op == "Const"):
         raise LookupError(length)
     if are_moved:
         _move_weights(graph_def)
 
-    def compute(*data: tf.Tensor) -> tf.Tensor:
+    def compute(*data: tf.Tensor) -> list[tf.Tensor]:
         inputs = {
             name: tf.cast(tf.fill(each.shape, _FIXED), each.dtype)
             for name, each in zip(names_of_fixed, fixed, strict=True)
@@ -70,7 +73,8 @@ def function_of(
         here: Any = tf.compat.v1.get_default_graph()
         inputs |= {name: here.capture(outer[name]) for name in captured}
         used = {name: each for name, each in inputs.items() if name in graph_def_inputs}
-        return tf.graph_util.import_graph_def(graph_def, used, [value.name], name="rows")[0]
+        outputs = [each.name for each in values]
+        return list(tf.graph_util.import_graph_def(graph_def, used, outputs, name="rows"))
 
     graph_def_inputs = {f"{name}:0" if ":" not in name else name for node in graph_def.node for name in node.input}
     specs = [tf.TensorSpec([None, *each.shape[1:]] if each.shape.rank else each.shape, each.dtype) for each in leaves]
@@ -79,20 +83,21 @@ def function_of(
 
 
 def _sub_graph(
-    value: tf.Tensor,
+    values: Sequence[tf.Tensor],
     known: Collection[str],
     outer: dict[str, Any],
     length: int | None,
     is_known: Callable[[tf.Operation], bool],
+    max_bytes: int | None,
 ) -> tuple[tf.compat.v1.GraphDef, list[str]]:
-    """Returns the part of a graph that computes a tensor, and the names of what it has captured.
+    """Returns the part of a graph that computes tensors, and the names of what it has captured.
 
     Raises:
         LookupError: if an operation of it writes, sends or draws, is large, or what it has captured is not known.
     """
     found, captured = tf.compat.v1.GraphDef(), []
     called = []
-    pending, seen = [value.op], set()
+    pending, seen = [each.op for each in values], set()
     while pending:
         operation = pending.pop()
         if operation.name in seen:
@@ -114,14 +119,13 @@ def _sub_graph(
             _make_constants(found, node, operation)
         elif acts(operation):
             raise LookupError(operation.type)
-        if any(_is_large(each, length) for each in operation.outputs):
+        if max_bytes is not None and any(num_bytes(each, length) > max_bytes for each in operation.outputs):
             raise LookupError(operation.name)
-        if any(each.HasField("func") or each.list.func for each in node.attr.values()):
+        if calls(operation):
             called.append(operation)
         pending += [each.op for each in inputs if each.name not in known]
     if called:
-        found.library.CopyFrom(value.graph.as_graph_def().library)
-        _check_functions(called, found.library)
+        found.library.function.extend(functions_of(called))
     return found, captured
 
 
@@ -175,19 +179,35 @@ def _make_constants(graph_def: tf.compat.v1.GraphDef, node: Any, operation: tf.O
         node.input.append(number.name)
 
 
-def _check_functions(called: Sequence[tf.Operation], library: Any) -> None:
-    functions = {each.signature.name: each for each in library.function}
+def functions_of(called: Sequence[tf.Operation]) -> list[Any]:
+    """Returns the definitions of the functions that operations of a graph call, and of those that these call.
+
+    Raises:
+        LookupError: if one of them writes, sends or draws.
+    """
+    functions = {each.signature.name: each for each in called[0].graph.as_graph_def().library.function}
     pending = [name for operation in called for name in _names_of_functions(operation.node_def)]
-    seen: set[str] = set()
+    found: dict[str, Any] = {}
     while pending:
         name = pending.pop()
-        if name in seen:
+        if name in found:
             continue
-        seen.add(name)
+        found[name] = functions[name]
         for node in functions[name].node_def:
             if _acts(node.op, is_stateful=has_state(node.op)) or _draws(node.op):
                 raise LookupError(node.op)
             pending += _names_of_functions(node)
+    return list(found.values())
+
+
+def rename_functions(graph_def: Any, suffix: str) -> None:
+    """Gives the functions of a graph's definition other names, where they are called, too."""
+    nodes = [*graph_def.node, *(node for each in graph_def.library.function for node in each.node_def)]
+    for attribute in (each for node in nodes for each in node.attr.values()):
+        for function in [attribute.func] if attribute.HasField("func") else attribute.list.func:
+            function.name += suffix
+    for each in graph_def.library.function:
+        each.signature.name += suffix
 
 
 def node_of(operation: tf.Operation) -> Any:
@@ -199,6 +219,11 @@ def node_of(operation: tf.Operation) -> Any:
         del node.attr["_class"]  # to be on the device of an operation that is not there
     del node.input[len(operation.inputs) :]  # those from control dependencies
     return node
+
+
+def calls(operation: tf.Operation) -> bool:
+    """Returns whether an operation calls a function of its graph, as a branch or a loop does."""
+    return any(each.HasField("func") or each.list.func for each in operation.node_def.attr.values())
 
 
 def acts(operation: tf.Operation) -> bool:
@@ -218,11 +243,11 @@ def _draws(kind: str) -> bool:
     )
 
 
-def _is_large(tensor: tf.Tensor, length: int | None) -> bool:
-    """Returns whether a tensor that has rows is large for twice the made-up rows."""
+def num_bytes(tensor: tf.Tensor, length: int | None) -> int:
+    """Returns what a tensor takes for twice the made-up rows, if it has rows."""
     shape = tensor.shape.as_list() if tensor.shape.rank else [0]
     sizes = [UNKNOWN_SIZE if size is None else size for size in shape[1:]]
-    return shape[0] in (None, length) and 2 * NUM_ROWS * tensor.dtype.size * int(np.prod(sizes)) > _MAX_BYTES
+    return 2 * NUM_ROWS * tensor.dtype.size * int(np.prod(sizes)) if shape[0] in (None, length) else 0
 
 
 def _names_of_functions(node: Any) -> list[str]:

@@ -14,16 +14,24 @@ from kdist.state.graphs.rank_dependence import computed_of
 from kdist.state.graphs.row_free import ComputedFrom, RowFree
 
 _NUM_FIRST = 2  # of the made-up rows
-_RANGES: tuple[tuple[float, float, int], ...] = (  # of made-up numbers, and of integers
+RANGES: tuple[tuple[float, float, int], ...] = (
     (-1.0, 1.0, 2),
     (0.1, 0.9, 2),  # which have a logarithm
     (0.0, 1.0, 10),
 )
+"""Of made-up numbers, and of integers."""
+
 _CHOOSING = ("Where", "Unique", "DynamicPartition", "ListDiff", "NonMaxSuppression", "StringSplit")
 _LINEAR = (  # in what has no rows any more
     *("Sum", "Mean", "Add", "AddV2", "AddN", "Sub", "Neg", "Identity", "IdentityN", "Cast"),
     *("Pack", "Reshape", "Squeeze", "ExpandDims", "ConcatV2", "Transpose"),
 )
+OF_EACH = (
+    *("Identity", "Cast", "Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalNot"),
+    *("LogicalAnd", "LogicalOr", "Mul", "Add", "AddV2", "Sub", "Neg", "Abs", "Square"),
+    *("Maximum", "Minimum", "SelectV2"),
+)
+"""Operations on each element."""
 
 Kind = Literal["mean", "sum", "other"]
 
@@ -78,10 +86,8 @@ class MeansAndSums:
         found: set[Kind] = set()
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
             for are_moved in (False, True):  # a number may be 0 with the first weights
-                function, tolerance = function_of(
-                    value, self.leaves, known, self.length, self._is_of_message, are_moved=are_moved
-                )
-                for bounds in _RANGES:
+                function, tolerance = self.function_of([value], known, are_moved=are_moved)
+                for bounds in RANGES:
                     if found <= {"sum"}:  # which other rows may show to be none
                         found |= self._kinds(function, bounds, tolerance)
                 if found:
@@ -90,8 +96,14 @@ class MeansAndSums:
             return "other"
         return found.pop() if len(found) == 1 else "other" if found else None
 
+    def function_of(
+        self, values: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor], **options: Any
+    ) -> tuple[Callable[..., list[tf.Tensor]], float]:
+        """See `graph_function.function_of`, of the data."""
+        return function_of(values, self.leaves, fixed, self.length, self._is_of_message, **options)
+
     def _kinds(
-        self, function: Callable[..., tf.Tensor], bounds: tuple[float, float, int], tolerance: float
+        self, function: Callable[..., list[tf.Tensor]], bounds: tuple[float, float, int], tolerance: float
     ) -> set[Kind]:
         """Returns what a value is for made-up rows, nothing if that is not known."""
         try:
@@ -165,23 +177,38 @@ class MeansAndSums:
         is_number = is_plain and (leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype in (tf.bool, tf.string))
         return bool(is_number) and not (place in self._with_rows and not leaf.shape.rank)
 
-    def _computed(self, function: Callable[..., tf.Tensor], bounds: tuple[float, float, int]) -> list[np.ndarray]:
+    def _computed(self, function: Callable[..., list[tf.Tensor]], bounds: tuple[float, float, int]) -> list[np.ndarray]:
         """Returns a value for some rows, for these twice, for the first of them, and for the others."""
-        generator = np.random.default_rng(0)
-        rows = [self._made_up(place, generator, bounds) for place in range(len(self.leaves))]
+        rows_of = self.made_up(bounds)
 
         def run(chosen: Sequence[int]) -> np.ndarray:
-            data = [each[chosen] if place in self._with_rows else each for place, each in enumerate(rows)]
-            return np.asarray(function(*map(tf.constant, data)), np.float64)
+            return np.asarray(function(*rows_of(chosen))[0], np.float64)
 
         order = list(range(NUM_ROWS))
         return [run(each) for each in (order, order * 2, order[:_NUM_FIRST], order[_NUM_FIRST:])]
 
-    def _made_up(self, place: int, generator: np.random.Generator, bounds: tuple[float, float, int]) -> np.ndarray:
+    def made_up(
+        self, bounds: tuple[float, float, int], number: int = NUM_ROWS
+    ) -> Callable[[Sequence[int]], list[tf.Tensor]]:
+        """Returns a function that returns the leaves with some of the made-up rows.
+
+        Args:
+            bounds: tuple, those of floats, and above integers; one of `RANGES`.
+            number: int, how many rows are made up.
+        """
+        generator = np.random.default_rng(0)
+        rows = [self._made_up_leaf(place, generator, bounds, number) for place in range(len(self.leaves))]
+        return lambda chosen: [
+            tf.constant(each[chosen] if place in self._with_rows else each) for place, each in enumerate(rows)
+        ]
+
+    def _made_up_leaf(
+        self, place: int, generator: np.random.Generator, bounds: tuple[float, float, int], number: int
+    ) -> np.ndarray:
         leaf = self.leaves[place]
         shape = [UNKNOWN_SIZE if size is None else size for size in leaf.shape]
         if place in self._with_rows:
-            shape[0] = NUM_ROWS
+            shape[0] = number
         if leaf.dtype == tf.string:
             return np.full(shape, b"a", object)
         if not leaf.dtype.is_floating:
@@ -189,6 +216,21 @@ class MeansAndSums:
         if bounds[2] > 2:  # whole numbers, as of masks
             return generator.integers(0, 2, shape).astype(leaf.dtype.as_numpy_dtype)
         return generator.uniform(*bounds[:2], shape).astype(leaf.dtype.as_numpy_dtype)
+
+
+def has_rows(tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor that depends on rows may have some, as a list of tensors may."""
+    return tensor.dtype == tf.variant or not tensor.shape.is_fully_defined()
+
+
+def takes_all_rows(operation: tf.Operation) -> bool:
+    """Returns whether a `StridedSlice` takes all along the first axis, as `x[:, 0]` and `x[..., 0]` do."""
+    strides = tf.get_static_value(operation.inputs[3])
+    if strides is None or strides[0] != 1:
+        return False
+    is_first_whole = operation.get_attr("begin_mask") & operation.get_attr("end_mask") & 1
+    is_ellipsis = operation.get_attr("ellipsis_mask") & 1 and len(strides) <= operation.inputs[0].shape.rank
+    return bool(is_first_whole or is_ellipsis)
 
 
 def _is_without_rows(tensor: tf.Tensor) -> bool:

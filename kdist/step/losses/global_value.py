@@ -1,13 +1,15 @@
-"""A number that a step computes by hand from sums and means over rows: computed from those of all ranks."""
+"""A number that a step computes by hand from sums and means over rows, or from rows: computed from all ranks'."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from kdist.state.graphs.aggregates import Aggregate, Aggregates, Recomputed
+from kdist.state.graphs.aggregates import Aggregates
+from kdist.state.graphs.recomputed import OfRows, Recomputed
+from kdist.state.graphs.row_cut import RowCut
 from kdist.step.losses.own_step import OwnStep
 
 _WIDE = {
@@ -20,26 +22,34 @@ _WIDE = {
 class GlobalValue:
     """The value of the global batch, and what a rank differentiates for it.
 
-    The number is computed again as if each of its sums and means over rows had been one of `kdist.all_reduce`. Its
-    gradients by what the rank has computed for it are those of the number that all ranks have.
+    The number is computed again as if each of its sums and means over rows had been one of `kdist.all_reduce`, and its
+    rows those of `kdist.all_gather`. Its gradients by what the rank has computed for it are those of the number that
+    all ranks have.
 
     Collective: every rank must call this, in the same order.
 
     Args:
         step: the open step.
-        aggregates: `Aggregates` of the number.
+        parts: what the number is computed of.
+        gather: callable that takes rows of this rank and returns those of all.
     """
 
-    def __init__(self, step: OwnStep, aggregates: Aggregates) -> None:
+    def __init__(
+        self, step: OwnStep, parts: Aggregates | RowCut, gather: Callable[[list[tf.Tensor]], list[tf.Tensor]]
+    ) -> None:
         self._step = step
-        recomputed = aggregates.recomputed()
-        pending: list[Aggregate] = []
-        for each in aggregates.listed:
-            if aggregates.is_changed(each.tensor):
+        recomputed = parts.recomputed()
+        rows = [each.tensor for each in parts.listed if each.kind == "rows"]
+        own = [recomputed.take(each) for each in rows]
+        recomputed.values |= dict(zip([each.name for each in rows], gather(own) if rows else (), strict=True))
+        pending: list[OfRows] = []
+        for each in parts.listed:
+            if parts.is_changed(each.tensor):
                 self._send(pending, recomputed, same_on_all=False)
-            pending.append(each)
+            if each.kind != "rows":
+                pending.append(each)
         self._send(pending, recomputed, same_on_all=True)
-        self._value = recomputed(aggregates.value)
+        self._value = recomputed(parts.value)
         taken = [(tensor, own) for tensor, own in recomputed.taken if tensor.dtype.is_floating]
         identities = [own for _, own in taken]
         gradients = tf.gradients(self._value, identities, stop_gradients=identities)
@@ -61,14 +71,15 @@ class GlobalValue:
         del value
         return self._targets
 
-    def _send(self, pending: list[Aggregate], recomputed: Recomputed, *, same_on_all: bool) -> None:
-        """Adds up aggregates over the ranks, in one message.
+    def _send(self, pending: list[OfRows], recomputed: Recomputed, *, same_on_all: bool) -> None:
+        """Adds up means, sums and numbers of rows over the ranks, in one message.
 
         Collective: every rank must call this, in the same order.
         """
         parts: list[tf.Tensor] = []
         for each in pending:
             own = recomputed(each.tensor)
+            own = own[:1] if each.kind == "shape" else own  # the number of rows
             wide = tf.cast(own, _WIDE.get(own.dtype, own.dtype))
             if each.count is not None:
                 count = tf.cast(each.count, wide.dtype)
@@ -80,7 +91,9 @@ class GlobalValue:
             total = next(totals)
             total = total / next(totals) if each.count is not None else total
             total = tf.round(total) if each.tensor.dtype.is_integer else total
-            recomputed.values[each.tensor.name] = tf.cast(total, each.tensor.dtype)
+            total = tf.cast(total, each.tensor.dtype)
+            rest = each.tensor[1:] if each.kind == "shape" else None
+            recomputed.values[each.tensor.name] = total if rest is None else tf.concat([total, rest], 0)
         pending.clear()
 
     def _totals(self, parts: Sequence[tf.Tensor], *, same_on_all: bool) -> list[tf.Tensor]:

@@ -19,6 +19,8 @@ from kdist.state.graphs.aggregates import Aggregates
 from kdist.state.graphs.linear_terms import linear_terms
 from kdist.state.graphs.means_and_sums import Kind, MeansAndSums
 from kdist.state.graphs.rank_dependence import tensor_key
+from kdist.state.graphs.row_cut import RowCut
+from kdist.state.graphs.row_wise import RowWise
 from kdist.step.losses.global_value import GlobalValue
 from kdist.step.losses.own_step import OwnStep
 from kdist.step.losses.scaled_sums import ScaledSums
@@ -43,6 +45,8 @@ _MAX_TERMS = 16  # of a number, as finding out about each takes time
 Means = dict[Any, tf.Tensor]
 """Tensors that count as means over the rank's rows, by graph and name."""
 
+Gather = Callable[[str, list[tf.Tensor]], list[tf.Tensor]]
+
 
 class OwnLosses:
     """Makes the mean over the ranks of what a step computes by hand that of the global batch.
@@ -63,7 +67,9 @@ class OwnLosses:
         self._means: Means = {}
         self._statistics: list[tf.Tensor] = []
         self._told: list[Any] = []
-        self._rows: MeansAndSums | None = None
+        self._of_data: MeansAndSums | None = None
+        self._row_wise: RowWise | None = None
+        self._gather: Gather = lambda _, rows: rows
 
     def note_mean(self, value: Any) -> None:
         """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
@@ -93,8 +99,15 @@ class OwnLosses:
         return call
 
     @contextlib.contextmanager
-    def opened(self, model: keras.Model) -> Iterator[None]:
-        """A context in which a model's step computes its losses."""
+    def opened(self, model: keras.Model, gather: Gather) -> Iterator[None]:
+        """A context in which a model's step computes its losses.
+
+        Args:
+            model: `keras.Model`.
+            gather: callable that takes what a number is, for messages, and rows of this rank that it is computed from,
+                and returns those of all ranks.
+        """
+        self._gather = gather
         self._loss = f"The loss that the step of {type(model).__name__} differentiates"
         if computes_own_loss(model) and tf.executing_eagerly() and self._step.engine.size > 1:
             self._tell(_EAGER, type(model).__name__)
@@ -161,7 +174,7 @@ class OwnLosses:
         terms = [each for each in terms if self._step.depends_on_rows(each[0])]
         if all(tensor_key(term) in means for term, _ in terms):
             return None
-        found = self._rows = self._rows or self._of_data()
+        found = self._of_data = self._of_data or self._means_and_sums()
         if not found.can_tell(value) or self._step.is_traced_again(knows_number=found.length is not None):
             return None
         is_whole = found.length is not None or [term.name for term, _ in terms] == [value.name]  # factors may hold it
@@ -176,10 +189,11 @@ class OwnLosses:
             for (term, _), kind in zip(terms, kinds, strict=True)
             if tensor_key(term) not in means and found.length is None
         )
-        if relates_rows:
-            of_all_ranks = self._of_all_ranks(found, value, means)
+        if relates_rows or None in kinds:
+            of_all_ranks = self._of_all_ranks(found, value, who, means)
             if of_all_ranks is not None:
                 return of_all_ranks
+        if relates_rows:
             self._told.append(value)
             self._tell(_NO_MEAN, who)
         sums = [each for each, kind in zip(terms, kinds, strict=True) if kind == "sum"]
@@ -188,7 +202,7 @@ class OwnLosses:
             return None
         return ScaledSums(self._step, sums) if sums else None
 
-    def _of_data(self) -> MeansAndSums:
+    def _means_and_sums(self) -> MeansAndSums:
         rows = Rows(self._step.data)
         leaves = [
             (leaf, rows.has_rows(place))
@@ -206,18 +220,25 @@ class OwnLosses:
 
         return MeansAndSums([leaf for leaf, _ in leaves], with_rows, depends_on_rows)
 
-    def _of_all_ranks(self, found: MeansAndSums, value: tf.Tensor, means: Means) -> GlobalValue | None:
-        """Returns a number that is computed from means and sums over rows, or `None`."""
+    def _of_all_ranks(self, found: MeansAndSums, value: tf.Tensor, who: str, means: Means) -> GlobalValue | None:
+        """Returns a number computed from means and sums over the rows of all ranks, or else from these rows, or `None`.
+
+        Collective: every rank must call this, in the same order.
+        """
         graphs = [each.graph for each in found.leaves] + [tf.compat.v1.get_default_graph()]
         is_in_branch = not all(each is value.graph for each in graphs) or is_compiled_by_xla()
         if found.length is not None or is_in_branch:
             return None
-        fixed = self._known()
-        try:
-            aggregates = Aggregates(value, found, fixed, list(means.values()))
-            return GlobalValue(self._step, aggregates)
-        except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
-            return None
+        rows = self._row_wise = self._row_wise or RowWise(found)
+        fixed, numbers = self._known(), list(means.values())
+        for parts in (
+            lambda: Aggregates(value, found, fixed, numbers),
+            lambda: RowCut(value, found, rows, fixed, numbers),
+        ):
+            # As of what has no gradient.
+            with contextlib.suppress(LookupError, TypeError, ValueError, tf.errors.OpError):
+                return GlobalValue(self._step, parts(), lambda rows: self._gather(who, rows))
+        return None
 
     def _known(self) -> list[tf.Tensor]:
         """Returns what does not count as computed from rows, though it is."""

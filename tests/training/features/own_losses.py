@@ -96,10 +96,21 @@ OF_MEANS_ADDED: dict[str, Callable[[Any], Any]] = {
     "a variance": lambda x: ops.mean((x - ops.mean(x, axis=0)) ** 2),
     "of equal variance": lambda x: ops.mean(ops.tanh((x - ops.mean(x, axis=0)) / (ops.std(x, axis=0) + 0.1)) ** 3),
 }
-OTHERS_ADDED: dict[str, Callable[[Any], Any]] = {
+OF_ROWS_ADDED: dict[str, Callable[[Any], Any]] = {
     "pairs": lambda x: ops.mean(ops.log_softmax(ops.matmul(x, ops.transpose(x)))),
     "a maximum": lambda x: ops.max(x),
     "a root of a maximum": lambda x: ops.sqrt(ops.max(ops.sum(x**2, axis=1))),
+}
+
+
+def of_python(x: Any) -> Any:
+    """What no graph shows."""
+    return tf.ensure_shape(tf.numpy_function(lambda value: value, [x], x.dtype), x.shape)
+
+
+OTHERS_ADDED: dict[str, Callable[[Any], Any]] = {
+    "a maximum of Python": lambda x: ops.max(x) * tf.stop_gradient(of_python(ops.max(x))),
+    "pairs of Python": lambda x: ops.mean(ops.matmul(x, ops.transpose(x))) * tf.stop_gradient(of_python(ops.max(x))),
 }
 
 
@@ -118,7 +129,7 @@ def means_sums_and_what_is_of_them_that_layers_add() -> None:
         x, y = rows(name)
 
         def script(batch: int, x: Any = x, y: Any = y) -> dict[str, Any]:
-            model = with_added({**MEANS_ADDED, **SUMS_ADDED, **OF_MEANS_ADDED})
+            model = with_added({**MEANS_ADDED, **SUMS_ADDED, **OF_MEANS_ADDED, **OF_ROWS_ADDED})
             model.compile(keras.optimizers.SGD(0.01), "mse")
             return fit_alone(model, fed("arrays", (x, y), batch), validation_data=(x, y))
 
@@ -220,25 +231,47 @@ OF_MEANS: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "focal": lambda y, p: ops.sum(ops.log(ops.mean(ops.exp(-((y - p) ** 2)), axis=0))) ** 2 / 4 + 0.01 * ops.sum(p**2),
 }
-OTHERS: dict[str, Callable[[Any, Any], Any]] = {
+
+
+def nearest(y: Any, p: Any) -> Any:
+    """The loss of triplets with the hardest negative of the batch."""
+    distances = ops.sum((y[:, None] - p[None]) ** 2, axis=-1)
+    own = ops.diagonal(distances)
+    others = ops.min(distances + 1e3 * ops.eye(ops.shape(y)[0], dtype=y.dtype), axis=1)
+    return ops.mean(ops.maximum(0.0, own - others + 0.5))
+
+
+OF_ROWS: dict[str, Callable[[Any, Any], Any]] = {
+    "contrastive": lambda y, p: ops.mean(ops.log_softmax(ops.matmul(y, ops.transpose(p)))),
+    "contrastive, by numbers of rows": lambda y, p: ops.mean(
+        keras.losses.sparse_categorical_crossentropy(
+            ops.arange(ops.shape(y)[0]), ops.matmul(y, ops.transpose(p)), from_logits=True
+        )
+    ),
+    "hardest triplets": nearest,
+    "hardest rows": lambda y, p: ops.mean(ops.top_k(ops.sum((y - p) ** 2, axis=1), 3)[0]),
+    "times a maximum": lambda y, p: ops.mean((y - p) ** 2) * ops.max(ops.cast(y > -7, p.dtype)),
+    "ranks": lambda y, p: ops.mean(ops.sort(p[:, 0]) * ops.sort(y[:, 0])),
+    "a median of errors": lambda y, p: ops.median(ops.sum((y - p) ** 2, axis=1)),
+    "differences of all pairs": lambda y, p: ops.mean(
+        ops.maximum(0.0, 1 - ops.sign(y[:, :1] - ops.transpose(y[:, :1])) * (p[:, :1] - ops.transpose(p[:, :1])))
+    ),
     "means in a branch": lambda y, p: tf.cond(ops.sum(p) > 1e6, lambda: ops.mean(p), lambda: ops.mean((y - p) ** 2)),
     "a masked loss in a branch": lambda y, p: tf.cond(
         ops.any(y != 7), lambda: masked(y, p, y != 7), lambda: 0 * ops.sum(p)
-    ),
-    "times a maximum": lambda y, p: ops.mean((y - p) ** 2) * ops.max(ops.cast(y > -7, p.dtype)),
-    "a function of Python": lambda y, p: (
-        ops.mean((y - p) ** 2)
-        * tf.stop_gradient(tf.ensure_shape(tf.numpy_function(lambda v: v, [ops.sqrt(ops.mean(y**2))], y.dtype), ()))
     ),
     "a fold": lambda y, p: (
         ops.sqrt(ops.mean((y - p) ** 2))
         * tf.foldl(lambda most, row: tf.maximum(most, tf.norm(row)), y, tf.zeros((), y.dtype))
     ),
-    "a gradient of its own": lambda y, p: ops.sqrt(1 + ops.mean(own_gradient(p - ops.mean(p, axis=0)) ** 3)),
     "in a branch": lambda y, p: tf.cond(
-        ops.any(y == 1), lambda: ops.sum(p) / ops.sum(ops.cast(y == 1, p.dtype)), lambda: 0.01 * ops.sum((y - p) ** 2)
+        ops.any(y > 0), lambda: ops.sum(p) / ops.sum(ops.cast(y > 0, p.dtype)), lambda: 0.01 * ops.sum((y - p) ** 2)
     ),
-    "contrastive": lambda y, p: ops.mean(ops.log_softmax(ops.matmul(y, ops.transpose(p)))),
+    "a gradient of its own for each row": lambda y, p: ops.sqrt(1 + ops.max(own_gradient(y - p))),
+}
+OTHERS: dict[str, Callable[[Any, Any], Any]] = {
+    "a function of Python": lambda y, p: ops.mean((y - p) ** 2) * tf.stop_gradient(of_python(ops.sqrt(ops.mean(y**2)))),
+    "a gradient of its own": lambda y, p: ops.sqrt(1 + ops.mean(own_gradient(p - ops.mean(p, axis=0)) ** 3)),
 }
 
 
@@ -334,6 +367,15 @@ def sums_that_a_step_differentiates() -> None:
 @feature
 def functions_of_means_and_sums_that_a_step_differentiates() -> None:
     for number, (name, loss) in enumerate(OF_MEANS.items()):
+        try:
+            silently_both(by_hand(models_of(loss)[number % 3], ("ragged", "even")[number // 2 % 2]))
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
+@feature
+def losses_that_relate_rows_that_a_step_differentiates() -> None:
+    for number, (name, loss) in enumerate(OF_ROWS.items()):
         try:
             silently_both(by_hand(models_of(loss)[number % 3], ("ragged", "even")[number // 2 % 2]))
         except AssertionError as error:
@@ -560,9 +602,16 @@ def logs_and_metrics_by_hand() -> None:
             norm = tf.linalg.global_norm(gradients)
             return {"loss": loss, "norm": norm, "tracked": self.tracker.result(), **of_told}
 
+    silently_both(by_hand(lambda: Measures(lambda y, p: ops.mean((y - p) ** 2))))
+
+    class MeasuresInPython(Measures):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            logs = super().train_step(data)
+            return {**logs, "norm": of_python(logs["norm"])}
+
     x, y = rows("ragged")
     with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
-        model = Measures(lambda y, p: ops.mean((y - p) ** 2))
+        model = MeasuresInPython(lambda y, p: ops.mean((y - p) ** 2))
         model.compile("sgd")
         model.fit(x, y, batch_size=BATCH, verbose=0)
     names = [text[: text.index(" is computed")] for text in said if " is computed" in text]

@@ -1,0 +1,80 @@
+"""The rows of which a graph computes a number that relates them, and that number computed again from those of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from kdist.state.graphs.means_and_sums import MeansAndSums
+from kdist.state.graphs.rank_dependence import tensor_key
+from kdist.state.graphs.recomputed import OfRows, Recomputed, check_repeatable
+from kdist.state.graphs.row_free import RowFree
+from kdist.state.graphs.row_wise import RowWise
+
+_MAX_ROWS, _MAX_CHANGED = 16, 2000  # as where a gradient is what relates rows
+
+
+class RowCut:
+    """The last tensors of a graph that hold rows which are each computed from one, on all ways to a number.
+
+    What comes after them can be computed again from the rows of all ranks, whatever it is.
+
+    Args:
+        value: symbolic tensor of a known shape.
+        found: `MeansAndSums` of the data.
+        rows: `RowWise` of the data.
+        fixed: sequence of tensors that do not count as computed from rows.
+        means: sequence of tensors that count as means over rows.
+
+    Attributes:
+        value: the tensor.
+        listed: list of `OfRows`, what it is computed of.
+
+    Raises:
+        LookupError: if something that it is computed by cannot be computed again.
+    """
+
+    def __init__(
+        self,
+        value: tf.Tensor,
+        found: MeansAndSums,
+        rows: RowWise,
+        fixed: Sequence[tf.Tensor],
+        means: Sequence[tf.Tensor],
+    ) -> None:
+        self.value = value
+        self.listed: list[OfRows] = []
+        self._changed: set[str] = set()
+        known = {tensor_key(each) for each in means}
+        rows.follow(value, fixed, means)
+        free = RowFree(fixed, found.depends_on_rows)
+        for _ in free.followed([value]):  # finds out what else is free
+            pass
+        pending, seen = [value], set()
+        while pending:
+            tensor = pending.pop()
+            if tensor.name in seen or free(tensor):
+                continue
+            seen.add(tensor.name)
+            if tensor_key(tensor) in known:
+                self.listed.append(OfRows(tensor, "mean"))
+            elif rows(tensor):
+                self.listed.append(OfRows(tensor, "rows"))
+            elif rows.is_shape(tensor):
+                self.listed.append(OfRows(tensor, "shape"))
+            else:
+                check_repeatable(tensor.op)
+                self._changed |= {each.name for each in tensor.op.outputs}
+                pending += tensor.op.inputs
+        num_rows = sum(each.kind == "rows" for each in self.listed)
+        if not 0 < num_rows <= _MAX_ROWS or len(self._changed) > _MAX_CHANGED:
+            raise LookupError(value.name)
+
+    def is_changed(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor is computed again."""
+        return tensor.name in self._changed
+
+    def recomputed(self) -> Recomputed:
+        """Returns what computes tensors of the graph from other values of what is listed."""
+        return Recomputed(self.is_changed)
