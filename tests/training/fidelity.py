@@ -6,6 +6,7 @@ optimizer variables, history, evaluation and prediction, in float64.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import tempfile
@@ -205,7 +206,8 @@ def of_the_chief(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if engine.rank == 0:
             try:
                 fresh()
-                pickle.dump(keras.tree.map_structure(np.asarray, run()), file)
+                with every_dependency():
+                    pickle.dump(keras.tree.map_structure(np.asarray, run()), file)
                 file.flush()
             finally:
                 written.touch()
@@ -216,6 +218,22 @@ def of_the_chief(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         plain = pickle.loads(content)
         engine.barrier()
     return plain
+
+
+@contextlib.contextmanager
+def every_dependency() -> Iterator[None]:
+    """Keeps every control dependency of a graph: else plain Keras may update a weight before its step reads that.
+
+    An update waits for the reads before it. Keras passes all gradients through one `IdentityN`, which waits for them
+    too. So TensorFlow's dependency optimizer drops that the update does, and then takes the `IdentityN` apart: a weight
+    that its own gradient does not need, such as a factor of the loss, is updated as soon as this gradient is known. The
+    steps of several ranks have no such `IdentityN`.
+    """
+    tf.config.optimizer.set_experimental_options({"dependency_optimization": False})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"dependency_optimization": True})  # as by default
 
 
 def fresh() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import kdist
@@ -42,6 +44,43 @@ def custom_train_step() -> None:
         deterministic_weights(model)
         model.compile(keras.optimizers.Adam(0.01))
         return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+    both(script)
+
+
+@feature
+def weights_that_a_step_reads_late_are_those_before_its_update() -> None:
+    """The gradient of a factor does not need the factor, which is read after the gradient could be computed."""
+
+    def wait(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        time.sleep(0.2)
+        return rows
+
+    class Late(OwnStep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = self.add_weight(name="factor", initializer=keras.initializers.Constant(0.3))
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            late = tf.numpy_function(wait, [x], x.dtype)
+            with tf.GradientTape() as tape:
+                error = keras.ops.mean((y - self(x, training=True)) ** 2)
+                with tf.control_dependencies([late]):
+                    factor = tf.convert_to_tensor(self.factor)
+                loss = factor * error
+            gradients = tape.gradient(loss, self.trainable_weights)
+            self.optimizer.apply(gradients, self.trainable_weights)
+            return {"loss": loss, "error": error}
+
+    x, y = rows("even")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Late()
+        model.build((None, 5))
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.01))
+        return outcome(model, model.fit(x, y, batch_size=batch, shuffle=False, verbose=0))
 
     both(script)
 
