@@ -120,9 +120,10 @@ def control_outputs(operation: tf.Operation) -> list[tf.Operation]:
 
 
 def has_state(kind: str) -> bool:
-    """Returns whether a kind of operation has a state, as one that writes or prints; `True` for unknown ones."""
+    """Returns whether a kind of operation has a state, as one that writes, prints or sends; `True` for unknown ones."""
     definition = op_def_registry.get(kind)
-    return definition is None or bool(definition.is_stateful)
+    # Horovod's send, and do not say so.
+    return definition is None or bool(definition.is_stateful) or kind.startswith("Horovod")
 
 
 def is_updating() -> bool:

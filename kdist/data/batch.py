@@ -83,12 +83,17 @@ class Rows:
         self._sliced = with_rows if len(set(sizes.values())) <= 1 or (is_told and is_plausible) else None
         self._counted = next((number for number in with_rows if number in targets), next(iter(with_rows), None))
         self._sizes = list(sizes.values())
+        self._open = {number for number, size in sizes.items() if size is None}
         # As of a graph's nodes and edges, with one target.
         self._may_differ = len(with_rows) > 1 and None in (sizes[number] for number in with_rows)
 
     def has_rows(self, number: int) -> bool:
         """Returns whether a leaf has rows, as far as is known; `number` is its place in the flat structure."""
         return self._sliced is None or number in self._sliced
+
+    def probably_has_rows(self, number: int) -> bool:
+        """Returns `has_rows`, but not for a leaf of known length where it is not known, and others' are unknown."""
+        return self.has_rows(number) and (self._sliced is not None or not self._open or number in self._open)
 
     def count(self, batch: Any) -> Any:
         """Returns the number of rows of a batch: an int if it is known from the structure, or an `int64` scalar."""

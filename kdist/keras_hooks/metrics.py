@@ -87,7 +87,7 @@ def wrapped_updates(model: keras.Model, call: Callable[..., Any]) -> Iterator[No
             for metric in joint_metrics(model):
                 if not any(metric is each for each in seen):
                     seen.append(metric)
-                    update = functools.partial(call, f"metric {metric.name!r}", metric.update_state)
+                    update = functools.partial(call, f"The metric {metric.name!r}", metric.update_state)
                     stack.enter_context(patched(metric, "update_state", update))
 
         def building(build: Callable[..., None]) -> Callable[..., None]:

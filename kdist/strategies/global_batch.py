@@ -17,12 +17,12 @@ from kdist.strategies.differentiable import ReplicaStep, rows_of_all_ranks, spar
 LARGE_MESSAGE = 2**22  # bytes of a rank in a step
 
 _TOO_LARGE = (
-    "The {} is computed from the rows of all ranks, of which this rank sends {:,} bytes in a step: it is not known to "
+    "{} is computed from the rows of all ranks, of which this rank sends {:,} bytes in a step: it is not known to "
     "be a mean over the rows. Fix, if that is too slow: use one of keras.losses or keras.metrics that is (Hinge, Dice, "
     "Tversky and Circle are not), or add the mean over this rank's rows by `add_loss`."
 )
 _OTHER_WIDTHS = (
-    "The {} is computed from batches that are wider on one rank than on another, padded with zeros to the widest. That "
+    "{} is computed from batches that are wider on one rank than on another, padded with zeros to the widest. That "
     "is exact if it leaves out targets of 0; else it counts the padding. Fix, if it does not leave them out: pad all "
     "batches to one width (`padded_shapes` of `padded_batch`), or give the model a mask (`mask_zero=True`)."
 )

@@ -26,7 +26,7 @@ def found(compute):
 
         data = MeansAndSums([x], [0], depends_on_rows)
         value = compute(x)
-        cut = RowCut(value, data, RowWise(data), [], [])
+        cut = RowCut(value, RowWise(data), [], [])
         recomputed = cut.recomputed()
         for each in cut.listed:
             kinds.append((each.kind, each.tensor.op.type))

@@ -35,7 +35,7 @@ ON_COLLECTIVES = (
     "predictions_that_are_no_plain_arrays",
     "gradients_of_16_bits",
 )
-ON_HOROVOD = ("mixed_precision_scales_as_one", "losses_of_several_outputs")
+ON_HOROVOD = ("mixed_precision_scales_as_one", "losses_of_several_outputs", "losses_by_hand_behind_messages")
 
 # Embedding tables in parts, and slots of one: what depends on the number of ranks.
 TABLES = {

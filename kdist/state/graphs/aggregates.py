@@ -56,7 +56,7 @@ class Aggregates:
         self._changed: set[str] = set()  # of what is computed from aggregates
         if self._is_known(value) or not value.shape.is_fully_defined():
             raise LookupError(value.name)
-        for operation in self._is_fixed.followed([value], self._is_known):
+        for operation in self._is_fixed.followed([value], lambda each: self._is_known(each) or found.is_leaf(each)):
             self._add(operation)
         if value.name not in self._changed and not any(
             each.tensor is value and each.count is not None for each in self.listed

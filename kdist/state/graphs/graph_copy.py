@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdist._tf_internals import has_state
 from kdist.keras_hooks.variables import DIRECT_ASSIGN
 from kdist.state.graphs.graph_function import node_of
 
@@ -117,7 +118,7 @@ def is_computed_of(handle: Any, value: Any, source: Callable[[Any], Any]) -> boo
 def can_be_copied(operation: tf.Operation) -> bool:
     """Returns whether an operation has one result for given inputs, and is one by itself: it calls no function."""
     is_call = any(each.HasField("func") for each in operation.node_def.attr.values())
-    return not (operation.op_def.is_stateful or is_call)
+    return not (has_state(operation.type) or is_call)
 
 
 def copied(value: tf.Tensor, inputs: Sequence[tf.Tensor]) -> tf.Tensor:

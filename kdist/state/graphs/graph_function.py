@@ -13,6 +13,9 @@ from kdist._tf_internals import has_state
 NUM_ROWS = 6
 """How many rows are made up: few, as a row may be large; even, as a step may halve them."""
 
+FEW_ROWS = 4
+"""How many are made up of rows that are larger than `MAX_BYTES`."""
+
 UNKNOWN_SIZE = 4
 """The size of a dimension that the graph does not know."""
 
@@ -43,8 +46,8 @@ def function_of(
     *,
     are_moved: bool,
     max_bytes: int | None = MAX_BYTES,
-) -> tuple[Callable[..., list[tf.Tensor]], float]:
-    """Returns a function of the leaves that computes tensors of a graph, and how exact it is; see `_move_weights`.
+) -> tuple[Any, float]:
+    """Returns a `tf.function` of the leaves that computes tensors of a graph, and how exact it is; see `_move_weights`.
 
     Raises:
         LookupError: if what they are computed by cannot run by itself, or is large.
@@ -111,7 +114,7 @@ def _sub_graph(
             continue
         found.node.append(node_of(operation))
         node, inputs = found.node[-1], list(operation.inputs)
-        if operation.type in _DRAWN and operation.outputs[0].dtype.is_floating:
+        if is_drawn(operation):
             inputs = inputs[:1]
             _make_constant(found, node, operation)
         elif is_known(operation):
@@ -179,11 +182,12 @@ def _make_constants(graph_def: tf.compat.v1.GraphDef, node: Any, operation: tf.O
         node.input.append(number.name)
 
 
-def functions_of(called: Sequence[tf.Operation]) -> list[Any]:
+def functions_of(called: Sequence[tf.Operation], *, are_differentiated: bool = False) -> list[Any]:
     """Returns the definitions of the functions that operations of a graph call, and of those that these call.
 
     Raises:
-        LookupError: if one of them writes, sends or draws.
+        LookupError: if one of them writes, sends or draws; or, for a copy that is differentiated, if it calls one that
+            is no branch and no loop, or has a gradient of its own, which is that of the original's tensors.
     """
     functions = {each.signature.name: each for each in called[0].graph.as_graph_def().library.function}
     pending = [name for operation in called for name in _names_of_functions(operation.node_def)]
@@ -194,10 +198,15 @@ def functions_of(called: Sequence[tf.Operation]) -> list[Any]:
             continue
         found[name] = functions[name]
         for node in functions[name].node_def:
-            if _acts(node.op, is_stateful=has_state(node.op)) or _draws(node.op):
+            if _acts(node.op) or _draws(node.op) or (are_differentiated and has_own_gradient(node)):
                 raise LookupError(node.op)
             pending += _names_of_functions(node)
     return list(found.values())
+
+
+def has_own_gradient(node: Any) -> bool:
+    """Returns whether the gradient of a copy of an operation would not be that of what it computes from its inputs."""
+    return "_gradient_op_type" in node.attr or node.op in ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def rename_functions(graph_def: Any, suffix: str) -> None:
@@ -221,6 +230,11 @@ def node_of(operation: tf.Operation) -> Any:
     return node
 
 
+def is_drawn(operation: tf.Operation) -> bool:
+    """Returns whether an operation draws numbers at random, that count as the same for each row."""
+    return operation.type in _DRAWN and bool(operation.outputs[0].dtype.is_floating)
+
+
 def calls(operation: tf.Operation) -> bool:
     """Returns whether an operation calls a function of its graph, as a branch or a loop does."""
     return any(each.HasField("func") or each.list.func for each in operation.node_def.attr.values())
@@ -228,12 +242,12 @@ def calls(operation: tf.Operation) -> bool:
 
 def acts(operation: tf.Operation) -> bool:
     """Returns whether an operation may do more than to compute, or draws at random."""
-    return _acts(operation.type, is_stateful=operation.op_def.is_stateful) or _draws(operation.type)
+    return _acts(operation.type) or _draws(operation.type)
 
 
-def _acts(kind: str, *, is_stateful: bool) -> bool:
+def _acts(kind: str) -> bool:
     """Returns whether a kind of operation may do more than to compute: write, print, send, wait."""
-    return is_stateful and kind not in (*_HARMLESS, *_CALLS)
+    return has_state(kind) and kind not in (*_HARMLESS, *_CALLS)
 
 
 def _draws(kind: str) -> bool:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 
-from kdist.state.graphs.graph_function import NUM_ROWS, UNKNOWN_SIZE, acts, function_of
-from kdist.state.graphs.rank_dependence import computed_of
+from kdist.state.graphs.graph_function import (
+    FEW_ROWS,
+    MAX_BYTES,
+    NUM_ROWS,
+    UNKNOWN_SIZE,
+    acts,
+    function_of,
+    num_bytes,
+)
+from kdist.state.graphs.rank_dependence import computed_of, tensor_key
 from kdist.state.graphs.row_free import ComputedFrom, RowFree
 
 _NUM_FIRST = 2  # of the made-up rows
@@ -59,11 +68,61 @@ class MeansAndSums:
         self.leaves = leaves
         self._with_rows = with_rows
         self.depends_on_rows = depends_on_rows
+        self._keys = {tensor_key(each) for each in leaves}
+        self._max_bytes: int | None = MAX_BYTES
+        self._num_rows = NUM_ROWS
         self._is_sending = ComputedFrom(acts)
         self._is_chosen = ComputedFrom(lambda operation: operation.type.startswith(_CHOOSING))
         self._are_numbers: dict[tuple[Any, str], bool] = {}
         self._lengths = {leaves[place].shape[0] for place in with_rows if self._can_be_made_up(place)}
         self.length = next(iter(self._lengths), None)
+
+    def at(self, ends: Sequence[tf.Tensor]) -> MeansAndSums:
+        """Returns the same for what is computed from some tensors, for which rows are made up in the place of the data.
+
+        Args:
+            ends: sequence of tensors, each of the data, or with a row for each of the data.
+        """
+        found = copy.copy(self)
+        without_rows = self.leaves_without_rows()
+        found.leaves, found._keys = ends, {tensor_key(each) for each in ends}
+        found._with_rows = [place for place, each in enumerate(ends) if tensor_key(each) not in without_rows]
+        found._lengths = {ends[place].shape[0] for place in found._with_rows}
+        found._max_bytes = None
+        found._num_rows = num_rows(ends)
+        return found
+
+    def leaves_without_rows(self) -> set[Any]:
+        """Returns the keys of those tensors for which a value is made up that has no rows."""
+        return {tensor_key(each) for place, each in enumerate(self.leaves) if place not in self._with_rows}
+
+    def can_run(self, value: tf.Tensor, fixed: Sequence[tf.Tensor]) -> bool:
+        """Returns whether a number and its gradients can be computed for other numbers of rows than a step has."""
+        known = [each for each in fixed if tf.is_symbolic_tensor(each) and each.shape.is_fully_defined()]
+        num_successes = 0
+        with tf.init_scope():
+            function, _ = self.function_of([value], known, are_moved=True, max_bytes=None)
+
+            def differentiated(*data: tf.Tensor) -> list[tf.Tensor]:
+                data = tuple(map(tf.identity, data))
+                (number,) = function.python_function(*data)
+                floats = [each for each in data if each.dtype.is_floating]
+                gradients = tf.gradients(number, floats) if number.dtype.is_floating and floats else []
+                return [number, *(tf.convert_to_tensor(each) for each in gradients if each is not None)]
+
+            run = tf.function(differentiated, autograph=False, reduce_retracing=True)
+            for times in (1, 2, 4) if self._num_rows == FEW_ROWS else (1, 2, 4, 8, 16):
+                number = times * self._num_rows
+                for bounds in RANGES:
+                    with contextlib.suppress(Exception):
+                        run(*self.made_up(bounds, number)(range(number)))
+                        num_successes += 1
+                        break
+        return num_successes > 1
+
+    def is_leaf(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor is one for which rows are made up."""
+        return tensor_key(tensor) in self._keys
 
     def can_tell(self, value: tf.Tensor) -> bool:
         """Returns whether rows can be made up for what a tensor is computed from."""
@@ -82,35 +141,36 @@ class MeansAndSums:
         """
         if not self.can_tell(value):
             return None
+        if self.is_leaf(value):
+            return "sum"
         known = [each for each in fixed if tf.is_symbolic_tensor(each) and each.shape.is_fully_defined()]
-        found: set[Kind] = set()
+        found: set[Kind | None] | None = None  # where it cannot be copied
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
             for are_moved in (False, True):  # a number may be 0 with the first weights
-                function, tolerance = self.function_of([value], known, are_moved=are_moved)
-                for bounds in RANGES:
-                    if found <= {"sum"}:  # which other rows may show to be none
-                        found |= self._kinds(function, bounds, tolerance)
-                if found:
+                function, tolerance = self.function_of([value], known, are_moved=are_moved, max_bytes=self._max_bytes)
+                # What some rows show as a mean, others may show to be none.
+                found = set.union(*(self._kinds(function, bounds, tolerance) for bounds in RANGES))
+                if found - {None}:
                     break
-        if found == {"sum"} and self.length is None and self.relates_rows(value, known):
+        if found == set():
+            return "other"  # it needs a certain number of rows
+        kinds = (found or set()) - {None}
+        if kinds == {"sum"} and self.length is None and self.relates_rows(value, known):
             return "other"
-        return found.pop() if len(found) == 1 else "other" if found else None
+        return kinds.pop() if len(kinds) == 1 else "other" if kinds else None
 
-    def function_of(
-        self, values: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor], **options: Any
-    ) -> tuple[Callable[..., list[tf.Tensor]], float]:
+    def function_of(self, values: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor], **options: Any) -> tuple[Any, float]:
         """See `graph_function.function_of`, of the data."""
         return function_of(values, self.leaves, fixed, self.length, self._is_of_message, **options)
 
     def _kinds(
         self, function: Callable[..., list[tf.Tensor]], bounds: tuple[float, float, int], tolerance: float
-    ) -> set[Kind]:
-        """Returns what a value is for made-up rows, nothing if that is not known."""
+    ) -> set[Kind | None]:
+        """Returns what a value is for made-up rows, `None` if these say nothing, and nothing if it fails for them."""
         try:
-            kind = _kind(self._computed(function, bounds), tolerance)
+            return {_kind(self._computed(function, bounds), self._num_rows, tolerance)}
         except (tf.errors.OpError, ValueError, ArithmeticError):  # as of integers that no table has
             return set()
-        return set() if kind is None else {kind}
 
     def relates_rows(self, value: tf.Tensor, fixed: Sequence[tf.Tensor]) -> bool:
         """Returns whether a mean or a sum is of more than a number for each row, as of what is divided by a sum.
@@ -123,7 +183,7 @@ class MeansAndSums:
             fixed: sequence of tensors that do not count as computed from rows.
         """
         free = RowFree(fixed, self.depends_on_rows)
-        for operation in free.followed([value]):
+        for operation in free.followed([value], self.is_leaf):
             if operation.type == "Mean" and _is_without_rows(operation.outputs[0]) and self._takes_chosen(operation):
                 return True
             if operation.type in _LINEAR:
@@ -161,6 +221,10 @@ class MeansAndSums:
         shapes = [each for each in operations if each.type in ("Shape", "Size")]
         return bool(shapes) and not any(map(self._is_chosen, shapes))
 
+    def is_chosen(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor is computed from rows of which a step has chosen some."""
+        return self._is_chosen(tensor.op)
+
     def _takes_chosen(self, operation: tf.Operation) -> bool:
         """Returns whether an operation takes rows of which a step has chosen some, as by `tf.boolean_mask`."""
         return any(self._is_chosen(each.op) for each in operation.inputs if not each.shape.is_fully_defined())
@@ -184,7 +248,7 @@ class MeansAndSums:
         def run(chosen: Sequence[int]) -> np.ndarray:
             return np.asarray(function(*rows_of(chosen))[0], np.float64)
 
-        order = list(range(NUM_ROWS))
+        order = list(range(self._num_rows))
         return [run(each) for each in (order, order * 2, order[:_NUM_FIRST], order[_NUM_FIRST:])]
 
     def made_up(
@@ -196,7 +260,7 @@ class MeansAndSums:
             bounds: tuple, those of floats, and above integers; one of `RANGES`.
             number: int, how many rows are made up.
         """
-        generator = np.random.default_rng(0)
+        generator = np.random.default_rng(RANGES.index(bounds))
         rows = [self._made_up_leaf(place, generator, bounds, number) for place in range(len(self.leaves))]
         return lambda chosen: [
             tf.constant(each[chosen] if place in self._with_rows else each) for place, each in enumerate(rows)
@@ -237,7 +301,12 @@ def _is_without_rows(tensor: tf.Tensor) -> bool:
     return tensor.shape.is_fully_defined() and (tensor.dtype.is_floating or tensor.dtype.is_bool)
 
 
-def _kind(found: list[np.ndarray], tolerance: float) -> Kind | None:
+def num_rows(tensors: Sequence[tf.Tensor]) -> int:
+    """Returns how many rows to make up for tensors that have rows."""
+    return FEW_ROWS if any(num_bytes(each, None) > MAX_BYTES for each in tensors) else NUM_ROWS
+
+
+def _kind(found: list[np.ndarray], number: int, tolerance: float) -> Kind | None:
     """Returns what a value is; see `MeansAndSums._computed`."""
     if found[0].shape != found[1].shape:  # an element for each row
         found = [np.sum(each) for each in found]
@@ -249,6 +318,6 @@ def _kind(found: list[np.ndarray], tolerance: float) -> Kind | None:
     def equal(one: np.ndarray, other: np.ndarray) -> bool:
         return bool(np.linalg.norm(np.ravel(one - other)) <= tolerance * size)
 
-    if equal(twice, once) and equal((_NUM_FIRST * first + (NUM_ROWS - _NUM_FIRST) * others) / NUM_ROWS, once):
+    if equal(twice, once) and equal((_NUM_FIRST * first + (number - _NUM_FIRST) * others) / number, once):
         return "mean"
     return "sum" if equal(twice, 2 * once) and equal(first + others, once) else "other"

@@ -9,7 +9,7 @@ from typing import Literal
 
 import tensorflow as tf
 
-from kdist.state.graphs.graph_function import acts, calls, functions_of, node_of, rename_functions
+from kdist.state.graphs.graph_function import acts, calls, functions_of, has_own_gradient, node_of, rename_functions
 from kdist.state.graphs.rank_dependence import computed_of
 
 
@@ -36,8 +36,7 @@ def check_repeatable(operation: tf.Operation) -> None:
         LookupError: if it may not, or they do not.
     """
     takes_handle = any(each.dtype == tf.resource for each in operation.inputs)
-    has_gradient = "_gradient_op_type" in operation.node_def.attr  # of tensors that stay the rank's
-    if operation.type == "Placeholder" or takes_handle or has_gradient or acts(operation):
+    if operation.type == "Placeholder" or takes_handle or has_own_gradient(operation.node_def) or acts(operation):
         raise LookupError(operation.type)
 
 
@@ -76,7 +75,7 @@ class Recomputed:
         operations = {each.op.name: each.op for each in computed_of([tensor], is_known)}.values()
         graph_def = tf.compat.v1.GraphDef(node=map(node_of, operations))
         if called := [each for each in operations if calls(each)]:
-            graph_def.library.function.extend(functions_of(called))
+            graph_def.library.function.extend(functions_of(called, are_differentiated=True))
             rename_functions(graph_def, f"_{uuid.uuid4().hex}")  # each is differentiated by itself
         inputs = {each.name: self(each) for operation in operations for each in operation.inputs if is_known(each)}
         outputs = [each.name for operation in operations for each in operation.outputs]

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from kdist.state.graphs.means_and_sums import MeansAndSums
 from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.graphs.recomputed import OfRows, Recomputed, check_repeatable
-from kdist.state.graphs.row_free import RowFree
 from kdist.state.graphs.row_wise import RowWise
 
 _MAX_ROWS, _MAX_CHANGED = 16, 2000  # as where a gradient is what relates rows
@@ -22,7 +20,6 @@ class RowCut:
 
     Args:
         value: symbolic tensor of a known shape.
-        found: `MeansAndSums` of the data.
         rows: `RowWise` of the data.
         fixed: sequence of tensors that do not count as computed from rows.
         means: sequence of tensors that count as means over rows.
@@ -38,23 +35,21 @@ class RowCut:
     def __init__(
         self,
         value: tf.Tensor,
-        found: MeansAndSums,
         rows: RowWise,
         fixed: Sequence[tf.Tensor],
         means: Sequence[tf.Tensor],
     ) -> None:
+        if not value.shape.is_fully_defined():
+            raise LookupError(value.name)
         self.value = value
         self.listed: list[OfRows] = []
         self._changed: set[str] = set()
         known = {tensor_key(each) for each in means}
-        rows.follow(value, fixed, means)
-        free = RowFree(fixed, found.depends_on_rows)
-        for _ in free.followed([value]):  # finds out what else is free
-            pass
+        free = rows.follow(value, fixed, means)
         pending, seen = [value], set()
         while pending:
             tensor = pending.pop()
-            if tensor.name in seen or free(tensor):
+            if tensor.name in seen or free(tensor) or rows.is_of_data_without_rows(tensor):
                 continue
             seen.add(tensor.name)
             if tensor_key(tensor) in known:

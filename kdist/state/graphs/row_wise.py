@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kdist.state.graphs.graph_function import MAX_BYTES, NUM_ROWS, num_bytes
-from kdist.state.graphs.means_and_sums import OF_EACH, RANGES, MeansAndSums, has_rows, takes_all_rows
+from kdist.state.graphs.graph_function import MAX_BYTES, is_drawn, num_bytes
+from kdist.state.graphs.means_and_sums import OF_EACH, RANGES, MeansAndSums, has_rows, num_rows, takes_all_rows
 from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.graphs.row_free import RowFree
 
-_FEW_ROWS = 3  # where rows are large
 _CHOOSING = ("Slice", "StridedSlice", "GatherV2")
 _SHAPES = ("Shape", "ShapeN", "Size")
+_FILLING = ("Fill", "ZerosLike", "OnesLike", "BroadcastTo")  # all rows alike
 _EXACT = 0.1  # of the tolerance of means: what is not found costs a longer message alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """What a tensor has been found to hold for made-up rows.
+
+    Attributes:
+        is_equal: bool, whether it holds what it holds for parts of the rows, in any order.
+        has_one_each: bool, whether it holds a row for each row of the data.
+        varies: bool, whether it holds something else for other rows.
+        is_constant: bool, whether it holds the same for another number of rows.
+    """
+
+    is_equal: bool = False
+    has_one_each: bool = False
+    varies: bool = False
+    is_constant: bool = False
+
+    @classmethod
+    def of(cls, each: Sequence[Compared]) -> Compared:
+        """Returns what holds for all kinds of made-up rows; a tensor varies if it does for some of them."""
+        return cls(
+            is_equal=all(one.is_equal for one in each),
+            has_one_each=all(one.has_one_each for one in each),
+            varies=any(one.varies for one in each),
+            is_constant=all(one.is_constant for one in each),
+        )
 
 
 class RowWise:
@@ -37,111 +65,177 @@ class RowWise:
         self._is_known: dict[Any, bool] = {}
         self._is_clear: set[Any] = set()  # tensors that hide no relation of rows
         self._of_shapes: set[Any] = set()
+        self._of_places: set[Any] = set()  # tensors of shapes whose rows are of the places of rows
+        self._has_one_each: set[Any] = set()  # tensors that hold a row for each of the data
         self._leaves = {tensor_key(each) for each in found.leaves}
+        self._without_rows = found.leaves_without_rows()
 
     def __call__(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor, which has been followed, holds rows that are each computed from one of the data."""
-        return self._is_known.get(tensor_key(tensor), False) or self._is_leaf(tensor)
+        is_leaf = self._is_leaf(tensor) and not self.is_of_data_without_rows(tensor)
+        return self._is_known.get(tensor_key(tensor), False) or is_leaf
+
+    def is_of_data_without_rows(self, tensor: tf.Tensor) -> bool:
+        """Returns whether a tensor is of the data, and has no rows: each rank takes its own."""
+        return tensor_key(tensor) in self._without_rows
 
     def is_shape(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor, which has been followed, is the shape of rows that differ in their number alone."""
         operation = tensor.op
         return operation.type == "Shape" and self(operation.inputs[0]) and _is_open_in_rows(operation.inputs[0])
 
-    def follow(self, value: tf.Tensor, fixed: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> None:
+    def follow(self, value: tf.Tensor, fixed: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> RowFree:
         """Finds out about all that a tensor is computed from.
 
         Args:
             value: tensor of the graph that is being traced.
             fixed: sequence of tensors that do not count as computed from rows.
             means: sequence of tensors that count as means over rows; what computes them is left out.
+
+        Returns:
+            Which of the tensors are not computed from rows.
         """
         free = RowFree(fixed, self._found.depends_on_rows)
-        ends = self._leaves | {tensor_key(each) for each in means}
+        left_out = {tensor_key(each) for each in means}
         operations = [
             operation
-            for operation in free.followed([value], lambda each: tensor_key(each) in ends)
+            for operation in free.followed([value], lambda each: tensor_key(each) in left_out or self._is_end(each))
             if not all(tensor_key(each) in self._is_known for each in operation.outputs)
         ]
-        checked = [each for operation in operations for each in operation.outputs if _can_be_compared(each)]
-        found = self._compared_first(checked, [*fixed, *means])
-        for operation in operations:
-            self._note(operation, free, found)
+        for part in _parts(operations):
+            checked = [each for operation in part for each in operation.outputs if _can_be_compared(each)]
+            data = self._found.at(self._ends(part, free, left_out))
+            found = self._compared_first(data, checked, [*fixed, *means])
+            for operation in part:
+                self._note(operation, free, found)
+        return free
+
+    def data_of(self, value: tf.Tensor, fixed: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> MeansAndSums:
+        """Returns `MeansAndSums` of the last tensors on the ways to one that hold a row for each of the data.
+
+        Args:
+            value: see `follow`.
+            fixed: see `follow`.
+            means: see `follow`.
+        """
+        free = self.follow(value, fixed, means)
+        if self._is_end(value):
+            return self._found.at([value])
+        return self._found.at(self._ends([value.op], free, {tensor_key(each) for each in means}))
+
+    def _ends(self, operations: Sequence[tf.Operation], free: RowFree, left_out: set[Any]) -> list[tf.Tensor]:
+        """Returns the last tensors before some operations that hold a row for each of the data, or are of the data."""
+        found: dict[Any, tf.Tensor] = {}
+        pending, seen = list(operations), set()
+        while pending:
+            operation = pending.pop()
+            if operation.name in seen:
+                continue
+            seen.add(operation.name)
+            for each in operation.inputs:
+                key = tensor_key(each)
+                if self._is_end(each):
+                    found[key] = each
+                elif key not in left_out and not free(each):
+                    pending.append(each.op)
+        return list(found.values())
+
+    def _is_end(self, tensor: tf.Tensor) -> bool:
+        return tensor_key(tensor) in self._has_one_each or self._is_leaf(tensor)
 
     def _is_leaf(self, tensor: tf.Tensor) -> bool:
         return tensor_key(tensor) in self._leaves
 
-    def _note(self, operation: tf.Operation, free: RowFree, found: dict[str, tuple[bool, bool]]) -> None:
+    def _note(self, operation: tf.Operation, free: RowFree, found: dict[str, Compared]) -> None:
         inputs = [each for each in operation.inputs if not free(each)]
-        are_shapes = bool(inputs) and all(tensor_key(each) in self._of_shapes for each in inputs)
-        are_clear = all(tensor_key(each) in self._is_clear or self._is_leaf(each) for each in inputs)
+        keys = [tensor_key(each) for each in inputs]
+        is_of_shapes = operation.type in _SHAPES or (bool(inputs) and all(key in self._of_shapes for key in keys))
+        is_of_places = any(key in self._of_places for key in keys)
+        are_clear = not is_of_places and all(map(self._can_be_used, inputs))
         for output in operation.outputs:
             key = tensor_key(output)
-            is_equal, varies = found.get(output.name, (False, not _can_be_compared(output)))
-            if operation.type in _SHAPES or are_shapes:
+            compared = found.get(output.name, Compared(varies=not _can_be_compared(output)))
+            if is_of_shapes and operation.type not in _FILLING and not is_drawn(operation):
                 self._of_shapes.add(key)
-                self._is_clear.add(key)
-            elif (
+                if is_of_places or (has_rows(output) and not compared.is_constant):
+                    self._of_places.add(key)
+            elif is_of_shapes or (
                 are_clear
                 and has_rows(output)
                 and not _chooses(operation, inputs)
-                and (varies or _is_of_each_element(output, inputs))
+                and (compared.varies or self._is_of_each_element(output, inputs))
             ):
                 self._is_clear.add(key)
-            self._is_known[key] = bool(is_equal) and key in self._is_clear and key not in self._of_shapes
+            self._is_known[key] = compared.is_equal and key in self._is_clear
+            if self._is_known[key] and compared.has_one_each and not self._found.is_chosen(output):
+                self._has_one_each.add(key)
 
-    def _compared_first(self, tensors: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor]) -> dict[str, tuple[bool, bool]]:
+    def _can_be_used(self, tensor: tf.Tensor) -> bool:
+        """Returns whether nothing is hidden by using a tensor together with rows."""
+        key = tensor_key(tensor)
+        is_of_shape = key in self._of_shapes and (tensor.dtype.is_integer or has_rows(tensor))
+        return key in self._is_clear or is_of_shape or self._is_leaf(tensor)
+
+    def _is_of_each_element(self, output: tf.Tensor, inputs: Sequence[tf.Tensor]) -> bool:
+        return output.op.type in OF_EACH and all(
+            each.shape.rank == output.shape.rank and each.shape[0] is None and self(each) for each in inputs
+        )
+
+    def _compared_first(
+        self, data: MeansAndSums, tensors: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor]
+    ) -> dict[str, Compared]:
         """Returns by name what is known of as many of the first tensors as can be computed for made-up rows."""
-        found: dict[str, tuple[bool, bool]] = {}
+        found: dict[str, Compared] = {}
         least, number = 0, len(tensors)
         most = number
         while least < most:
             try:
-                found = self._compared(tensors[:number], fixed)
+                found = self._compared(data, tensors[:number], fixed)
                 least = number
-            except (LookupError, tf.errors.OpError):
+            except Exception:  # a check must not end a training
                 most = number - 1
             number = (least + most + 1) // 2
         return found
 
-    def _compared(self, tensors: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor]) -> dict[str, tuple[bool, bool]]:
-        """Returns by name whether a tensor holds what it holds for parts of the rows, and whether it depends on them.
-
-        Arrays are compared where they are computed, so that not all of them are kept.
+    def _compared(
+        self, data: MeansAndSums, tensors: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor]
+    ) -> dict[str, Compared]:
+        """Compares by name what tensors hold for made-up rows, and for parts of them.
 
         Raises:
             LookupError: if what the tensors are computed by cannot run by itself, or not for made-up rows.
         """
         known = [each for each in fixed if tf.is_symbolic_tensor(each) and each.shape.is_fully_defined()]
-        found = []
+        number = num_rows([*data.leaves, *tensors])
+        rows, others = list(range(number)), list(range(number, 2 * number))
+        first, second = rows[:1], rows[1:]
+        found: list[list[Compared]] = []
         with tf.init_scope():
-            function, tolerance = self._found.function_of(tensors, known, are_moved=True, max_bytes=None)
-
-            def compare(*arrays: np.ndarray) -> np.ndarray:
-                return np.array(_compare(*arrays, tolerance=_EXACT * tolerance))
-
-            def compared(*data: Sequence[tf.Tensor]) -> tf.Tensor:
-                computed = zip(*(function(*each) for each in data), strict=True)
-                return tf.stack([tf.numpy_function(compare, each, tf.bool, stateful=False) for each in computed])
-
-            run = tf.function(compared, autograph=False)
-            number = _FEW_ROWS if any(num_bytes(each, None) > MAX_BYTES for each in tensors) else NUM_ROWS
-            rows, others = list(range(number)), list(range(number, 2 * number))
-            first, second = rows[: number // 3], rows[number // 3 :]
+            function, tolerance = data.function_of(tensors, known, are_moved=True, max_bytes=None)
             for bounds in RANGES:
-                rows_of = self._found.made_up(bounds, 2 * number)
+                rows_of = data.made_up(bounds, 2 * number)
+                made_up = map(rows_of, (rows, first, second, second + first, others))
                 with contextlib.suppress(tf.errors.OpError, ValueError, ArithmeticError):  # as of what no table has
-                    found.append(run(*map(rows_of, (rows, first, second, second + first, others))).numpy())
+                    computed = zip(*(function(*each) for each in made_up), strict=True)
+                    found.append([_compare(*map(np.asarray, each), tolerance=_EXACT * tolerance) for each in computed])
         if not found:
             raise LookupError(tensors[0].name)
-        are_equal, vary = np.all([each[:, 0] for each in found], 0), np.any([each[:, 1] for each in found], 0)
-        return {each.name: (bool(are_equal[i]), bool(vary[i])) for i, each in enumerate(tensors)}
+        return {tensor.name: Compared.of(each) for tensor, *each in zip(tensors, *found, strict=True)}
 
 
-def _is_of_each_element(output: tf.Tensor, inputs: Sequence[tf.Tensor]) -> bool:
-    return output.op.type in OF_EACH and all(
-        each.shape.rank == output.shape.rank and each.shape[0] is None for each in inputs
-    )
+def _parts(operations: Sequence[tf.Operation]) -> Iterator[list[tf.Operation]]:
+    """Yields parts of a list of operations, whose outputs are not too large together for what is made up."""
+    part: list[tf.Operation] = []
+    size = 0
+    for operation in operations:
+        of_this = sum(num_bytes(each, None) for each in operation.outputs if _can_be_compared(each))
+        if part and size + of_this > MAX_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(operation)
+        size += of_this
+    if part:
+        yield part
 
 
 def _chooses(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> bool:
@@ -166,27 +260,36 @@ def _can_be_compared(tensor: tf.Tensor) -> bool:
     return bool(is_number) and has_rows(tensor) and tensor.shape.rank not in (None, 0)
 
 
-def _compare(*arrays: np.ndarray, tolerance: float) -> tuple[bool, bool]:
-    """Returns whether an array is that of parts of the rows, in any order, and whether it is another for other rows.
+def _compare(*arrays: np.ndarray, tolerance: float) -> Compared:
+    """Returns what is found of an array.
 
     Args:
-        *arrays: what is computed from all rows, from the first and the second part, from the second and the first
-            together, and from other rows.
-        tolerance: float, by how much of the largest number others may differ.
+        *arrays: what is computed from all rows, from the first of them, from the others, from the others and then the
+            first, and from other rows.
+        tolerance: float, by how much numbers may differ.
     """
-    together, first, second, turned, others = (np.asarray(each, np.float64) for each in arrays)
-    is_equal = all(
-        whole.shape[1:] == one.shape[1:] == other.shape[1:]
-        and _are_equal(np.ravel(whole), np.concatenate([np.ravel(one), np.ravel(other)]), tolerance)
-        for whole, one, other in ((together, first, second), (turned, second, first))
+    together, first, others, turned, of_others = (np.asarray(each, np.float64) for each in arrays)
+    return Compared(
+        is_equal=all(
+            whole.shape[1:] == one.shape[1:] == other.shape[1:]
+            and _are_equal(np.ravel(whole), np.concatenate([np.ravel(one), np.ravel(other)]), tolerance)
+            for whole, one, other in ((together, first, others), (turned, others, first))
+        ),
+        has_one_each=len(first) == 1 and len(together) == 1 + len(others),
+        varies=not _are_equal(together, of_others, tolerance),
+        is_constant=_are_equal(together, first, tolerance),
     )
-    return is_equal, not _are_equal(together, others, tolerance)
 
 
 def _are_equal(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:
     if one.shape != other.shape:
         return False
     are_finite = np.isfinite(one) & np.isfinite(other)
-    are_same = np.isfinite(one) == np.isfinite(other)
-    size = np.max(np.abs(one[are_finite]), initial=0.0)
-    return bool(np.all(are_same) and np.all(np.abs(one - other)[are_finite] <= tolerance * size))
+    one, other, are_same = (
+        one[are_finite],
+        other[are_finite],
+        np.array_equal(one[~are_finite], other[~are_finite], True),
+    )
+    sizes = np.abs(one)
+    usual = np.median(sizes[sizes > 0]) if np.any(sizes) else 0.0
+    return bool(are_same and np.all(np.abs(one - other) <= tolerance * (sizes + usual)))

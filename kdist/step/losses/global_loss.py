@@ -55,7 +55,7 @@ class GlobalLoss:
         """Returns this rank's term."""
         loss = self._loss
         if not is_reduced_per_row(loss, y_pred):
-            return self._batch.call(f"loss {getattr(loss, 'name', loss)!r}", loss, y_true, y_pred, sample_weight)
+            return self._batch.call(f"The loss {getattr(loss, 'name', loss)!r}", loss, y_true, y_pred, sample_weight)
         if loss.reduction in (None, "none", "sum"):
             value = loss(y_true, y_pred, sample_weight)
             sums = self._shares.per_share(value)

@@ -18,7 +18,7 @@ from kdist.reports.log import once
 from kdist.state.graphs.aggregates import Aggregates
 from kdist.state.graphs.linear_terms import linear_terms
 from kdist.state.graphs.means_and_sums import Kind, MeansAndSums
-from kdist.state.graphs.rank_dependence import tensor_key
+from kdist.state.graphs.rank_dependence import computed_of, tensor_key
 from kdist.state.graphs.row_cut import RowCut
 from kdist.state.graphs.row_wise import RowWise
 from kdist.step.losses.global_value import GlobalValue
@@ -69,6 +69,7 @@ class OwnLosses:
         self._told: list[Any] = []
         self._of_data: MeansAndSums | None = None
         self._row_wise: RowWise | None = None
+        self._computed_again: set[str] = set()  # names of operations
         self._gather: Gather = lambda _, rows: rows
 
     def note_mean(self, value: Any) -> None:
@@ -177,6 +178,12 @@ class OwnLosses:
         found = self._of_data = self._of_data or self._means_and_sums()
         if not found.can_tell(value) or self._step.is_traced_again(knows_number=found.length is not None):
             return None
+        graphs = [each.graph for each in found.leaves] + [tf.compat.v1.get_default_graph()]
+        is_in_branch = not all(each is value.graph for each in graphs) or is_compiled_by_xla()
+        rows = None
+        if found.length is None and not is_in_branch:
+            rows = self._row_wise = self._row_wise or RowWise(found)
+            found = rows.data_of(value, self._known(), list(means.values()))
         is_whole = found.length is not None or [term.name for term, _ in terms] == [value.name]  # factors may hold it
         if is_whole or len(terms) > _MAX_TERMS:
             terms = [(value, 1.0)]
@@ -190,7 +197,7 @@ class OwnLosses:
             if tensor_key(term) not in means and found.length is None
         )
         if relates_rows or None in kinds:
-            of_all_ranks = self._of_all_ranks(found, value, who, means)
+            of_all_ranks = None if rows is None else self._of_all_ranks(found, rows, value, who, means)
             if of_all_ranks is not None:
                 return of_all_ranks
         if relates_rows:
@@ -205,7 +212,7 @@ class OwnLosses:
     def _means_and_sums(self) -> MeansAndSums:
         rows = Rows(self._step.data)
         leaves = [
-            (leaf, rows.has_rows(place))
+            (leaf, rows.probably_has_rows(place))
             for place, leaf in enumerate(tf.nest.flatten(self._step.data))
             if leaf is not None
         ]
@@ -220,25 +227,38 @@ class OwnLosses:
 
         return MeansAndSums([leaf for leaf, _ in leaves], with_rows, depends_on_rows)
 
-    def _of_all_ranks(self, found: MeansAndSums, value: tf.Tensor, who: str, means: Means) -> GlobalValue | None:
+    def _of_all_ranks(
+        self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, who: str, means: Means
+    ) -> GlobalValue | None:
         """Returns a number computed from means and sums over the rows of all ranks, or else from these rows, or `None`.
 
         Collective: every rank must call this, in the same order.
         """
-        graphs = [each.graph for each in found.leaves] + [tf.compat.v1.get_default_graph()]
-        is_in_branch = not all(each is value.graph for each in graphs) or is_compiled_by_xla()
-        if found.length is not None or is_in_branch:
+        graph = tf.compat.v1.get_default_graph()
+        if any(each.op.name in self._computed_again for each in computed_of([value], lambda x: tensor_key(x) in means)):
+            return None  # as of a gradient: no tape has recorded what was computed again
+        start = len(graph.get_operations())
+        try:
+            parts = self._parts_of(found, rows, value, means)
+            return GlobalValue(self._step, parts, lambda own: self._gather(who, own))
+        except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
             return None
-        rows = self._row_wise = self._row_wise or RowWise(found)
+        finally:
+            self._computed_again |= {each.name for each in graph.get_operations()[start:]}
+
+    def _parts_of(self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, means: Means) -> Aggregates | RowCut:
+        """Returns of what a number is to be computed again.
+
+        Raises:
+            LookupError: if it cannot be.
+        """
         fixed, numbers = self._known(), list(means.values())
-        for parts in (
-            lambda: Aggregates(value, found, fixed, numbers),
-            lambda: RowCut(value, found, rows, fixed, numbers),
-        ):
-            # As of what has no gradient.
-            with contextlib.suppress(LookupError, TypeError, ValueError, tf.errors.OpError):
-                return GlobalValue(self._step, parts(), lambda rows: self._gather(who, rows))
-        return None
+        with contextlib.suppress(LookupError):
+            return Aggregates(value, found, fixed, numbers)
+        cut = RowCut(value, rows, fixed, numbers)
+        if not found.can_run(value, [*fixed, *numbers]):
+            raise LookupError(value.name)  # as where it has the number of a rank's rows written into it
+        return cut
 
     def _known(self) -> list[tf.Tensor]:
         """Returns what does not count as computed from rows, though it is."""
@@ -250,7 +270,7 @@ class OwnLosses:
         fixed = [*means.values(), *self._known()]
         kind = found.kind(value, fixed)
         # What is computed from one that was told of is no news; and a sum that is divided by its rows is a mean.
-        return kind if kind != "other" or not self._told else found.kind(value, [*fixed, *self._told])
+        return kind if kind in ("mean", "sum") or not self._told else found.kind(value, [*fixed, *self._told])
 
     def _tell(self, text: str, who: str) -> None:
         if self._step.engine.rank == 0:

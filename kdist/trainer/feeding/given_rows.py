@@ -47,7 +47,9 @@ def with_unknown_numbers(data: Any) -> Any:
     """
     rows = Rows(data)
     leaves = tf.nest.flatten(data)
-    hidden = [_with_unknown_number(leaf) if rows.has_rows(number) else leaf for number, leaf in enumerate(leaves)]
+    hidden = [
+        _with_unknown_number(leaf) if rows.probably_has_rows(number) else leaf for number, leaf in enumerate(leaves)
+    ]
     return tf.nest.pack_sequence_as(data, hidden)
 
 

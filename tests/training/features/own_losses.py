@@ -233,6 +233,18 @@ OF_MEANS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def errors(y: Any, p: Any) -> Any:
+    return ops.sum((y - p) ** 2, axis=1)
+
+
+@tf.function
+def contrastive(one: Any, other: Any) -> Any:
+    logits = ops.matmul(one, ops.transpose(other))
+    return ops.mean(
+        keras.losses.sparse_categorical_crossentropy(ops.arange(ops.shape(one)[0]), logits, from_logits=True)
+    )
+
+
 def nearest(y: Any, p: Any) -> Any:
     """The loss of triplets with the hardest negative of the batch."""
     distances = ops.sum((y[:, None] - p[None]) ** 2, axis=-1)
@@ -267,11 +279,34 @@ OF_ROWS: dict[str, Callable[[Any, Any], Any]] = {
     "in a branch": lambda y, p: tf.cond(
         ops.any(y > 0), lambda: ops.sum(p) / ops.sum(ops.cast(y > 0, p.dtype)), lambda: 0.01 * ops.sum((y - p) ** 2)
     ),
+    "the first rows of the batch": lambda y, p: ops.logsumexp(
+        ops.where(ops.arange(ops.shape(p)[0]) < 6, errors(y, p), -1e3)
+    ),
+    "some rows by their numbers": lambda y, p: ops.logsumexp(tf.gather(errors(y, p), tf.range(0, tf.shape(p)[0], 2))),
+    "rows of small losses": lambda y, p: ops.logsumexp(
+        tf.boolean_mask(errors(y, p), ops.argsort(ops.argsort(errors(y, p))) < 6)
+    ),
+    "rows until a sum is reached": lambda y, p: ops.logsumexp(
+        errors(y, p) * ops.cast(ops.cumsum(errors(y, p)) < 1e3, p.dtype)
+    ),
     "a gradient of its own for each row": lambda y, p: ops.sqrt(1 + ops.max(own_gradient(y - p))),
 }
 OTHERS: dict[str, Callable[[Any, Any], Any]] = {
+    "contrastive in a function": lambda y, p: contrastive(y, p),
     "a function of Python": lambda y, p: ops.mean((y - p) ** 2) * tf.stop_gradient(of_python(ops.sqrt(ops.mean(y**2)))),
     "a gradient of its own": lambda y, p: ops.sqrt(1 + ops.mean(own_gradient(p - ops.mean(p, axis=0)) ** 3)),
+}
+
+
+OF_A_WRITTEN_NUMBER: dict[str, Callable[[Any, Any], Any]] = {
+    "contrastive by a number of rows that is written down": lambda y, p: ops.mean(
+        keras.losses.sparse_categorical_crossentropy(
+            tf.range(12 // kdist.size()), ops.matmul(y, ops.transpose(p)), from_logits=True
+        )
+    ),
+    "beside a number of rows that is written down": lambda y, p: ops.mean(
+        ops.exp(ops.matmul(y, ops.transpose(p))) * (1 - tf.eye(12 // kdist.size(), dtype=p.dtype))
+    ),
 }
 
 
@@ -527,6 +562,28 @@ def losses_by_hand_behind_batch_normalization() -> None:
 
 
 @feature
+def losses_by_hand_behind_messages() -> None:
+    """What a layer combines over the ranks is known, over Horovod, too, whose operations do not say that they act."""
+
+    class Centers(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x - 0.1 * kdist.all_reduce(ops.sum(x, axis=0)) + kdist.all_reduce(ops.mean(x, axis=0), "mean")
+
+    def behind(loss: Callable[[Any, Any], Any]) -> Callable[[], keras.Model]:
+        def make() -> keras.Model:
+            model = ByHand(loss)
+            adds = Adds(lambda x: ops.sum(x * (ops.exp(x) / ops.sum(ops.exp(x), axis=0))), "adds")
+            model.net = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2), Centers(), adds])
+            deterministic_weights(model.net)
+            return model
+
+        return make
+
+    for loss in (SUMS["squares"], OF_MEANS["masked"], OF_ROWS["contrastive"]):
+        silently_both(by_hand(behind(loss)))
+
+
+@feature
 def losses_by_hand_in_eager_steps_are_told_of() -> None:
     class Eager(ByHand):
         def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -556,6 +613,60 @@ def steps_that_read_a_fixed_number_of_rows() -> None:
 def losses_by_hand_that_are_no_means_are_told_of() -> None:
     for number, loss in enumerate(OTHERS.values()):
         told(models_of(loss)[number % 3], NO_MEAN)
+
+
+@feature
+def gradients_of_what_relates_rows_are_told_of() -> None:
+    """A penalty on gradients, of which no tape has recorded how they are computed for all ranks."""
+
+    class Penalized(ByHand):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    loss = self.own_loss(y, self(x, training=True))
+                gradients = inner.gradient(loss, self.trainable_variables)
+                loss = loss + 0.1 * tf.add_n([tf.reduce_sum(each**2) for each in gradients])
+            gradients = outer.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"tracked": self.tracker.result()}
+
+    for loss in (OF_ROWS["contrastive"], OF_MEANS["root"]):
+        told(lambda loss=loss: Penalized(loss), NO_MEAN)
+    told(lambda: OfOwnLoss(lambda y, p: 0.01 * ops.logsumexp(ops.matmul(y, ops.transpose(p)), axis=1)), NO_MEAN)
+
+
+@feature
+def losses_by_hand_of_a_written_number_of_rows_are_told_of() -> None:
+    x, y = (np.resize(each, (24, each.shape[1])) for each in rows("even"))
+    for number, loss in enumerate(OF_A_WRITTEN_NUMBER.values()):
+        told(models_of(loss)[number], NO_MEAN, (x, y), batch_size=12)
+
+
+@feature
+def losses_by_hand_of_what_has_no_rows() -> None:
+    """A table and a factor in each element of the data, which are those of each rank."""
+
+    class WithTable(ByHand):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y, (table, factor) = data
+            with tf.GradientTape() as tape:
+                logits = ops.matmul(self(x, training=True), ops.transpose(table))
+                loss = ops.logsumexp(logits * ops.cast(factor, logits.dtype)) + ops.max(y)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"last": loss}
+
+    x, y = rows("even")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = WithTable(lambda y, p: p)
+        model.compile(keras.optimizers.SGD(0.01))
+        table = tf.constant([[1.0, 2.0], [-1.0, 0.5], [0.3, -2.0]], x.dtype)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
+        return outcome(model, model.fit(data.map(lambda a, b: (a, b, (table, tf.constant(3)))), epochs=2, verbose=0))
+
+    silently_both(script)
 
 
 @feature
