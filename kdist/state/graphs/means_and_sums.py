@@ -31,6 +31,7 @@ RANGES: tuple[tuple[float, float, int], ...] = (
 """Of made-up numbers, and of integers."""
 
 _CHOOSING = ("Where", "Unique", "DynamicPartition", "ListDiff", "NonMaxSuppression", "StringSplit")
+_ORDERING = ("TopK", "Cumsum", "Cumprod", "CumulativeLogsumexp", "ArgMax", "ArgMin")  # which few rows may not show
 _LINEAR = (  # in what has no rows any more
     *("Sum", "Mean", "Add", "AddV2", "AddN", "Sub", "Neg", "Identity", "IdentityN", "Cast"),
     *("Pack", "Reshape", "Squeeze", "ExpandDims", "ConcatV2", "Transpose"),
@@ -69,7 +70,7 @@ class MeansAndSums:
         self._with_rows = with_rows
         self.depends_on_rows = depends_on_rows
         self._keys = {tensor_key(each) for each in leaves}
-        self._max_bytes: int | None = MAX_BYTES
+        self._are_ends = False
         self._num_rows = NUM_ROWS
         self._is_sending = ComputedFrom(acts)
         self._is_chosen = ComputedFrom(lambda operation: operation.type.startswith(_CHOOSING))
@@ -88,7 +89,7 @@ class MeansAndSums:
         found.leaves, found._keys = ends, {tensor_key(each) for each in ends}
         found._with_rows = [place for place, each in enumerate(ends) if tensor_key(each) not in without_rows]
         found._lengths = {ends[place].shape[0] for place in found._with_rows}
-        found._max_bytes = None
+        found._are_ends = True
         found._num_rows = num_rows(ends)
         return found
 
@@ -147,7 +148,8 @@ class MeansAndSums:
         found: set[Kind | None] | None = None  # where it cannot be copied
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
             for are_moved in (False, True):  # a number may be 0 with the first weights
-                function, tolerance = self.function_of([value], known, are_moved=are_moved, max_bytes=self._max_bytes)
+                limit = None if self._are_ends else MAX_BYTES
+                function, tolerance = self.function_of([value], known, are_moved=are_moved, max_bytes=limit)
                 # What some rows show as a mean, others may show to be none.
                 found = set.union(*(self._kinds(function, bounds, tolerance) for bounds in RANGES))
                 if found - {None}:
@@ -186,6 +188,8 @@ class MeansAndSums:
         for operation in free.followed([value], self.is_leaf):
             if operation.type == "Mean" and _is_without_rows(operation.outputs[0]) and self._takes_chosen(operation):
                 return True
+            if self._are_ends and operation.type.startswith(_ORDERING):
+                return True  # what orders each row by itself comes before the ends
             if operation.type in _LINEAR:
                 continue
             inputs = [each for each in operation.inputs if not free(each)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from kdist.state.graphs.compared import Compared, compare
 from kdist.state.graphs.graph_function import MAX_BYTES, is_drawn, num_bytes
 from kdist.state.graphs.means_and_sums import OF_EACH, RANGES, MeansAndSums, has_rows, num_rows, takes_all_rows
 from kdist.state.graphs.rank_dependence import tensor_key
@@ -19,33 +19,6 @@ _CHOOSING = ("Slice", "StridedSlice", "GatherV2")
 _SHAPES = ("Shape", "ShapeN", "Size")
 _FILLING = ("Fill", "ZerosLike", "OnesLike", "BroadcastTo")  # all rows alike
 _EXACT = 0.1  # of the tolerance of means: what is not found costs a longer message alone
-
-
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    """What a tensor has been found to hold for made-up rows.
-
-    Attributes:
-        is_equal: bool, whether it holds what it holds for parts of the rows, in any order.
-        has_one_each: bool, whether it holds a row for each row of the data.
-        varies: bool, whether it holds something else for other rows.
-        is_constant: bool, whether it holds the same for another number of rows.
-    """
-
-    is_equal: bool = False
-    has_one_each: bool = False
-    varies: bool = False
-    is_constant: bool = False
-
-    @classmethod
-    def of(cls, each: Sequence[Compared]) -> Compared:
-        """Returns what holds for all kinds of made-up rows; a tensor varies if it does for some of them."""
-        return cls(
-            is_equal=all(one.is_equal for one in each),
-            has_one_each=all(one.has_one_each for one in each),
-            varies=any(one.varies for one in each),
-            is_constant=all(one.is_constant for one in each),
-        )
 
 
 class RowWise:
@@ -217,7 +190,12 @@ class RowWise:
                 made_up = map(rows_of, (rows, first, second, second + first, others))
                 with contextlib.suppress(tf.errors.OpError, ValueError, ArithmeticError):  # as of what no table has
                     computed = zip(*(function(*each) for each in made_up), strict=True)
-                    found.append([_compare(*map(np.asarray, each), tolerance=_EXACT * tolerance) for each in computed])
+                    found.append(
+                        [
+                            compare(*map(np.asarray, each), number=number, tolerance=_EXACT * tolerance)
+                            for each in computed
+                        ]
+                    )
         if not found:
             raise LookupError(tensors[0].name)
         return {tensor.name: Compared.of(each) for tensor, *each in zip(tensors, *found, strict=True)}
@@ -258,38 +236,3 @@ def _is_open_in_rows(tensor: tf.Tensor) -> bool:
 def _can_be_compared(tensor: tf.Tensor) -> bool:
     is_number = tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype == tf.bool
     return bool(is_number) and has_rows(tensor) and tensor.shape.rank not in (None, 0)
-
-
-def _compare(*arrays: np.ndarray, tolerance: float) -> Compared:
-    """Returns what is found of an array.
-
-    Args:
-        *arrays: what is computed from all rows, from the first of them, from the others, from the others and then the
-            first, and from other rows.
-        tolerance: float, by how much numbers may differ.
-    """
-    together, first, others, turned, of_others = (np.asarray(each, np.float64) for each in arrays)
-    return Compared(
-        is_equal=all(
-            whole.shape[1:] == one.shape[1:] == other.shape[1:]
-            and _are_equal(np.ravel(whole), np.concatenate([np.ravel(one), np.ravel(other)]), tolerance)
-            for whole, one, other in ((together, first, others), (turned, others, first))
-        ),
-        has_one_each=len(first) == 1 and len(together) == 1 + len(others),
-        varies=not _are_equal(together, of_others, tolerance),
-        is_constant=_are_equal(together, first, tolerance),
-    )
-
-
-def _are_equal(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:
-    if one.shape != other.shape:
-        return False
-    are_finite = np.isfinite(one) & np.isfinite(other)
-    one, other, are_same = (
-        one[are_finite],
-        other[are_finite],
-        np.array_equal(one[~are_finite], other[~are_finite], True),
-    )
-    sizes = np.abs(one)
-    usual = np.median(sizes[sizes > 0]) if np.any(sizes) else 0.0
-    return bool(are_same and np.all(np.abs(one - other) <= tolerance * (sizes + usual)))

@@ -286,6 +286,9 @@ OF_ROWS: dict[str, Callable[[Any, Any], Any]] = {
     "rows of small losses": lambda y, p: ops.logsumexp(
         tf.boolean_mask(errors(y, p), ops.argsort(ops.argsort(errors(y, p))) < 6)
     ),
+    "a mean of rows of small losses": lambda y, p: ops.mean(
+        ops.where(ops.argsort(ops.argsort(errors(y, p))) < 6, errors(y, p), 0)
+    ),
     "rows until a sum is reached": lambda y, p: ops.logsumexp(
         errors(y, p) * ops.cast(ops.cumsum(errors(y, p)) < 1e3, p.dtype)
     ),
