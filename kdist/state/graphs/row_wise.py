@@ -39,6 +39,7 @@ class RowWise:
         self._is_clear: set[Any] = set()  # tensors that hide no relation of rows
         self._of_shapes: set[Any] = set()
         self._of_places: set[Any] = set()  # tensors of shapes whose rows are of the places of rows
+        self._filled: set[Any] = set()  # tensors that hold the same in each row
         self._has_one_each: set[Any] = set()  # tensors that hold a row for each of the data
         self._leaves = {tensor_key(each) for each in found.leaves}
         self._without_rows = found.leaves_without_rows()
@@ -125,6 +126,9 @@ class RowWise:
         is_of_shapes = operation.type in _SHAPES or (bool(inputs) and all(key in self._of_shapes for key in keys))
         is_of_places = any(key in self._of_places for key in keys)
         are_clear = not is_of_places and all(map(self._can_be_used, inputs))
+        is_filled = (
+            bool(inputs) and not is_of_places and all(key in self._of_shapes | self._filled for key in keys)
+        ) or (operation.type in _FILLING and are_clear)
         for output in operation.outputs:
             key = tensor_key(output)
             compared = found.get(output.name, Compared(varies=not _can_be_compared(output)))
@@ -132,7 +136,10 @@ class RowWise:
                 self._of_shapes.add(key)
                 if is_of_places or (has_rows(output) and not compared.is_constant):
                     self._of_places.add(key)
-            elif is_of_shapes or (
+            elif is_of_shapes or (is_filled and compared.is_equal):
+                self._filled.add(key)
+                self._is_clear.add(key)
+            elif (
                 are_clear
                 and has_rows(output)
                 and not _chooses(operation, inputs)
@@ -220,6 +227,8 @@ def _chooses(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> bool:
     """Returns whether an operation may choose rows by their places."""
     if operation.type not in _CHOOSING or not any(each is operation.inputs[0] for each in inputs):
         return False
+    if operation.inputs[0].shape.rank and operation.inputs[0].shape[0] is not None:  # as of time steps
+        return operation.type == "Slice" or (operation.type == "StridedSlice" and operation.inputs[1].shape[0] != 1)
     if operation.type == "StridedSlice":
         return not takes_all_rows(operation)
     of_place = [tf.get_static_value(each) for each in operation.inputs[1:]]

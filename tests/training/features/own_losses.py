@@ -587,6 +587,36 @@ def losses_by_hand_behind_messages() -> None:
 
 
 @feature
+def losses_that_relate_rows_behind_other_layers() -> None:
+    """Recurrent layers, which loop over time steps first, with a mask and without; attention; time steps as rows."""
+    x, y = sequences()
+
+    def pairs(y: Any, p: Any) -> Any:
+        flat = ops.tanh(ops.reshape(p, (ops.shape(p)[0], -1)))
+        return ops.mean(ops.log_softmax(ops.matmul(flat, ops.transpose(flat)))) + ops.mean((p - y) ** 2)
+
+    class Attends(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x + ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x, (0, 2, 1)))), x)
+
+    for mask, make in (
+        (True, lambda: keras.layers.LSTM(3, return_sequences=True)),
+        (False, lambda: keras.layers.GRU(3, return_sequences=True)),
+        (False, Attends),
+    ):
+
+        def script(batch: int, mask: bool = mask, make: Any = make) -> dict[str, Any]:
+            model = ByHand(pairs)
+            embedding = keras.layers.Embedding(9, 4, mask_zero=mask)
+            model.net = keras.Sequential([keras.Input((6,), dtype="int64"), embedding, make(), keras.layers.Dense(1)])
+            deterministic_weights(model.net)
+            model.compile(keras.optimizers.SGD(0.1))
+            return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+        silently_both(script)
+
+
+@feature
 def losses_by_hand_in_eager_steps_are_told_of() -> None:
     class Eager(ByHand):
         def compile(self, *args: Any, **kwargs: Any) -> None:
