@@ -92,7 +92,7 @@ class Rows:
         return self._sliced is None or number in self._sliced
 
     def probably_has_rows(self, number: int) -> bool:
-        """Returns `has_rows`, but not for a leaf of known length where it is not known, and others' are unknown."""
+        """Returns whether a leaf has rows; where that is not known, one of a known length has none beside others."""
         return self.has_rows(number) and (self._sliced is not None or not self._open or number in self._open)
 
     def count(self, batch: Any) -> Any:

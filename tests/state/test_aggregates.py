@@ -7,6 +7,7 @@ import tensorflow as tf
 from kdist.state.graphs.aggregates import Aggregates
 from kdist.state.graphs.means_and_sums import MeansAndSums
 from kdist.state.graphs.rank_dependence import computed_of
+from kdist.state.graphs.recomputed import Recomputed
 
 ROWS = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
 
@@ -23,7 +24,7 @@ def found(compute):
         rows = MeansAndSums([x], [0], depends_on_rows)
         value = compute(x)
         aggregates = Aggregates(value, rows, [], [])
-        recomputed = aggregates.recomputed()
+        recomputed = Recomputed(aggregates.is_changed)
         for each in aggregates.listed:
             kinds.append(each.kind if each.count is None else "chosen")
             recomputed.values[each.tensor.name] = recomputed(each.tensor) * 1

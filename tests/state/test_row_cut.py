@@ -8,6 +8,7 @@ from keras import ops
 
 from kdist.state.graphs.means_and_sums import MeansAndSums
 from kdist.state.graphs.rank_dependence import computed_of
+from kdist.state.graphs.recomputed import Recomputed
 from kdist.state.graphs.row_cut import RowCut
 from kdist.state.graphs.row_wise import RowWise
 
@@ -27,7 +28,7 @@ def found(compute):
         data = MeansAndSums([x], [0], depends_on_rows)
         value = compute(x)
         cut = RowCut(value, RowWise(data), [], [])
-        recomputed = cut.recomputed()
+        recomputed = Recomputed(cut.is_changed)
         for each in cut.listed:
             kinds.append((each.kind, each.tensor.op.type))
             recomputed.take(each.tensor)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kdist.state.graphs.means_and_sums import OF_EACH, Kind, MeansAndSums, has_rows, takes_all_rows
 from kdist.state.graphs.rank_dependence import computed_of
-from kdist.state.graphs.recomputed import OfRows, Recomputed, check_repeatable
+from kdist.state.graphs.recomputed import OfRows, check_repeatable
 from kdist.state.graphs.row_free import RowFree
 
 _ADDING = (
@@ -66,10 +66,6 @@ class Aggregates:
     def is_changed(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor is computed from aggregates."""
         return tensor.name in self._changed
-
-    def recomputed(self) -> Recomputed:
-        """Returns what computes tensors of the graph from other values of the aggregates."""
-        return Recomputed(self.is_changed)
 
     def _is_known(self, tensor: tf.Tensor) -> bool:
         return self._is_fixed(tensor) or tensor.name in self._means

@@ -61,11 +61,8 @@ def _are_equal(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:
     if one.shape != other.shape:
         return False
     are_finite = np.isfinite(one) & np.isfinite(other)
-    one, other, are_same = (
-        one[are_finite],
-        other[are_finite],
-        np.array_equal(one[~are_finite], other[~are_finite], True),
-    )
+    are_same = np.array_equal(one[~are_finite], other[~are_finite], equal_nan=True)
+    one, other = one[are_finite], other[are_finite]
     sizes = np.abs(one)
     usual = np.median(sizes[sizes > 0]) if np.any(sizes) else 0.0
     return bool(are_same and np.all(np.abs(one - other) <= tolerance * (sizes + usual)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from kdist.state.graphs.rank_dependence import tensor_key
-from kdist.state.graphs.recomputed import OfRows, Recomputed, check_repeatable
+from kdist.state.graphs.recomputed import OfRows, check_repeatable
 from kdist.state.graphs.row_wise import RowWise
 
 _MAX_ROWS, _MAX_CHANGED = 16, 2000  # as where a gradient is what relates rows
@@ -69,7 +69,3 @@ class RowCut:
     def is_changed(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor is computed again."""
         return tensor.name in self._changed
-
-    def recomputed(self) -> Recomputed:
-        """Returns what computes tensors of the graph from other values of what is listed."""
-        return Recomputed(self.is_changed)

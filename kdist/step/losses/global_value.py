@@ -38,7 +38,7 @@ class GlobalValue:
         self, step: OwnStep, parts: Aggregates | RowCut, gather: Callable[[list[tf.Tensor]], list[tf.Tensor]]
     ) -> None:
         self._step = step
-        recomputed = parts.recomputed()
+        recomputed = Recomputed(parts.is_changed)
         rows = [each.tensor for each in parts.listed if each.kind == "rows"]
         own = [recomputed.take(each) for each in rows]
         recomputed.values |= dict(zip([each.name for each in rows], gather(own) if rows else (), strict=True))
