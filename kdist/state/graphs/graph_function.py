@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kdist._tf_internals import has_state
+from kdist._tf_internals import add_function, has_state
 
 NUM_ROWS = 6
 """How many rows are made up: few, as a row may be large; even, as a step may halve them."""
@@ -209,7 +210,27 @@ def has_own_gradient(node: Any) -> bool:
     return "_gradient_op_type" in node.attr or node.op in ("PartitionedCall", "StatefulPartitionedCall")
 
 
-def rename_functions(graph_def: Any, suffix: str) -> None:
+def imported(
+    graph_def: tf.compat.v1.GraphDef, functions: Sequence[Any], inputs: dict[str, Any], outputs: list[str], name: str
+) -> list[tf.Tensor]:
+    """Imports a graph into the default one, with copies of the functions that it calls.
+
+    Args:
+        graph_def: the graph, without a library.
+        functions: sequence of `FunctionDef`, those that it calls, and those that they call.
+        inputs: mapping of the names of tensors of the graph to what takes their place.
+        outputs: list of str, the names of the tensors that are returned.
+        name: str, a prefix of the names.
+    """
+    graph_def.library.function.extend(functions)
+    _rename_functions(graph_def, f"_{uuid.uuid4().hex}")  # each is differentiated by itself
+    for each in graph_def.library.function:
+        add_function(each)  # the import alone lets none of them be called
+    with tf.control_dependencies(None):  # of which the import takes none
+        return list(tf.graph_util.import_graph_def(graph_def, inputs, outputs, name=name))
+
+
+def _rename_functions(graph_def: tf.compat.v1.GraphDef, suffix: str) -> None:
     """Gives the functions of a graph's definition other names, where they are called, too."""
     nodes = [*graph_def.node, *(node for each in graph_def.library.function for node in each.node_def)]
     for attribute in (each for node in nodes for each in node.attr.values()):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from collections.abc import Callable
 from typing import Literal
 
 import tensorflow as tf
 
-from kdist.state.graphs.graph_function import acts, calls, functions_of, has_own_gradient, node_of, rename_functions
+from kdist.state.graphs.graph_function import acts, calls, functions_of, has_own_gradient, imported, node_of
 from kdist.state.graphs.rank_dependence import computed_of
 
 
@@ -73,13 +72,11 @@ class Recomputed:
             return each.name in self.values or not self._is_changed(each)
 
         operations = {each.op.name: each.op for each in computed_of([tensor], is_known)}.values()
+        called = [each for each in operations if calls(each)]
+        functions = functions_of(called, are_differentiated=True) if called else []
         graph_def = tf.compat.v1.GraphDef(node=map(node_of, operations))
-        if called := [each for each in operations if calls(each)]:
-            graph_def.library.function.extend(functions_of(called, are_differentiated=True))
-            rename_functions(graph_def, f"_{uuid.uuid4().hex}")  # each is differentiated by itself
         inputs = {each.name: self(each) for operation in operations for each in operation.inputs if is_known(each)}
         outputs = [each.name for operation in operations for each in operation.outputs]
-        with tf.control_dependencies(None):  # of which the import takes none
-            results = tf.graph_util.import_graph_def(graph_def, inputs, outputs, name="of_all_ranks")
+        results = imported(graph_def, functions, inputs, outputs, "of_all_ranks")
         self.values |= {name: each for name, each in zip(outputs, results, strict=True) if name not in self.values}
         return self.values[tensor.name]

@@ -272,6 +272,13 @@ OF_ROWS: dict[str, Callable[[Any, Any], Any]] = {
     "a masked loss in a branch": lambda y, p: tf.cond(
         ops.any(y != 7), lambda: masked(y, p, y != 7), lambda: 0 * ops.sum(p)
     ),
+    "integers of a branch, which have no gradient": lambda y, p: (
+        ops.logsumexp(errors(y, p))
+        * ops.cast(
+            tf.cond(ops.any(y > 7), lambda: 1, lambda: ops.cast(2 + ops.max(ops.cast(y > 0, p.dtype)), "int32")),
+            p.dtype,
+        )
+    ),
     "a fold": lambda y, p: (
         ops.sqrt(ops.mean((y - p) ** 2))
         * tf.foldl(lambda most, row: tf.maximum(most, tf.norm(row)), y, tf.zeros((), y.dtype))
