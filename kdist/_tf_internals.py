@@ -22,7 +22,7 @@ from tensorflow.python.distribute.distribute_lib import (
 from tensorflow.python.distribute.parameter_server_strategy_v2 import ParameterServerStrategyV2Extended
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
-from tensorflow.python.framework import op_def_registry, ops, random_seed
+from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops, random_seed
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.ops import control_flow_util, random_ops
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable, UninitializedVariable
@@ -40,6 +40,7 @@ __all__ = [
     "abort_collectives",
     "add_control_inputs",
     "add_function",
+    "body_of",
     "call_flat",
     "call_on_iterator",
     "control_outputs",
@@ -219,6 +220,18 @@ def add_function(definition: Any) -> None:
         definition: `FunctionDef`. The same one may be added again; another one of the same name is an error.
     """
     context.context().add_function_def(definition)
+
+
+def body_of(definition: Any) -> tuple[Any, list[str], list[str]]:
+    """Returns the graph of a function's body, as a `GraphDef`, and the names of its inputs and of its outputs there.
+
+    Args:
+        definition: `FunctionDef`; what it calls must be known to the default graph.
+    """
+    graph_def, names = function_def_to_graph.function_def_to_graph_def(definition)
+    inputs = [f"{each.name}:0" for each in definition.signature.input_arg]
+    outputs = [names[definition.ret[each.name]] for each in definition.signature.output_arg]
+    return graph_def, inputs, outputs
 
 
 def schedule_on_any_worker(coordinator: tf.distribute.coordinator.ClusterCoordinator, call: Callable[[], None]) -> None:

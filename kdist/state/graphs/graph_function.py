@@ -207,7 +207,12 @@ def functions_of(called: Sequence[tf.Operation], *, are_differentiated: bool = F
 
 def has_own_gradient(node: Any) -> bool:
     """Returns whether the gradient of a copy of an operation would not be that of what it computes from its inputs."""
-    return "_gradient_op_type" in node.attr or node.op in ("PartitionedCall", "StatefulPartitionedCall")
+    return "_gradient_op_type" in node.attr or is_call(node.op)
+
+
+def is_call(kind: str) -> bool:
+    """Returns whether a kind of operation calls a function, and does nothing else."""
+    return kind in ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def imported(

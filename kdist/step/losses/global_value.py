@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.state.graphs.aggregates import Aggregates
+from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.recomputed import OfRows, Recomputed
 from kdist.state.graphs.row_cut import RowCut
 from kdist.step.losses.own_step import OwnStep
@@ -31,11 +32,16 @@ class GlobalValue:
     Args:
         step: the open step.
         parts: what the number is computed of.
+        inlined: `Inlined`, by which the number of `parts` was made of the step's.
         gather: callable that takes rows of this rank and returns those of all.
     """
 
     def __init__(
-        self, step: OwnStep, parts: Aggregates | RowCut, gather: Callable[[list[tf.Tensor]], list[tf.Tensor]]
+        self,
+        step: OwnStep,
+        parts: Aggregates | RowCut,
+        inlined: Inlined,
+        gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> None:
         self._step = step
         recomputed = Recomputed(parts.is_changed)
@@ -54,7 +60,7 @@ class GlobalValue:
         identities = [own for _, own in taken]
         gradients = tf.gradients(self._value, identities, stop_gradients=identities)
         found = [(tensor, each) for (tensor, _), each in zip(taken, gradients, strict=True) if each is not None]
-        self._targets = [(tensor, tf.convert_to_tensor(each)) for tensor, each in found]
+        self._targets = inlined.recorded([(tensor, tf.convert_to_tensor(each)) for tensor, each in found])
 
     def as_mean(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the number of all ranks, of which gradients are those by what the rank has computed."""

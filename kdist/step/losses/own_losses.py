@@ -16,6 +16,7 @@ from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import computes_own_loss
 from kdist.reports.log import once
 from kdist.state.graphs.aggregates import Aggregates
+from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.linear_terms import linear_terms
 from kdist.state.graphs.means_and_sums import Kind, MeansAndSums
 from kdist.state.graphs.rank_dependence import computed_of, tensor_key
@@ -181,23 +182,28 @@ class OwnLosses:
         graphs = [each.graph for each in found.leaves] + [tf.compat.v1.get_default_graph()]
         is_in_branch = not all(each is value.graph for each in graphs) or is_compiled_by_xla()
         rows = None
+        inlined = Inlined(self._step.depends_on_rows, [*means.values(), *self._known(), *self._told])
         if found.length is None and not is_in_branch:
             rows = self._row_wise = self._row_wise or RowWise(found)
-            found = rows.data_of(value, self._known(), list(means.values()))
+            found = rows.data_of(inlined(value), self._known(), list(means.values()))
+
+        def without_calls(term: tf.Tensor) -> tf.Tensor:
+            return term if rows is None else inlined(term)
+
         is_whole = found.length is not None or [term.name for term, _ in terms] == [value.name]  # factors may hold it
         if is_whole or len(terms) > _MAX_TERMS:
             terms = [(value, 1.0)]
-        kinds = [self._kind(found, term, means) for term, _ in terms]
+        kinds = [self._kind(found, without_calls(term), means) for term, _ in terms]
         if not set(kinds) <= {"mean", "sum"} and len(terms) > 1:  # a small one says little about the whole
-            terms, kinds = [(value, 1.0)], [self._kind(found, value, means)]
+            terms, kinds = [(value, 1.0)], [self._kind(found, without_calls(value), means)]
         known = [*means.values(), *self._known(), *self._told]
         relates_rows = "other" in kinds or any(
-            kind != "sum" and found.relates_rows(term, known)
+            kind != "sum" and found.relates_rows(without_calls(term), known)
             for (term, _), kind in zip(terms, kinds, strict=True)
             if tensor_key(term) not in means and found.length is None
         )
         if relates_rows or None in kinds:
-            of_all_ranks = None if rows is None else self._of_all_ranks(found, rows, value, who, means)
+            of_all_ranks = None if rows is None else self._of_all_ranks(found, rows, value, inlined, who, means)
             if of_all_ranks is not None:
                 return of_all_ranks
         if relates_rows:
@@ -228,7 +234,7 @@ class OwnLosses:
         return MeansAndSums([leaf for leaf, _ in leaves], with_rows, depends_on_rows)
 
     def _of_all_ranks(
-        self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, who: str, means: Means
+        self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, inlined: Inlined, who: str, means: Means
     ) -> GlobalValue | None:
         """Returns a number computed from means and sums over the rows of all ranks, or else from these rows, or `None`.
 
@@ -239,8 +245,8 @@ class OwnLosses:
             return None  # as of a gradient: no tape has recorded what was computed again
         start = len(graph.get_operations())
         try:
-            parts = self._parts_of(found, rows, value, means)
-            return GlobalValue(self._step, parts, lambda own: self._gather(who, own))
+            parts = self._parts_of(found, rows, inlined(value), means)
+            return GlobalValue(self._step, parts, inlined, lambda own: self._gather(who, own))
         except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
             return None
         finally:

@@ -1,0 +1,143 @@
+"""Losses by hand that are computed in functions (`tf.function`), of which all but the call is a step's own graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tests.training.features.own_losses import (
+    ByHand,
+    by_hand,
+    masked,
+    models_of,
+    nearest,
+    own_gradient,
+    silently_both,
+)
+from tests.training.features.registry import feature
+from tests.training.fidelity import deterministic_weights, rows
+
+ROW = rows("ragged")[1][3]
+
+
+@tf.function
+def contrastive(one: Any, other: Any) -> Any:
+    logits = ops.matmul(one, ops.transpose(other))
+    return ops.mean(
+        keras.losses.sparse_categorical_crossentropy(ops.arange(ops.shape(one)[0]), logits, from_logits=True)
+    )
+
+
+@tf.function
+def unit(rows: Any) -> Any:
+    return rows / (1 + tf.norm(rows, axis=1, keepdims=True))
+
+
+@tf.function
+def nested(one: Any, other: Any) -> tuple[Any, Any]:
+    one, other = unit(one), unit(other)
+    return contrastive(one, other), ops.mean(one * other)
+
+
+@tf.function
+def of_rows(rows: Any) -> tuple[Any, Any]:
+    """Rows that relate to each other, and some that do not."""
+    return rows - ops.max(rows, axis=0), rows**2
+
+
+@tf.function
+def branched(y: Any, p: Any) -> Any:
+    if tf.reduce_sum(y) > 1e6:
+        return ops.mean(p)
+    total = tf.zeros((), p.dtype)
+    for column in tf.range(2):
+        total += ops.max((y - p)[:, column] ** 2)
+    return total
+
+
+@tf.function
+def root(y: Any, p: Any) -> Any:
+    return ops.sqrt(ops.mean((y - p) ** 2))
+
+
+@tf.function
+def of_own_gradient(x: Any) -> Any:
+    return own_gradient(x)
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "contrastive": lambda y, p: contrastive(y, p),
+    "of nested functions": lambda y, p: sum(nested(y, p)),
+    "one result of two": lambda y, p: 0.1 * nested(p, y)[0] + ops.mean((y - p) ** 2),
+    "called twice": lambda y, p: contrastive(y, p) + 0.1 * contrastive(p, y),
+    "called for what it returns": lambda y, p: root(ops.mean((y - p) ** 2, keepdims=True), contrastive(y, p)),
+    "rows that a function relates": lambda y, p: ops.mean(of_rows(y - p)[0] ** 2) + ops.mean(of_rows(p)[1]),
+    "rows of a function": lambda y, p: ops.mean(ops.log_softmax(ops.matmul(unit(y), ops.transpose(unit(p))))),
+    "hardest triplets": tf.function(nearest),
+    "branches and loops": lambda y, p: branched(y, p),
+    "a root": lambda y, p: root(y, p),
+    "a mask that made-up rows do not show": lambda y, p: tf.function(masked)(y, p, ops.not_equal(y, ROW)),
+    "XLA": tf.function(lambda y, p: ops.logsumexp(ops.sum((y - p) ** 2, axis=1)), jit_compile=True),
+    "a gradient of its own before": lambda y, p: contrastive(y, of_own_gradient(p)),
+    "a sum in a function, beside a root": lambda y, p: 0.01 * tf.function(ops.sum)((y - p) ** 2) + root(y, p),
+}
+
+
+@feature
+def losses_by_hand_in_functions() -> None:
+    for number, (name, loss) in enumerate(LOSSES.items()):
+        try:
+            silently_both(by_hand(models_of(loss)[number % 3], ("ragged", "even")[number // 2 % 2]))
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
+@feature
+def losses_by_hand_in_functions_of_networks() -> None:
+    """A factor that is learned, statistics, a layer's loss and a log that is computed in a function."""
+
+    class Learned(ByHand):
+        def __init__(self) -> None:
+            super().__init__(lambda y, p: p)
+            self.factor = self.add_weight(name="factor", initializer=keras.initializers.Constant(0.3))
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                p = self.net(x, training=True)
+                loss = contrastive(self.factor * y, p) + 0.1 * root(y, p)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            norm = tf.function(lambda: ops.max(ops.sum((y - p) ** 2, axis=1)))
+            return {"loss": loss, "worst": norm()}
+
+    class Adds(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(0.1 * contrastive(x, x))
+            return x
+
+    def adding() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2), Adds()])
+        deterministic_weights(model)
+        return model
+
+    class Added(ByHand):
+        def __init__(self) -> None:
+            super().__init__(lambda y, p: root(y, p) + sum(self.net.losses))
+            self.net = adding()
+
+    class Normalizes(ByHand):
+        def __init__(self) -> None:
+            super().__init__(lambda y, p: contrastive(y, p))
+            normalization = keras.layers.BatchNormalization(synchronized=True)
+            self.net = keras.Sequential(
+                [keras.Input((5,)), keras.layers.Dense(4), normalization, keras.layers.Dense(2)]
+            )
+            deterministic_weights(self.net)
+
+    for make in (Learned, Added, Normalizes):
+        silently_both(by_hand(make))
