@@ -45,7 +45,7 @@ def abort_command(code: int) -> bytes:
         code: int, the exit code, from 1 to 255.
 
     References:
-        - https://github.com/pmodels/mpich/blob/main/doc/wiki/developer_docs/PMI_v1_Wire_Protocol.md
+        - https://github.com/pmodels/mpich/blob/main/src/pmi/maint/pmi-1.1.txt
     """
     return f"cmd=abort exitcode={code}\n".encode()
 
