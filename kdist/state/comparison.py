@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist._user_code import user_line
 from kdist.engines.engine import Engine
 from kdist.errors import MismatchError, NotSynchronizedError
 from kdist.keras_hooks.layers.embedding import table_of
@@ -85,10 +86,11 @@ def gather_values(engine: Engine, what: str, value: Any) -> list[Any]:
     gathered = engine.gather_objects([what, value])
     for rank, (other, _) in enumerate(gathered):
         if other != gathered[0][0]:
+            lines = engine.gather_objects(user_line())  # all ranks have found it
             raise MismatchError(
-                f"Ranks make different calls. Received: {gathered[0][0]} on rank 0 and {other} on rank {rank}. "
-                "Expected every rank to make the same calls in the same order. Fix: look for a branch on the rank "
-                "around the call."
+                f"Ranks make different calls. Received: {gathered[0][0]} on rank 0, {lines[0]}, and {other} on rank "
+                f"{rank}, {lines[rank]}. Expected every rank to make the same calls in the same order. Fix: look for a "
+                "branch on the rank around the call."
             )
     return [each for _, each in gathered]
 
