@@ -13,7 +13,7 @@ from kdist.errors import ScopeError, StrategyError
 from kdist.reports.log import problem_of_level
 from kdist.scaling import is_learning_rate_scale, is_warmup
 from kdist.strategies.options import TPU, AllReduce, ParameterServer, is_positive
-from kdist.strategies.selection import ENGINES, WORDS
+from kdist.strategies.selection import ENGINES, WORDS, check_word
 
 AUTO_STALL_TIMEOUT = 600.0
 """What `stall_timeout="auto"` is, in seconds, for a rank that is neither busy nor in the user's code."""
@@ -161,7 +161,9 @@ def check_values(chosen: Mapping[str, Any], env: Mapping[str, str] = MappingProx
             f"KDIST_STRATEGY is unknown. Received: KDIST_STRATEGY={strategy!r}. Expected one of "
             f"{', '.join(map(repr, WORDS))}. Fix: set one of these, or unset it."
         )
-    if not isinstance(strategy, (str, AllReduce, ParameterServer, TPU)) and not hasattr(strategy, "extended"):
+    if isinstance(strategy, str):
+        check_word(strategy)
+    elif not isinstance(strategy, (AllReduce, ParameterServer, TPU)) and not hasattr(strategy, "extended"):
         raise StrategyError(
             f"`strategy` has an unsupported type. Received: strategy={strategy!r} of type {type(strategy).__name__}. "
             f"Expected one of {', '.join(map(repr, WORDS))}, a kdist.AllReduce, a kdist.ParameterServer, a kdist.TPU "

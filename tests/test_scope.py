@@ -74,6 +74,11 @@ def test_an_invalid_setting_is_refused_where_it_is_written(settings):
         kdist.scope(**settings)
 
 
+def test_an_unknown_strategy_is_refused_where_it_is_written():
+    with pytest.raises(StrategyError, match="write 'mirrored', if that was meant"):
+        kdist.scope("mirored")
+
+
 @pytest.mark.parametrize(
     ("variable", "text", "settings"),
     [

@@ -64,6 +64,23 @@ def closest_word(word: str) -> str:
     return f"write {near[0]!r}, if that was meant" if near else "use one of these words"
 
 
+def check_word(word: str) -> None:
+    """Raises for a word that names no strategy.
+
+    Args:
+        word: str, as given to `kdist.scope`.
+
+    Raises:
+        StrategyError: if it is unknown.
+    """
+    if word not in WORDS:
+        raise StrategyError(
+            f"Unknown strategy. Received: strategy={word!r}. Expected one of {', '.join(map(repr, WORDS))}, a "
+            "kdist.AllReduce, a kdist.ParameterServer, a kdist.TPU or a tf.distribute.Strategy. Fix: "
+            f"{closest_word(word)}."
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
     """What the ranks have, by which `"auto"` chooses how they communicate.
@@ -136,12 +153,7 @@ def _has_servers(word: str, info: ClusterInfo) -> bool:
 
 def _check(word: str, info: ClusterInfo, is_synchronous: bool) -> None:
     """Raises if the word is unknown, or the cluster has tasks that the strategy has no use for."""
-    if word not in WORDS:
-        raise StrategyError(
-            f"Unknown strategy. Received: strategy={word!r}. Expected one of {', '.join(map(repr, WORDS))}, a "
-            "kdist.AllReduce, a kdist.ParameterServer, a kdist.TPU or a tf.distribute.Strategy. Fix: "
-            f"{closest_word(word)}."
-        )
+    check_word(word)
     if "ps" in info.cluster_spec and (word in ENGINES or (is_synchronous and word != "single")):
         asked = "kdist.AllReduce" if is_synchronous else f"strategy={word!r}"
         raise StrategyError(
