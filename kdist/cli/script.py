@@ -67,6 +67,11 @@ def parse(words: Sequence[str], module: Sequence[str] | None = None) -> tuple[li
         rest = rest[1:]
     if rest[:1] == ["-m"] and len(rest) > 1:
         return rest[1:], True
+    if rest[:1] == ["-c"]:
+        raise LaunchError(
+            "The ranks run a file or a module. Received: -c and code. Expected a script or -m MODULE. Fix: write the "
+            "code to a file, and give its name."
+        )
     if rest and rest[0].startswith("-"):
         raise LaunchError(
             f"The ranks take no options of Python. Received: {rest[0]}. Expected a script or -m MODULE. Fix: omit it, "

@@ -36,6 +36,7 @@ def script(tmp_path):
         (["-np", "4", "-H", "localhost:2", "SCRIPT"], "or, with mpirun, add --oversubscribe"),
         (["-np", "4", "-H", "localhost:2", "--strategy", "collective", "SCRIPT"], "More ranks than slots"),
         (["-np", "2", "python", "-O", "SCRIPT"], "PYTHONOPTIMIZE"),
+        (["-np", "2", "python", "-c", "print(1)"], "-c and code"),
         (["-np", "2", "/usr/nowhere/python", "SCRIPT"], "`/usr/nowhere/python -m kdist run ...`"),
         (["-np", "2", "--hostfile", "no_such_file", "SCRIPT"], "no_such_file"),
         (["-np", "2", "--strategy", "tpu", "SCRIPT"], "runs in one process"),
