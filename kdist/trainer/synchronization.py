@@ -163,16 +163,17 @@ class RankSynchronization(keras.callbacks.Callback):
         """Logs how batches are distributed, and the learning rates."""
         session = self._session
         size, settings = session.engine.size, session.settings
-        batch = session.feed.training.data_adapter.source.batch_size  # of arrays
+        source = session.feed.training.data_adapter.source
+        batch = source.batch_size  # of arrays
         sync_every = settings.options.sync_every
         if not settings.auto_shard:
             once.info(f"data: each of {size} ranks has its own (auto_shard=False)")
         elif (number := settings.micro_batches) is not None:
-            most, _ = session.feed.training.data_adapter.source.batches_in_steps or (number, number)
+            most, _ = source.batches_in_steps or (number, number)
             each = f"{batch} x {most} = {batch * most}" if batch else f"{most} of yours"
             once.info(f"batch: {each} on {size} rank{'s' * (size > 1)} (micro_batches={number})")
         elif settings.scale_batch:
-            most, _ = session.feed.training.data_adapter.source.batches_in_steps or (size, size)
+            most, _ = source.batches_in_steps or (size, size)
             each = f"{batch} x {size} ranks = {batch * size}" if batch else f"one of yours x {size} ranks"
             if most < size:  # an epoch has no more
                 given = f"{batch} x {most} = {batch * most}, split over" if batch else f"{most} of yours on"
@@ -191,6 +192,8 @@ class RankSynchronization(keras.callbacks.Callback):
         else:
             each = f"{batch} / {size} ranks = {batch / size:g}" if batch else f"each of yours / {size} ranks"
             once.info(f"batch: {each} (scale_batch=False)")
+        if settings.auto_shard and batch and source.cardinality:
+            _warn_of_idle_ranks(min(source.plan.group_size * batch, source.cardinality), size)
         if sync_every > 1:
             once.info(
                 f"sync_every: each rank makes {sync_every} local steps between two averages of the weights: results "
@@ -198,4 +201,13 @@ class RankSynchronization(keras.callbacks.Callback):
             )
         session.effective_rates.report(
             "local SGD steps are on each rank's own batch" if session.local_sgd is not None else ""
+        )
+
+
+def _warn_of_idle_ranks(rows: int, size: int) -> None:
+    if rows < size:
+        once.warning(
+            f"there are more ranks than samples in a step: {size - rows} of {size} ranks train on none. Received: "
+            f"{rows} sample{'s' * (rows > 1)} in the largest step. Expected one or more for each rank. Fix: kdist run "
+            f"-np {rows}, or larger batches or data."
         )

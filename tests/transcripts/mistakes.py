@@ -106,6 +106,7 @@ MISTAKES = {
         {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
         program="python",
     ),
+    "more_ranks_than_samples": Mistake("run -np 3 few_samples.py", 0),
     "fit_outside_of_the_scope": Mistake("run -np 2 fit_outside.py", 0),
     "scope_without_with": Mistake("run -np 2 scope_without_with.py", 0),
     "wrong_indent": Mistake("run -np 2 wrong_indent.py", 0),
