@@ -51,7 +51,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
     ```
 
     References:
-        - Goyal et al., [Accurate, Large Minibatch SGD](https://arxiv.org/abs/1706.02677), 2017, section 2.1
+        - Goyal et al., [Accurate, Large Minibatch SGD](https://arxiv.org/abs/1706.02677), 2017, section 3
     """
 
     is_collective = True

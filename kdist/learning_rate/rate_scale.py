@@ -42,7 +42,7 @@ def scaled_rate(optimizer: keras.optimizers.Optimizer, scale: RateScale) -> Iter
 
 
 def correct_momentum(optimizer: keras.optimizers.Optimizer, ratio: tf.Tensor) -> None:
-    r"""Multiplies SGD's velocities by a ratio of learning rates (Goyal et al., 2017, section 2.1, remark 2).
+    r"""Multiplies SGD's velocities by a ratio of learning rates (Goyal et al., 2017, section 3, remark 2).
 
     Keras' update is $v' = m v - \eta g$, and the paper's $u' = m u + g$ with $v = -\eta u$. Other optimizers are not
     changed.
