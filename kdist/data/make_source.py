@@ -26,7 +26,7 @@ from kdist.keras_hooks.fit.data_adapters import DataAdapter, array_parts, iterab
 from kdist.keras_hooks.trainer import is_built
 from kdist.state.random_state import random_state, set_random_state
 
-_ROWS = "means of some rows"
+_ROWS, _SEEDS = "means of some rows", "seeds"
 
 
 def make_source(
@@ -113,7 +113,7 @@ def describe_source(source: Source) -> dict[str, Any]:
         "number of samples or batches": source.cardinality,
         "number of steps": source.num_steps,
         # After an unseeded split or shuffle before the scope each rank has other rows of the same shape.
-        "seeds": [each for each in summary if is_of_seeds(each)],
+        _SEEDS: [each for each in summary if is_of_seeds(each)],
         _ROWS: [each for each in summary if not is_of_seeds(each)],
         "lookup tables, variables and tensors in its functions": source.functions_fingerprint(),
     }
@@ -128,15 +128,15 @@ def refuse_other_rows(verb: str, name: str, rank: int) -> None:
         rank: int, the rank on which it differs from rank 0.
 
     Raises:
-        MismatchError: if that is the rows.
+        MismatchError: if that is the rows, or the seeds of what orders them.
     """
-    if name == _ROWS:
+    if kind := {_ROWS: "rows", _SEEDS: "seeds"}.get(name):
         raise MismatchError(
-            "Each rank has other data. The likely cause is a `train_test_split` without `random_state`, or a shuffle "
-            f"or random numbers without a seed, before the scope. Received: other rows in `{verb}` on rank {rank} than "
-            "on rank 0 (KDIST_LOG=debug logs their checksums). Expected the same data on all ranks: kdist shards it. "
-            "Fix: pass a seed (`random_state=0`, `default_rng(0)`), or make the data inside kdist.scope(); where each "
-            "rank has data of its own, kdist.scope(auto_shard=False)."
+            "Each rank has other data. The likely cause is a `train_test_split` without `random_state`, or an "
+            "`image_dataset_from_directory`, a shuffle or random numbers without a seed, before the scope. Received: "
+            f"other {kind} in `{verb}` on rank {rank} than on rank 0 (KDIST_LOG=debug logs them). Expected the same "
+            "data on all ranks: kdist shards it. Fix: pass a seed (`random_state=0`, `seed=0`, `default_rng(0)`), or "
+            "make the data inside kdist.scope(); where each rank has data of its own, kdist.scope(auto_shard=False)."
         )
 
 
