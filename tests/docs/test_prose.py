@@ -107,6 +107,8 @@ SEARCHES = {
     "notebook": "notebooks",
     "out of memory": "memory",
     "restart": "restarts",
+    "fault tolerance": "restarts",
+    "multi-node": "clusters",
     "kerastuner": "faq",
     "reproducible": "faq",
     "windows": "faq",
