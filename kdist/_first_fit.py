@@ -45,7 +45,7 @@ def watch(env: Mapping[str, str]) -> None:
         if not os.isatty(0):  # a rank in a terminal of its own can stop there
             breakpoint_hook.install(info, env)
         if sys.excepthook is sys.__excepthook__:
-            sys.excepthook = EarlyHook(info.rank)
+            EarlyHook(info.rank, info.size).install()
 
 
 def after_import(name: str, action: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import importlib
 import logging
+import re
 import sys
 
 import keras
@@ -49,6 +50,25 @@ def test_an_error_before_the_scope_is_printed_once(tmp_path, word):
     assert done.output.count("StrategyError: An option is invalid") == 1, done.output
     assert ("options.py" in done.output) == (word == "full")
     assert done.output.count("[kdist] breakpoint() in train.py:2 is skipped: 2 ranks") == 1, done.output
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "sys.exit('no data')"])
+def test_an_exit_before_the_scope_is_told_of(end, tmp_path):
+    """Under mpirun alone, which names no script; in the scope the engine tells of it."""
+    (script := tmp_path / "train.py").write_text(f"import sys\nimport kdist\nif kdist.rank() == 1:\n    {end}\n")
+    done = spmd.launch([sys.executable, str(script)], 2, timeout=60)
+    code = 3 if "3" in end else 1
+    assert done.returncode == code, done.output
+    assert re.search(
+        rf"rank 1 of 2 on host \S+ exits with code {code} before kdist.scope\(\), in train.py:4\n", done.output
+    )
+
+
+def test_a_good_exit_without_a_scope_is_no_news(tmp_path):
+    (script := tmp_path / "train.py").write_text("import sys\nimport kdist\nsys.exit(0)\n")
+    done = spmd.launch([sys.executable, str(script)], 2, timeout=60)
+    assert done.returncode == 0, done.output
+    assert "exits" not in done.output
 
 
 # Without a launcher.

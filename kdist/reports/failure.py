@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from kdist._user_code import user_line
 from kdist.reports.output import BEGINS_LINE, REPORT_PREFIX
 from kdist.reports.scope_marks import own_scopes
 from kdist.reports.traceback_text import traceback_text
@@ -33,13 +34,28 @@ class EarlyHook:
     """A `sys.excepthook` for one of several ranks without an engine: one traceback, without frames of kdist.
 
     Python exits afterwards, as it would. Other ranks than the first wait, because the launcher may end them by then.
+    A `sys.exit` with an error is reported, too: Python passes it to no hook, and a launcher names no script.
 
     Args:
         rank: int, this process's number.
+        size: int, the number of processes.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._exit: Callable[[Any], NoReturn] = sys.exit
+
+    def install(self) -> None:
+        """Sets what Python calls for an error and for `sys.exit`."""
+        sys.excepthook = self
+        sys.exit = self._exit_with  # type: ignore[assignment]
+
+    def uninstall(self) -> None:
+        """Sets what was there before, unless the script has set its own."""
+        if sys.excepthook is self:
+            sys.excepthook = sys.__excepthook__
+        if sys.exit == self._exit_with:
+            sys.exit = self._exit  # type: ignore[assignment]
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Prints the traceback; that of Ctrl-C is Python's own."""
@@ -49,6 +65,17 @@ class EarlyHook:
         if self._rank > 0:
             time.sleep(_DELAY_ON_ALL_RANKS)
         sys.stderr.write(traceback_text(kind, error, trace, os.environ))
+
+    def _exit_with(self, status: Any = None, /) -> NoReturn:
+        code = exit_code(SystemExit(status))
+        if code and not _is_child():
+            if self._rank > 0:
+                time.sleep(_DELAY_ON_ALL_RANKS)
+            sys.stderr.write(
+                f"{BEGINS_LINE}{REPORT_PREFIX}{self._rank} of {self._size} on host {platform.node()} exits with code "
+                f"{code} before kdist.scope(), in {user_line()}\n"
+            )
+        self._exit(status)
 
 
 class FailureHook:
@@ -187,7 +214,7 @@ def install(
     """
     hook = sys.excepthook
     if isinstance(hook, EarlyHook):
-        sys.excepthook = sys.__excepthook__  # this one takes its place
+        hook.uninstall()  # this one takes its place
     if isinstance(hook, FailureHook):
         hook.abort, hook.rank, hook.size = abort, rank, size
     else:
@@ -197,6 +224,12 @@ def install(
     if before_abort is not None:
         hook.before_abort = before_abort
     return hook
+
+
+def _is_child() -> bool:
+    """Returns whether `multiprocessing` started this process for a rank."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
 
 
 def report(error: BaseException, *, is_consequence: bool = False) -> None:

@@ -25,7 +25,7 @@ def test_installed_once_and_the_last_abort_counts(excepthook):
     assert sys.excepthook is first
     assert (first.abort, first.rank, first.size) == (abort, 1, 3)
     assert first.previous is sys.__excepthook__
-    sys.excepthook = failure.EarlyHook(0)
+    failure.EarlyHook(0, 2).install()
     assert failure.install(abort, 1, 3).previous is sys.__excepthook__
 
 
