@@ -45,6 +45,17 @@ class Inlined:
         finally:
             self._copied |= {each.name for each in tensor.graph.get_operations()[start:]}
 
+    def original(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the tensor of the step that is equal to one of the copy; the tensor itself if there is none.
+
+        What is computed from it alone needs no copy then, as a network behind a layer that calls a function.
+        """
+        names = {copy.name: name for name, copy in self._recomputed.values.items()}
+        name = tensor.name
+        while name in names:
+            name = names[name]
+        return tensor.graph.get_tensor_by_name(name)
+
     def recorded(self, targets: Targets) -> Targets:
         """Returns what to differentiate in the place of targets that no tape has recorded, as they are of the copy."""
         copied = [(tensor, gradient) for tensor, gradient in targets if tensor.op.name in self._copied]

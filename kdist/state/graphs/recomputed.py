@@ -44,21 +44,27 @@ class Recomputed:
 
     Args:
         is_changed: callable that takes a tensor and returns whether it is computed again.
+        original: callable that takes a tensor that is taken as it is, and returns what to take in its place.
 
     Attributes:
         values: dictionary, the other values by the names of the tensors that they take the place of.
         taken: list of pairs, tensors that are taken as they are, and their identities, by which to differentiate.
     """
 
-    def __init__(self, is_changed: Callable[[tf.Tensor], bool]) -> None:
-        self._is_changed = is_changed
+    def __init__(
+        self,
+        is_changed: Callable[[tf.Tensor], bool],
+        original: Callable[[tf.Tensor], tf.Tensor] = lambda tensor: tensor,
+    ) -> None:
+        self._is_changed, self._original = is_changed, original
         self.values: dict[str, tf.Tensor] = {}
         self.taken: list[tuple[tf.Tensor, tf.Tensor]] = []
 
     def take(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns a tensor as it is, by which to differentiate."""
-        self.values[tensor.name] = tf.identity(tensor)
-        self.taken.append((tensor, self.values[tensor.name]))
+        original = self._original(tensor)
+        self.values[tensor.name] = tf.identity(original)
+        self.taken.append((original, self.values[tensor.name]))
         return self.values[tensor.name]
 
     def __call__(self, tensor: tf.Tensor) -> tf.Tensor:

@@ -44,7 +44,7 @@ class GlobalValue:
         gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> None:
         self._step = step
-        recomputed = Recomputed(parts.is_changed)
+        recomputed = Recomputed(parts.is_changed, inlined.original)
         rows = [each.tensor for each in parts.listed if each.kind == "rows"]
         own = [recomputed.take(each) for each in rows]
         recomputed.values |= dict(zip([each.name for each in rows], gather(own) if rows else (), strict=True))
