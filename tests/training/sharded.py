@@ -756,7 +756,7 @@ def a_rank_that_saves_alone_is_told() -> None:
         }
         for what, save in saves.items():
             said = message_of(lambda save=save: save() if kdist.is_chief() else model.fit(x, y, verbose=0))
-            assert re.search(f"save of {what} on rank 0 and .*fit.*Fix: .*a branch on the rank", said), said
+            assert re.search(f"save of {what} on rank 0, .*, and .*fit.*Fix: .*a branch on the rank", said), said
     assert not path.exists()
 
 
