@@ -132,6 +132,16 @@ class Job:
             reader.start()
 
     @property
+    def pid(self) -> int:
+        """The launcher's process id."""
+        return self._process.pid
+
+    @property
+    def signal(self) -> int:
+        """The number of the signal that ended the launcher; 0 if none did, or it runs."""
+        return max(0, -(self._process.poll() or 0))
+
+    @property
     def is_running(self) -> bool:
         """Whether the launcher is."""
         return self._process.poll() is None

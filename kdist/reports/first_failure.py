@@ -107,6 +107,7 @@ class FailureMonitor:
         self._ranks: dict[int, _Rank] = {}  # by the descriptor that is readable once the process has exited
         self._listener = socket.socket(socket.AF_UNIX)
         self._wake, self._woken = socket.socketpair()
+        self._launcher: int | None = None  # a descriptor as those of ranks
         self._thread = threading.Thread(target=self._run, name="kdist-monitor", daemon=True)
         with contextlib.suppress(OSError, AttributeError):  # a path that is too long; a system that is not Linux
             self._poll = select.epoll()
@@ -115,6 +116,16 @@ class FailureMonitor:
             for each in (self._listener, self._woken):
                 self._poll.register(each, select.EPOLLIN)
             self._thread.start()
+
+    def watch_launcher(self, pid: int) -> None:
+        """Takes the ends of ranks for a consequence once the launcher has exited: Hydra's proxies kill them then.
+
+        Args:
+            pid: int, the launcher's process id.
+        """
+        with contextlib.suppress(OSError, AttributeError):
+            self._launcher = os.pidfd_open(pid)
+            self._poll.register(self._launcher, select.EPOLLIN)
 
     def mute(self) -> None:
         """Reports nothing from now on, because `kdist run` itself ends the job."""
@@ -127,6 +138,9 @@ class FailureMonitor:
             self._thread.join(2 * _TIMEOUT)
         for each in (self._listener, self._woken):
             each.close()
+        if self._launcher is not None:
+            os.close(self._launcher)
+            self._launcher = None
 
     def _run(self) -> None:
         try:
@@ -143,6 +157,9 @@ class FailureMonitor:
             return False
         if descriptor == self._listener.fileno():
             self._accept()
+        elif descriptor == self._launcher:
+            self._poll.unregister(descriptor)
+            self.mute()
         else:
             self._poll.unregister(descriptor)
             self._handle_exit(self._ranks.pop(descriptor))

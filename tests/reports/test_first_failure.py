@@ -63,6 +63,15 @@ def test_the_first_rank_to_die_is_named_and_no_other(command, tmp_path, end, cod
     assert ("kdist: rank 2 of 3 on host" in ended.output.splitlines()[-1]) == reports_itself, ended.output
 
 
+def test_no_rank_is_named_where_the_launcher_was_killed(command, tmp_path):
+    """Its proxies kill the ranks then."""
+    launcher = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"  # the proxy's parent
+    ended = spmd.execute([*command, f"os.kill({launcher}, 9)", str(tmp_path)], timeout=LIMIT)
+    assert ended.returncode == 128 + signal.SIGKILL, ended.output
+    assert "kdist: rank" not in ended.output, ended.output
+    assert "for mpirun was killed by signal 9 (SIGKILL), and all ranks with it" in ended.output, ended.output
+
+
 def test_a_rank_that_exits_with_0_during_training_fails_the_job():
     """Hydra may kill the others and report success."""
     cell = Cell("mpich", "os._exit 0", "epoch", 1)

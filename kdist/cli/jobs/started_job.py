@@ -29,6 +29,7 @@ from kdist.reports.job_failure import JobFailure
 from kdist.reports.launcher_boxes import filters
 from kdist.restarts import report, request
 from kdist.restarts.event_lines import Muted
+from kdist.restarts.launcher_words import killed_by
 from kdist.restarts.report import Failure, Kind, append_failure
 
 
@@ -109,6 +110,7 @@ def started(
             stderr = muted = Muted(stderr)
             begin.callback(muted.unmute)
         job = stack.enter_context(process.started(command, stderr, stdout, reads_input=not standby))
+        monitor.watch_launcher(job.pid)
         yield StartedJob(
             command=command,
             job=job,
@@ -231,11 +233,12 @@ class StartedJob:
         if code == 0 and (remark := scope_marks.read(self.running).remark()):
             tell(remark)
         if code and not (is_explained or self.failure.is_known):
-            tell(
-                f"the job's exit code is {code}, and no rank of this host has reported a failure. Fix: read the lines "
-                "above, which are the launcher's",
-                after_output=True,
-            )
+            what, where = "and no rank of this host has reported a failure", "the lines above, which are the launcher's"
+            if self.job.signal:
+                launcher = os.path.basename(self.command.argv[0])
+                what = f"for {launcher} {killed_by(self.job.signal)}, and all ranks with it"
+                where = "the system log of this host: the kernel kills processes that run out of memory"
+            tell(f"the job's exit code is {code}, {what}. Fix: read {where}", after_output=True)
         return code
 
 
