@@ -14,7 +14,6 @@ from tests.training.features.own_losses import (
     by_hand,
     masked,
     models_of,
-    nearest,
     own_gradient,
     silently_both,
 )
@@ -72,14 +71,10 @@ def of_own_gradient(x: Any) -> Any:
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "contrastive": lambda y, p: contrastive(y, p),
     "of nested functions": lambda y, p: sum(nested(y, p)),
-    "one result of two": lambda y, p: 0.1 * nested(p, y)[0] + ops.mean((y - p) ** 2),
-    "called twice": lambda y, p: contrastive(y, p) + 0.1 * contrastive(p, y),
     "called for what it returns": lambda y, p: root(ops.mean((y - p) ** 2, keepdims=True), contrastive(y, p)),
     "rows that a function relates": lambda y, p: ops.mean(of_rows(y - p)[0] ** 2) + ops.mean(of_rows(p)[1]),
     "rows of a function": lambda y, p: ops.mean(ops.log_softmax(ops.matmul(unit(y), ops.transpose(unit(p))))),
-    "hardest triplets": tf.function(nearest),
     "branches and loops": lambda y, p: branched(y, p),
-    "a root": lambda y, p: root(y, p),
     "a mask that made-up rows do not show": lambda y, p: tf.function(masked)(y, p, ops.not_equal(y, ROW)),
     "XLA": tf.function(lambda y, p: ops.logsumexp(ops.sum((y - p) ** 2, axis=1)), jit_compile=True),
     "a gradient of its own before": lambda y, p: contrastive(y, of_own_gradient(p)),
