@@ -10,8 +10,9 @@ from kdist.restarts.report import LINE_PREFIX
 _KEPT_BYTES = 1 << 16  # of what the launcher says
 _MAX_BEFORE = 30  # bytes that the regular expression allows before the prefix
 
-# horovodrun and `--tee` put something before each line.
-_EVENT = re.compile(rb"^(?:\[\d+,?\d*\]<stderr>:|\[rank \d+ [\d:]+\] )?" + re.escape(LINE_PREFIX.encode()) + rb"(.*)$")
+# horovodrun and `--tee` put something before each line: over MPI with a blank behind it.
+_LABEL = rb"(?:\[\d+,?\d*\]<stderr>: ?|\[rank \d+ [\d:]+\] )?"
+_EVENT = re.compile(b"^" + _LABEL + re.escape(LINE_PREFIX.encode()) + rb"(.*)$")
 
 
 class Filter(Protocol):

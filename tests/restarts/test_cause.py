@@ -126,7 +126,7 @@ def test_a_rank_without_a_supervisor_reports_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("before", ["", "[1,0]<stderr>:", "[rank 0 12:00:00] "])
+@pytest.mark.parametrize("before", ["", "[0]<stderr>:", "[1,0]<stderr>: ", "[rank 0 12:00:00] "])
 def test_events_of_another_host_come_by_standard_error(tmp_path, capfd, before):
     rank = OwnReports(tmp_path / "elsewhere", rank=0)
     rank.reached_scope()
