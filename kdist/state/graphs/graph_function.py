@@ -199,7 +199,9 @@ def functions_of(called: Sequence[tf.Operation], *, are_differentiated: bool = F
             continue
         found[name] = functions[name]
         for node in functions[name].node_def:
-            if _acts(node.op) or _draws(node.op) or (are_differentiated and has_own_gradient(node)):
+            if node.op in functions and not are_differentiated:  # as `tf.nn.ctc_loss` calls one, in its loop
+                pending.append(node.op)
+            elif _acts(node.op) or _draws(node.op) or (are_differentiated and has_own_gradient(node)):
                 raise LookupError(node.op)
             pending += _names_of_functions(node)
     return list(found.values())
@@ -238,6 +240,9 @@ def imported(
 def _rename_functions(graph_def: tf.compat.v1.GraphDef, suffix: str) -> None:
     """Gives the functions of a graph's definition other names, where they are called, too."""
     nodes = [*graph_def.node, *(node for each in graph_def.library.function for node in each.node_def)]
+    names = {each.signature.name for each in graph_def.library.function}
+    for node in nodes:
+        node.op += suffix if node.op in names else ""
     for attribute in (each for node in nodes for each in node.attr.values()):
         for function in [attribute.func] if attribute.HasField("func") else attribute.list.func:
             function.name += suffix

@@ -105,8 +105,9 @@ def _can_be_inlined(operation: tf.Operation) -> bool:
         functions = functions_of([operation])
     except LookupError:
         return False
+    names = {each.signature.name for each in functions}
     nodes = [node for each in functions for node in each.node_def]
-    return not any("_gradient_op_type" in node.attr and not is_call(node.op) for node in nodes)
+    return not any(node.op in names or ("_gradient_op_type" in node.attr and not is_call(node.op)) for node in nodes)
 
 
 def _is_repeatable(operation: tf.Operation) -> bool:

@@ -136,6 +136,27 @@ def means_sums_and_what_is_of_them_that_layers_add() -> None:
         silently_both(script)
 
 
+def ctc(x: Any) -> Any:
+    """A number for each row, as the OCR example of Keras adds it."""
+    number = ops.shape(x)[0]
+    return 1e-2 * ops.ctc_loss(ops.tile([[1, 2, 3]], (number, 1)), x, tf.fill((number,), 3), tf.fill((number,), 8))
+
+
+@feature
+def ctc_losses_that_a_layer_adds() -> None:
+    """TensorFlow computes them by a loop that calls a function under the function's own name."""
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        steps = [keras.layers.Dense(48), keras.layers.Reshape((8, 6)), Adds(ctc, "ctc"), keras.layers.Flatten()]
+        model = keras.Sequential([keras.Input((5,)), *steps, keras.layers.Dense(2)])
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return fit_alone(model, fed("arrays", (x, y), batch), validation_data=(x, y))
+
+    silently_both(script, rtol=1e-5)  # they are computed in 32 bits
+
+
 @feature
 def added_losses_that_are_no_means_are_told_of() -> None:
     said = told(lambda: with_added(OTHERS_ADDED), "(`add_loss`) is computed from this rank's rows")
