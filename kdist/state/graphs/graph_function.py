@@ -36,6 +36,8 @@ _DRAWN = {  # what is drawn at random is the same for each row
     **dict.fromkeys(("RandomStandardNormal", "StatelessRandomNormal", "StatelessRandomNormalV2"), 0.3),
     **dict.fromkeys(("TruncatedNormal", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2"), 0.3),
 }
+_DRAWN_INTEGERS = {"RandomUniformInt": 1, "StatelessRandomUniformInt": 2, "StatelessRandomUniformIntV2": 4}
+"""The places of the least integers among the inputs, which are drawn for each row."""
 
 
 def function_of(
@@ -116,7 +118,7 @@ def _sub_graph(
         found.node.append(node_of(operation))
         node, inputs = found.node[-1], list(operation.inputs)
         if is_drawn(operation):
-            inputs = inputs[:1]
+            inputs = [inputs[0], *inputs[_DRAWN_INTEGERS.get(operation.type, len(inputs)) :][:1]]
             _make_constant(found, node, operation)
         elif is_known(operation):
             inputs = []
@@ -160,12 +162,16 @@ def _may_hold(constant: Any, length: int) -> bool:
 def _make_constant(graph_def: tf.compat.v1.GraphDef, node: Any, operation: tf.Operation) -> None:
     """Makes a node that draws numbers of a given shape one that fills it with one number."""
     dtype, shape = operation.outputs[0].dtype, operation.inputs[0].dtype
-    number = graph_def.node.add(name=f"{node.name}/drawn", op="Const")
-    number.attr["dtype"].type = dtype.as_datatype_enum
-    number.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(_DRAWN[operation.type], dtype, ()))
+    if operation.type in _DRAWN_INTEGERS:
+        filled = node.input[_DRAWN_INTEGERS[operation.type]]
+    else:
+        number = graph_def.node.add(name=f"{node.name}/drawn", op="Const")
+        number.attr["dtype"].type = dtype.as_datatype_enum
+        number.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(_DRAWN[operation.type], dtype, ()))
+        filled = number.name
     node.op = "Fill"
     del node.input[1:]
-    node.input.append(number.name)
+    node.input.append(filled)
     node.attr.clear()
     node.attr["T"].type, node.attr["index_type"].type = dtype.as_datatype_enum, shape.as_datatype_enum
 
@@ -263,7 +269,9 @@ def node_of(operation: tf.Operation) -> Any:
 
 def is_drawn(operation: tf.Operation) -> bool:
     """Returns whether an operation draws numbers at random, that count as the same for each row."""
-    return operation.type in _DRAWN and bool(operation.outputs[0].dtype.is_floating)
+    return operation.type in _DRAWN_INTEGERS or (
+        operation.type in _DRAWN and bool(operation.outputs[0].dtype.is_floating)
+    )
 
 
 def calls(operation: tf.Operation) -> bool:

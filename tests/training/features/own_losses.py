@@ -179,6 +179,13 @@ def squared(one: Any, other: Any) -> Any:
     return 0.01 * tf.reduce_sum((one - other) ** 2)
 
 
+def drawn(p: Any, **seed: int) -> Any:
+    """The same for each row, whatever is drawn, as a step of a diffusion model draws a time for each."""
+    shape = (ops.shape(p)[0], 1)
+    times = keras.random.randint(shape, 1, 5, **seed) if seed else tf.random.uniform(shape, 1, 5, tf.int32)
+    return ops.take(ops.convert_to_tensor([np.nan, 0.01, 0.01, 0.01, 0.01], p.dtype), times)
+
+
 SUMS: dict[str, Callable[[Any, Any], Any]] = {
     "squares": lambda y, p: 0.01 * ops.sum((y - p) ** 2),
     "of Keras' loss": lambda y, p: keras.losses.MeanSquaredError(reduction="sum")(y, p),
@@ -198,6 +205,8 @@ SUMS: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "beside a small mean": lambda y, p: 10 * ops.sum((y - p) ** 2) + ops.mean(p**2) / 400,
     "of rows": lambda y, p: 0.01 * ops.sum((y - p) ** 2, axis=1),
+    "by drawn integers": lambda y, p: ops.sum(drawn(p) * (y - p) ** 2),
+    "by drawn integers of a seed": lambda y, p: ops.sum(drawn(p, seed=3) * (y - p) ** 2),
 }
 
 
