@@ -118,8 +118,7 @@ def _sub_graph(
         found.node.append(node_of(operation))
         node, inputs = found.node[-1], list(operation.inputs)
         if is_drawn(operation):
-            inputs = [inputs[0], *inputs[_DRAWN_INTEGERS.get(operation.type, len(inputs)) :][:1]]
-            _make_constant(found, node, operation)
+            inputs = [inputs[place] for place in _make_constant(found.node, node)]
         elif is_known(operation):
             inputs = []
             _make_constants(found, node, operation)
@@ -131,7 +130,13 @@ def _sub_graph(
             called.append(operation)
         pending += [each.op for each in inputs if each.name not in known]
     if called:
-        found.library.function.extend(functions_of(called))
+        try:
+            found.library.function.extend(functions_of(called))
+        except LookupError:
+            found.library.function.extend(functions_of(called, are_computed=True))
+            _rename_functions(found, "_without_actions")
+            for each in found.library.function:
+                add_function(each)  # those of an earlier time are the same
     return found, captured
 
 
@@ -159,21 +164,32 @@ def _may_hold(constant: Any, length: int) -> bool:
     return value.shape[:1] == (length,) or any(abs(each) >= 1 and each.is_integer() for each in parts)
 
 
-def _make_constant(graph_def: tf.compat.v1.GraphDef, node: Any, operation: tf.Operation) -> None:
-    """Makes a node that draws numbers of a given shape one that fills it with one number."""
-    dtype, shape = operation.outputs[0].dtype, operation.inputs[0].dtype
-    if operation.type in _DRAWN_INTEGERS:
-        filled = node.input[_DRAWN_INTEGERS[operation.type]]
-    else:
-        number = graph_def.node.add(name=f"{node.name}/drawn", op="Const")
-        number.attr["dtype"].type = dtype.as_datatype_enum
-        number.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(_DRAWN[operation.type], dtype, ()))
-        filled = number.name
+def _make_constant(nodes: Any, node: Any, output: str = "") -> list[int]:
+    """Makes one of some nodes, that draws numbers of a given shape, one that fills it with one number.
+
+    Args:
+        nodes: the nodes, to which one may be added.
+        node: `NodeDef`, one of them.
+        output: str, what follows a node's name where another takes what a constant returns.
+
+    Returns:
+        A list of int, the places of the inputs that it still has.
+    """
+    dtype = node.attr["Tout" if "Tout" in node.attr else "dtype"].type
+    shape = node.attr["Tshape" if "Tshape" in node.attr else "T"].type
+    kept = [0, *([_DRAWN_INTEGERS[node.op]] if node.op in _DRAWN_INTEGERS else [])]
+    inputs = [node.input[place] for place in kept]
+    if node.op in _DRAWN:
+        number = nodes.add(name=f"{node.name}/drawn", op="Const")
+        number.attr["dtype"].type = dtype
+        number.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(_DRAWN[node.op], tf.as_dtype(dtype), ()))
+        inputs.append(f"{number.name}{output}")
     node.op = "Fill"
-    del node.input[1:]
-    node.input.append(filled)
+    del node.input[:]
+    node.input.extend(inputs)
     node.attr.clear()
-    node.attr["T"].type, node.attr["index_type"].type = dtype.as_datatype_enum, shape.as_datatype_enum
+    node.attr["T"].type, node.attr["index_type"].type = dtype, shape
+    return kept
 
 
 def _make_constants(graph_def: tf.compat.v1.GraphDef, node: Any, operation: tf.Operation) -> None:
@@ -189,8 +205,15 @@ def _make_constants(graph_def: tf.compat.v1.GraphDef, node: Any, operation: tf.O
         node.input.append(number.name)
 
 
-def functions_of(called: Sequence[tf.Operation], *, are_differentiated: bool = False) -> list[Any]:
+def functions_of(
+    called: Sequence[tf.Operation], *, are_differentiated: bool = False, are_computed: bool = False
+) -> list[Any]:
     """Returns the definitions of the functions that operations of a graph call, and of those that these call.
+
+    Args:
+        called: sequence of operations.
+        are_differentiated: bool, whether a copy of them is differentiated.
+        are_computed: bool, whether they only return numbers of made-up rows: see `_without_actions`.
 
     Raises:
         LookupError: if one of them writes, sends or draws; or, for a copy that is differentiated, if it calls one that
@@ -203,14 +226,38 @@ def functions_of(called: Sequence[tf.Operation], *, are_differentiated: bool = F
         name = pending.pop()
         if name in found:
             continue
-        found[name] = functions[name]
-        for node in functions[name].node_def:
+        found[name] = _without_actions(functions[name]) if are_computed else functions[name]
+        for node in found[name].node_def:
             if node.op in functions and not are_differentiated:  # as `tf.nn.ctc_loss` calls one, in its loop
                 pending.append(node.op)
             elif _acts(node.op) or _draws(node.op) or (are_differentiated and has_own_gradient(node)):
                 raise LookupError(node.op)
             pending += _names_of_functions(node)
     return list(found.values())
+
+
+def _without_actions(function: Any) -> Any:
+    """Returns a function's definition without what it does beside its results, as to print; draws are constants."""
+    nodes = {each.name: each for each in function.node_def}
+    found = type(function)()
+    found.CopyFrom(function)
+    del found.node_def[:], found.signature.control_output[:]
+    found.control_ret.clear()
+    pending, seen = list(function.ret.values()), set()
+    while pending:
+        name = pending.pop().split(":")[0]
+        if name in seen or name not in nodes:
+            continue
+        seen.add(name)
+        node = found.node_def.add()
+        node.CopyFrom(nodes[name])
+        inputs = [each for each in node.input if not each.startswith("^")]
+        del node.input[:]
+        node.input.extend(inputs)
+        if _is_drawn(node):
+            inputs = [inputs[place] for place in _make_constant(found.node_def, node, ":output:0")]
+        pending += inputs
+    return found
 
 
 def has_own_gradient(node: Any) -> bool:
@@ -269,9 +316,11 @@ def node_of(operation: tf.Operation) -> Any:
 
 def is_drawn(operation: tf.Operation) -> bool:
     """Returns whether an operation draws numbers at random, that count as the same for each row."""
-    return operation.type in _DRAWN_INTEGERS or (
-        operation.type in _DRAWN and bool(operation.outputs[0].dtype.is_floating)
-    )
+    return _is_drawn(operation.node_def)
+
+
+def _is_drawn(node: Any) -> bool:
+    return node.op in _DRAWN_INTEGERS or (node.op in _DRAWN and tf.as_dtype(node.attr["dtype"].type).is_floating)
 
 
 def calls(operation: tf.Operation) -> bool:

@@ -10,12 +10,14 @@ import tensorflow as tf
 from keras import ops
 
 from tests.training.features.own_losses import (
+    NO_MEAN,
     ByHand,
     by_hand,
     masked,
     models_of,
     own_gradient,
     silently_both,
+    told,
 )
 from tests.training.features.registry import feature
 from tests.training.fidelity import deterministic_weights, rows
@@ -136,3 +138,31 @@ def losses_by_hand_in_functions_of_networks() -> None:
 
     for make in (Learned, Added, Normalizes):
         silently_both(by_hand(make))
+
+
+@feature
+def losses_by_hand_in_functions_that_act() -> None:
+    """What prints or draws is not looked into: a mean is no news, and what relates rows is told of."""
+
+    @tf.function
+    def printing(y: Any, p: Any) -> Any:
+        tf.print("rows", tf.shape(p)[0], output_stream="file:///dev/null")
+        return contrastive(y, p)
+
+    @tf.function
+    def drawing(y: Any, p: Any) -> Any:
+        return contrastive(y, p) + 0.1 * tf.reduce_mean(tf.random.stateless_uniform((2,), (1, 2), dtype=p.dtype))
+
+    @tf.function
+    def printing_sum(y: Any, p: Any) -> Any:
+        tf.print("rows", tf.shape(p)[0], output_stream="file:///dev/null")
+        return 0.01 * tf.reduce_sum((y - p) ** 2)
+
+    @tf.function
+    def drawing_mean(y: Any, p: Any) -> Any:
+        return tf.reduce_mean(tf.random.stateless_uniform((2,), (1, 2), dtype=p.dtype) * (y - p) ** 2)
+
+    for loss in (printing, drawing):
+        told(lambda loss=loss: ByHand(loss), NO_MEAN)
+    for loss in (printing_sum, drawing_mean):
+        silently_both(by_hand(lambda loss=loss: ByHand(loss)))
