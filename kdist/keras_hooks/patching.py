@@ -128,7 +128,7 @@ PATCHES = (
     ),
     Patch("keras.layers.Layer", ("activity_regularizer",), "instance", _STEP, "scale sums, before Keras 3.14"),
     Patch(_MODEL, ("_aggregate_additional_loss",), "instance", _STEP, "scale sums"),
-    Patch("tensorflow.GradientTape", ("gradient",), "class", _STEP, "scale sums"),
+    Patch("tensorflow.GradientTape", ("gradient", "stop_recording"), "class", _STEP, "scale sums"),
     Patch("keras.metrics.Mean", ("update_state",), "class", _STEP, "weight by the rank's share"),
     Patch("keras.metrics.Metric", ("result",), "instance", _STEP, "know results in logs"),
     Patch("keras.metrics.Metric", ("update_state",), "instance", _STEP, "count global batches"),

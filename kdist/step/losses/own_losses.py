@@ -71,6 +71,7 @@ class OwnLosses:
         self._of_data: MeansAndSums | None = None
         self._row_wise: RowWise | None = None
         self._computed_again: set[str] = set()  # names of operations
+        self._unrecorded: dict[Any, tf.Tensor] = {}  # what no tape has recorded, by graph and name
         self._gather: Gather = lambda _, rows: rows
 
     def note_mean(self, value: Any) -> None:
@@ -133,7 +134,23 @@ class OwnLosses:
                 target, output_gradients = self._targets(tf.nest.flatten(target)) or (target, None)
             return original(tape, target, sources, output_gradients, *args, **kwargs)
 
-        with patched(tf.GradientTape, "gradient", gradient):
+        unrecorded, stop = self._unrecorded, tf.GradientTape.stop_recording
+
+        @contextlib.contextmanager
+        def stop_recording(tape: tf.GradientTape) -> Iterator[None]:
+            graph = tf.compat.v1.get_default_graph()
+            start = len(graph.get_operations())
+            try:
+                with stop(tape):
+                    yield
+            finally:
+                made = [output for each in graph.get_operations()[start:] for output in each.outputs]
+                unrecorded.update({tensor_key(each): each for each in made})
+
+        with (
+            patched(tf.GradientTape, "gradient", gradient),
+            patched(tf.GradientTape, "stop_recording", stop_recording),
+        ):
             yield
 
     def _targets(self, targets: list[Any]) -> tuple[list[Any], list[tf.Tensor]] | None:
@@ -182,7 +199,8 @@ class OwnLosses:
         graphs = [each.graph for each in found.leaves] + [tf.compat.v1.get_default_graph()]
         is_in_branch = not all(each is value.graph for each in graphs) or is_compiled_by_xla()
         rows = None
-        inlined = Inlined(self._step.depends_on_rows, [*means.values(), *self._known(), *self._told])
+        ends = [*means.values(), *self._known(), *self._told, *self._unrecorded.values()]
+        inlined = Inlined(self._step.depends_on_rows, ends)
         if found.length is None and not is_in_branch:
             rows = self._row_wise = self._row_wise or RowWise(found)
             found = rows.data_of(inlined(value), self._known(), list(means.values()))
@@ -246,6 +264,8 @@ class OwnLosses:
         start = len(graph.get_operations())
         try:
             parts = self._parts_of(found, rows, inlined(value), means)
+            if any(parts.is_changed(each) for each in self._unrecorded.values() if each.graph is graph):
+                return None  # a copy would have the gradients that no tape takes
             return GlobalValue(self._step, parts, inlined, lambda own: self._gather(who, own))
         except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
             return None

@@ -166,3 +166,28 @@ def losses_by_hand_in_functions_that_act() -> None:
         told(lambda loss=loss: ByHand(loss), NO_MEAN)
     for loss in (printing_sum, drawing_mean):
         silently_both(by_hand(lambda loss=loss: ByHand(loss)))
+
+
+@feature
+def functions_that_no_tape_records() -> None:
+    """Their rows are taken as they are, and those that they relate are told of: a copy would have gradients."""
+
+    class Stops(ByHand):
+        def __init__(self, function: Callable[[Any], Any]) -> None:
+            super().__init__(contrastive)
+            self.function = function
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                p = self(x, training=True)
+                with tape.stop_recording():
+                    z = self.function(p)
+                loss = self.own_loss(z, p)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    silently_both(by_hand(lambda: Stops(unit)))
+    for function in (lambda p: of_rows(p)[0], lambda p: p - ops.max(p, axis=0)):
+        told(lambda function=function: Stops(function), NO_MEAN)
