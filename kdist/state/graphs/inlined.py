@@ -38,9 +38,12 @@ class Inlined:
         if self._is_taken(tensor):
             return self._recomputed.values.get(tensor.name, tensor)
         start = len(tensor.graph.get_operations())
+        recomputed = self._recomputed
+        before = dict(recomputed.values), list(recomputed.taken), set(self._changed)
         try:
             return self._of(tensor)
         except (LookupError, ValueError):  # as of a branch that cannot be copied
+            recomputed.values, recomputed.taken, self._changed = before
             return tensor
         finally:
             self._copied |= {each.name for each in tensor.graph.get_operations()[start:]}

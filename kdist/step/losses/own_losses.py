@@ -198,15 +198,16 @@ class OwnLosses:
             return None
         graphs = [each.graph for each in found.leaves] + [tf.compat.v1.get_default_graph()]
         is_in_branch = not all(each is value.graph for each in graphs) or is_compiled_by_xla()
-        rows = None
+        rows, of_data = None, value
         ends = [*means.values(), *self._known(), *self._told, *self._unrecorded.values()]
         inlined = Inlined(self._step.depends_on_rows, ends)
         if found.length is None and not is_in_branch:
             rows = self._row_wise = self._row_wise or RowWise(found)
-            found = rows.data_of(inlined(value), self._known(), list(means.values()))
+            of_data = inlined(value)
+            found = rows.data_of(of_data, self._known(), list(means.values()))
 
         def without_calls(term: tf.Tensor) -> tf.Tensor:
-            return term if rows is None else inlined(term)
+            return term if of_data is value else inlined(term)
 
         is_whole = found.length is not None or [term.name for term, _ in terms] == [value.name]  # factors may hold it
         if is_whole or len(terms) > _MAX_TERMS:
