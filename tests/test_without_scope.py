@@ -71,6 +71,14 @@ def test_a_good_exit_without_a_scope_is_no_news(tmp_path):
     assert "exits" not in done.output
 
 
+def test_a_command_of_kdist_is_no_script_that_exits():
+    """`srun kdist run` is one of several processes, too."""
+    done = spmd.launch([sys.executable, "-m", "kdist.cli.main", "run", "/nowhere.py"], 2, timeout=60)
+    assert done.returncode == 2, done.output
+    assert "The script does not exist" in done.output, done.output
+    assert "before kdist.scope()" not in done.output, done.output
+
+
 # Without a launcher.
 
 

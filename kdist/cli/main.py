@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from kdist import __version__
 from kdist.cli.jobs.parser import Parser
 from kdist.errors import KDistError
+from kdist.reports.failure import uninstall_early_hook
 
 _VERBS = ("run", "plan", "env", "check", "install-horovod")
 
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: that of the script, or 2 if it could not be started.
     """
     words = sys.argv[1:] if argv is None else argv
+    uninstall_early_hook()  # `srun kdist run` is one of several processes, too
     # The modules of the other verbs need not be imported: a job starts sooner.
     parser = make_parser([word for word in words[:1] if word in _VERBS] or _VERBS)
     options = parser.parse_args(words)

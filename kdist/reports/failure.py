@@ -68,7 +68,8 @@ class EarlyHook:
 
     def _exit_with(self, status: Any = None, /) -> NoReturn:
         code = exit_code(SystemExit(status))
-        if code and not _is_child():
+        # `sys.exit(main())` has looked this up before `main` may have uninstalled it.
+        if code and sys.excepthook is self and not _is_child():
             if self._rank > 0:
                 time.sleep(_DELAY_ON_ALL_RANKS)
             sys.stderr.write(
@@ -212,9 +213,8 @@ def install(
     Returns:
         The hook that is installed.
     """
+    uninstall_early_hook()  # this one takes its place
     hook = sys.excepthook
-    if isinstance(hook, EarlyHook):
-        hook.uninstall()  # this one takes its place
     if isinstance(hook, FailureHook):
         hook.abort, hook.rank, hook.size = abort, rank, size
     else:
@@ -230,6 +230,12 @@ def _is_child() -> bool:
     """Returns whether `multiprocessing` started this process for a rank."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.parent_process() is not None
+
+
+def uninstall_early_hook() -> None:
+    """Lets errors and exits pass as without kdist, as those of its own commands: they are no script's."""
+    if isinstance(sys.excepthook, EarlyHook):
+        sys.excepthook.uninstall()
 
 
 def report(error: BaseException, *, is_consequence: bool = False) -> None:

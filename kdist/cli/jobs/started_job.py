@@ -234,7 +234,7 @@ class StartedJob:
             tell(remark)
         if code and not (is_explained or self.failure.is_known):
             what, where = "and no rank of this host has reported a failure", "the lines above, which are the launcher's"
-            if self.job.signal:
+            if self.job.signal and code == 128 + self.job.signal:  # else `kdist run` has ended it
                 launcher = os.path.basename(self.command.argv[0])
                 what = f"for {launcher} {killed_by(self.job.signal)}, and all ranks with it"
                 where = "the system log of this host: the kernel kills processes that run out of memory"
