@@ -27,6 +27,7 @@ _SOCKET = "monitor"  # its name in the job's directory
 _MAX_MESSAGE_BYTES = 1 << 12
 _SUCCESS = b"success"
 _TIMEOUT = 1.0  # seconds that the kernel may take to make a process's exit code known
+_TIME_TO_EXIT = 0.5  # seconds that a launcher may take to exit once its files are closed
 
 
 def is_needed(env: Mapping[str, str]) -> bool:
@@ -107,7 +108,7 @@ class FailureMonitor:
         self._ranks: dict[int, _Rank] = {}  # by the descriptor that is readable once the process has exited
         self._listener = socket.socket(socket.AF_UNIX)
         self._wake, self._woken = socket.socketpair()
-        self._launcher: int | None = None  # a descriptor as those of ranks
+        self._launcher: int | None = None  # a descriptor, readable once it has exited
         self._thread = threading.Thread(target=self._run, name="kdist-monitor", daemon=True)
         with contextlib.suppress(OSError, AttributeError):  # a path that is too long; a system that is not Linux
             self._poll = select.epoll()
@@ -118,14 +119,13 @@ class FailureMonitor:
             self._thread.start()
 
     def watch_launcher(self, pid: int) -> None:
-        """Takes the ends of ranks for a consequence once the launcher has exited: Hydra's proxies kill them then.
+        """Takes ranks that are killed with the launcher for a consequence: Hydra's proxies kill them then.
 
         Args:
             pid: int, the launcher's process id.
         """
         with contextlib.suppress(OSError, AttributeError):
             self._launcher = os.pidfd_open(pid)
-            self._poll.register(self._launcher, select.EPOLLIN)
 
     def mute(self) -> None:
         """Reports nothing from now on, because `kdist run` itself ends the job."""
@@ -157,9 +157,6 @@ class FailureMonitor:
             return False
         if descriptor == self._listener.fileno():
             self._accept()
-        elif descriptor == self._launcher:
-            self._poll.unregister(descriptor)
-            self.mute()
         else:
             self._poll.unregister(descriptor)
             self._handle_exit(self._ranks.pop(descriptor))
@@ -188,7 +185,9 @@ class FailureMonitor:
             if each.message.isdigit() and not self._is_reported:
                 self._is_reported, self.code = True, int(each.message)
         if not self._is_reported and rank.message != _SUCCESS:
-            if code == 0:
+            if code in (None, -signal.SIGKILL) and self._exited_with_0 is None and self._launcher_exits():
+                self.mute()
+            elif code == 0:
                 # It may be a success. If it had initialised MPI, Hydra kills the others and reports success.
                 self._exited_with_0 = self._exited_with_0 or rank
             elif self._exited_with_0 is not None and code == -signal.SIGKILL:
@@ -199,6 +198,13 @@ class FailureMonitor:
                 how = killed_by(-code) if code < 0 else f"exited with code {code}"
                 self._report(rank, how, 128 - code if code < 0 else code, Kind.SIGNAL if code < 0 else Kind.EXIT)
         rank.close()
+
+    def _launcher_exits(self) -> bool:
+        """Returns whether the launcher has exited or does so now: its files close first, which a proxy may notice.
+
+        A launcher that kills ranks itself waits for their descriptors, which this process holds.
+        """
+        return self._launcher is not None and bool(select.select([self._launcher], [], [], _TIME_TO_EXIT)[0])
 
     def _report(self, rank: _Rank, how: str, code: int | None, kind: Kind = Kind.LOST) -> None:
         self._is_reported, self.code = True, code
