@@ -7,18 +7,16 @@ seed, the same on all ranks. Nothing may be reported: each of them is exact.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import hypothesis
 import tensorflow as tf
 from hypothesis import strategies as st
 from keras import ops
 
 from tests.training.features.own_losses import by_hand, models_of, silently_both
+from tests.training.random_programs import case
 
-EXAMPLES_A_CASE = 3
 NUM_CASES = 50
 
 SOURCES: dict[str, Callable[[Any, Any], Any]] = {
@@ -123,27 +121,8 @@ def loss_of(drawn: dict[str, Any]) -> Callable[[Any, Any], Any]:
     return (lambda t, p: tf.function(loss)(t, p)) if drawn["in a function"] else loss
 
 
-def case(number: int) -> Callable[[], None]:
-    places = itertools.count()
-
-    @hypothesis.seed(number)
-    @hypothesis.settings(
-        max_examples=1 + EXAMPLES_A_CASE,
-        deadline=None,
-        database=None,
-        phases=[hypothesis.Phase.generate],  # ranks that shrink may part
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(losses())
-    def examples(drawn: dict[str, Any]) -> None:
-        if next(places) == 0:
-            return  # the simplest
-        try:
-            silently_both(by_hand(models_of(loss_of(drawn))[drawn["model"]], drawn["shape"]))
-        except AssertionError as error:
-            raise AssertionError(f"{drawn}: {error}") from error
-
-    return examples
+def compare(drawn: dict[str, Any]) -> None:
+    silently_both(by_hand(models_of(loss_of(drawn))[drawn["model"]], drawn["shape"]))
 
 
-RANDOM_LOSSES = {f"random_losses_{number}": case(number) for number in range(NUM_CASES)}
+RANDOM_LOSSES = {f"random_losses_{number}": case(number, losses(), compare) for number in range(NUM_CASES)}
