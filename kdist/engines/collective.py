@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from kdist._tf_internals import abort_collectives
+from kdist.cluster.own_output import flush_output
 from kdist.engines import rendezvous
 from kdist.engines.arrays import fusion
 from kdist.engines.arrays.shared_memory import FAILURE, SharedMemory
@@ -255,8 +255,7 @@ class CollectiveEngine(Engine):
 
     def abort(self, code: int = 1) -> NoReturn:
         """Flushes the standard streams and ends this process, at which the others' collectives fail; see `Engine`."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         if self._abort is not None:
             self._abort(code)
         os._exit(code)

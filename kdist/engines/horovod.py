@@ -7,13 +7,13 @@ import contextlib
 import functools
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
 
 from kdist.cluster.open_mpi import with_defaults, without_unused_transport
+from kdist.cluster.own_output import flush_output
 from kdist.engines.arrays.shared_memory import FAILURE, SharedMemory
 from kdist.engines.engine import REFUSED, Engine, not_converted
 from kdist.engines.tensors import arguments, flat, slices
@@ -204,8 +204,7 @@ class HorovodEngine(Engine):
 
     def abort(self, code: int = 1) -> NoReturn:
         """Flushes the standard streams and ends this process; its launcher ends the others. See `Engine.abort`."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(code)
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.cluster.open_mpi import without_unused_transport
+from kdist.cluster.own_output import flush_output
 from kdist.engines.arrays.fusion import Array
 from kdist.engines.arrays.mpi_peers import MPIPeers
 from kdist.engines.arrays.mpi_transport import MPITransport
@@ -217,8 +218,7 @@ class MPIEngine(Engine):
 
     def abort(self, code: int = 1) -> NoReturn:
         """Flushes the standard streams and aborts the whole MPI job; see `Engine.abort`."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         if not self._mpi.Is_finalized():
             self._mpi.COMM_WORLD.Abort(code)  # for another communicator MPICH would inform its ranks, not the launcher
         os._exit(code)

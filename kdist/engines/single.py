@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from kdist.cluster.own_output import flush_output
 from kdist.engines.engine import Engine
 from kdist.engines.tensors import arguments
 
@@ -73,6 +73,5 @@ class SingleEngine(Engine):
 
     def abort(self, code: int = 1) -> NoReturn:
         """Flushes the standard streams and ends this process; see `Engine.abort`."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(code)

@@ -143,11 +143,17 @@ def processor_seconds(pid):
 
 
 def aborts():
-    """Nothing but its word can end the job: the other rank is stopped, and a child keeps this one's connections."""
+    """Nothing but its word can end the job: the other rank is stopped, and a child keeps this one's connections.
+
+    The launcher's process finds the word and what was said before it at once: it is stopped while they are written.
+    """
     engine = MPIEngine()
     if engine.rank == engine.size - 1:
+        launcher = os.getppid()
+        os.kill(launcher, signal.SIGSTOP)
         print("last words", end="")
-        subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        resume = f"sleep 0.3; kill -CONT {launcher}; sleep 60"
+        subprocess.Popen(["sh", "-c", resume], close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         engine.abort(5)
     os.kill(os.getpid(), signal.SIGSTOP)
 
