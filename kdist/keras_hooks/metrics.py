@@ -15,6 +15,8 @@ from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import is_output_loss, loss_tracker
 
+_BUILT_FOR = "kdist_built_for"
+
 _KERAS_METRICS, _KERAS_LOSSES = "keras.src.metrics.", "keras.src.losses."
 # Functions of Keras whose value is not one per row; hinges ask whether all targets are 0 or 1.
 _OF_WHOLE_BATCHES = ("circle", "dice", "hinge", "squared_hinge", "tversky")
@@ -63,7 +65,8 @@ def _flat(
 def _adds_up(metric: keras.metrics.Metric) -> bool:
     if isinstance(metric, (CompileMetrics, MetricsList)):
         return True  # they have no states of their own
-    if not type(metric).__module__.startswith(_KERAS_METRICS) or "update_state" in vars(metric):
+    is_overridden = not isinstance(vars(metric).get("update_state", _UpdateOfSums()), _UpdateOfSums)
+    if not type(metric).__module__.startswith(_KERAS_METRICS) or is_overridden:
         return False
     if not isinstance(metric, keras.metrics.MeanMetricWrapper):
         return True
@@ -72,23 +75,40 @@ def _adds_up(metric: keras.metrics.Metric) -> bool:
     return is_mean and is_per_row(function, getattr(metric, "_fn_kwargs", {}))
 
 
+class _UpdateOfSums:
+    """The `update_state` of a metric whose states add up, in a step; see `wrapped_updates`."""
+
+    def __init__(self, call: Callable[..., Any] = lambda: None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def wrapped_updates(model: keras.Model, call: Callable[..., Any]) -> Iterator[None]:
-    """Replaces `update_state` of a model's `joint_metrics` while the context is open.
+def wrapped_updates(
+    model: keras.Model, call: Callable[..., Any], call_sums: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Replaces `update_state` of a model's metrics while the context is open.
 
     Args:
         model: `keras.Model`.
-        call: callable that takes what a metric is, its `update_state`, and the arguments for that.
+        call: callable that takes what a metric is, its `update_state`, and the arguments for that; for `joint_metrics`.
+        call_sums: the same for those metrics whose states add up over the rows; by default these stay as they are.
     """
     with contextlib.ExitStack() as stack:
         seen: list[keras.metrics.Metric] = []
 
         def wrap() -> None:
-            for metric in joint_metrics(model):
-                if not any(metric is each for each in seen):
-                    seen.append(metric)
-                    update = functools.partial(call, f"The metric {metric.name!r}", metric.update_state)
-                    stack.enter_context(patched(metric, "update_state", update))
+            joint = joint_metrics(model)
+            for metric in joint if call_sums is None else _flat(model.metrics, _adds_up):
+                is_joint = any(metric is each for each in joint)
+                if any(metric is each for each in seen) or isinstance(metric, (CompileMetrics, MetricsList)):
+                    continue
+                seen.append(metric)
+                by = call if is_joint or call_sums is None else call_sums
+                update = functools.partial(by, f"The metric {metric.name!r}", metric.update_state)
+                stack.enter_context(patched(metric, "update_state", update if is_joint else _UpdateOfSums(update)))
 
         def building(build: Callable[..., None]) -> Callable[..., None]:
             def build_and_wrap(*args: Any, **kwargs: Any) -> None:
@@ -101,7 +121,48 @@ def wrapped_updates(model: keras.Model, call: Callable[..., Any]) -> Iterator[No
         for metric in model.metrics:
             if isinstance(metric, CompileMetrics):  # the first step may build it
                 stack.enter_context(patched(metric, "build", building(metric.build)))
+                if call_sums is not None:
+                    stack.enter_context(patched(metric, "update_state", _rebuilding(metric)))
         yield
+
+
+@contextlib.contextmanager
+def noted_build(model: keras.Model) -> Iterator[None]:
+    """Notes, while the context is open, for what targets and predictions a model's compiled metrics are built.
+
+    A step of the user's own may pass others to them, of which Keras takes another metric for `"accuracy"`; see
+    `wrapped_updates`.
+    """
+    compiled = model._compile_metrics
+    if compiled is None:
+        yield
+        return
+    build = compiled.build
+
+    def noting(y_true: Any, y_pred: Any) -> None:
+        vars(compiled)[_BUILT_FOR] = _forms(y_true, y_pred)
+        build(y_true, y_pred)
+
+    with patched(compiled, "build", noting):
+        yield
+
+
+def _rebuilding(compiled: CompileMetrics) -> Callable[..., Any]:
+    """Returns an `update_state` that builds compiled metrics again for targets and predictions of other forms."""
+    update = compiled.update_state
+
+    def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if vars(compiled).pop(_BUILT_FOR, None) not in (None, _forms(y_true, y_pred)):
+            compiled.built = False
+        return update(y_true, y_pred, sample_weight=sample_weight)
+
+    return update_state
+
+
+def _forms(*values: Any) -> list[Any]:
+    """Returns what Keras looks at to take a metric for `"accuracy"`: the number of axes, and whether the last is 1."""
+    shapes: list[Any] = [getattr(leaf, "shape", ()) for value in values for leaf in keras.tree.flatten(value)]
+    return [(len(shape), bool(shape) and shape[-1] == 1) for shape in shapes]
 
 
 def is_per_row(function: Any, arguments: Mapping[str, Any]) -> bool:

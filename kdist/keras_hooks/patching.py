@@ -117,7 +117,14 @@ PATCHES = (
         _STEP,
         "compute global losses",
     ),
-    Patch("keras.src.trainers.compile_utils.CompileMetrics", ("build",), "instance", _STEP, "see metrics it makes"),
+    Patch("keras.src.trainers.compile_utils.CompileMetrics", ("build",), "instance", _VERB, "know for what"),
+    Patch(
+        "keras.src.trainers.compile_utils.CompileMetrics",
+        ("build", "update_state"),
+        "instance",
+        _STEP,
+        "see metrics it makes, and make them again",
+    ),
     Patch("keras.losses.Loss", ("call", "reduction"), "instance", _STEP, "take a mean apart"),
     Patch(
         "keras.src.losses.loss",

@@ -19,6 +19,7 @@ from kdist.keras_hooks.trainer import computes_own_loss, seed_generators
 from kdist.state.random_state import folded_draws
 from kdist.step.losses.global_loss import GlobalLoss
 from kdist.step.losses.own_losses import OwnLosses
+from kdist.step.losses.own_metrics import OwnMetrics
 from kdist.step.traced_rows import TracedRows
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.strategies.differentiable import sum_over_ranks
@@ -177,7 +178,9 @@ class Step:
         batch = GlobalBatch(self.engine, self, has_other_rows=has_other_rows)
 
         def global_loss(loss: Any) -> Any:
-            return self.own_losses.compiled(GlobalLoss(loss, self, batch, has_other_rows=has_other_rows))
+            return self.own_losses.compiled(loss, GlobalLoss(loss, self, batch, has_other_rows=has_other_rows))
+
+        metrics = OwnMetrics(self, self.own_losses, batch)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._extended.in_step(self))
@@ -194,7 +197,9 @@ class Step:
             )
             stack.enter_context(self.own_losses.opened(model, lambda who, rows: batch.call(who, list, rows)))
             if self.has_joint_metrics:
-                stack.enter_context(wrapped_updates(model, batch.call))
+                stack.enter_context(
+                    wrapped_updates(model, metrics.update_of_all, metrics.update_of_sums if has_other_rows else None)
+                )
             stack.enter_context(folded_seeds(seed_generators(model), self._rank, lambda: batch.is_in_call))
             stack.enter_context(folded_draws(self._rank, lambda: batch.is_in_call, self._extended.next_seed))
             yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import keras
@@ -75,9 +76,15 @@ class GlobalBatch:
         if self._engine.size == 1:  # with local SGD
             return function(*args, **kwargs)
         args, kwargs = self._gather((args, kwargs), who)
+        with self.in_call():
+            return function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def in_call(self) -> Iterator[None]:
+        """A context in which a function of the rows of all ranks is called."""
         outer, self.is_in_call = self.is_in_call, True
         try:
-            return function(*args, **kwargs)
+            yield
         finally:
             self.is_in_call = outer
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.errors import StrategyError
+from kdist.keras_hooks.metrics import noted_build
 from kdist.keras_hooks.optimizers import innermost, not_built, optimizers_of, set_optimizer_strategy
 from kdist.keras_hooks.patching import original
 from kdist.keras_hooks.trainer import (
@@ -76,5 +77,9 @@ def _build(session: ReplicatedSession, iterator: Any, batch: Any) -> None:
             build_layers(model, batch)
     # A step of the user's own may update other variables than the model's: the first update builds the optimizer.
     builds = not has_own_steps(model)
-    with tensor_names_kept(), contextlib.nullcontext() if builds else not_built(optimizers_of(model)):
+    with (
+        tensor_names_kept(),
+        contextlib.nullcontext() if builds else not_built(optimizers_of(model)),
+        contextlib.nullcontext() if builds else noted_build(model),
+    ):
         original(model, SYMBOLIC_BUILD)(iterator=iterator, data_batch=batch)

@@ -27,7 +27,7 @@ def found(compute):
 
         data = MeansAndSums([x], [0], depends_on_rows)
         value = compute(x)
-        cut = RowCut(value, RowWise(data), [], [])
+        cut = RowCut([value], RowWise(data), [], [])
         recomputed = Recomputed(cut.is_changed)
         for each in cut.listed:
             kinds.append((each.kind, each.tensor.op.type))

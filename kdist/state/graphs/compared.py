@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,28 @@ def compare(*arrays: np.ndarray, number: int, tolerance: float) -> Compared:
         varies=not _are_equal(together, of_others, tolerance),
         is_constant=_are_equal(together, first, tolerance),
     )
+
+
+def holds_rows_of_parts(results: Sequence[Sequence[np.ndarray]], tolerance: float) -> bool:
+    """Returns whether arrays hold, together and in any order, the rows that they hold for each of two parts.
+
+    Args:
+        results: sequence of what is computed for each array, as the arguments of `compare`.
+        tolerance: float, by how much numbers may differ.
+    """
+    generator = np.random.default_rng(0)
+    numbers = {tuple(len(each) for each in arrays[:3]) for arrays in results if arrays[0].ndim}
+    sums: list[Any] = [0.0] * 3  # of each row, by which rows are compared in any order
+    for arrays in results:
+        together, first, others, *_ = (np.asarray(each, np.float64) for each in arrays)
+        if not together.ndim or not together.shape[1:] == first.shape[1:] == others.shape[1:]:
+            return False
+        factors = generator.uniform(0.5, 1.5, together.shape[1:])
+        own = [np.sum(each * factors, axis=tuple(range(1, each.ndim))) for each in (together, first, others)]
+        sums = [before + each for before, each in zip(sums, own, strict=True)] if len(numbers) == 1 else own
+        if len(numbers) > 1 and not _are_equal(np.sort(sums[0]), np.sort(np.concatenate(sums[1:])), tolerance):
+            return False
+    return _are_equal(np.sort(sums[0]), np.sort(np.concatenate(sums[1:])), tolerance)
 
 
 def _are_equal(one: np.ndarray, other: np.ndarray, tolerance: float) -> bool:

@@ -1,4 +1,4 @@
-"""The rows of which a graph computes a number that relates them, and that number computed again from those of all."""
+"""The rows of which a graph computes what relates them, which can be computed again from those of all ranks."""
 
 from __future__ import annotations
 
@@ -14,39 +14,37 @@ _MAX_ROWS, _MAX_CHANGED = 16, 2000  # as where a gradient is what relates rows
 
 
 class RowCut:
-    """The last tensors of a graph that hold rows which are each computed from one, on all ways to a number.
+    """The last tensors of a graph that hold rows which are each computed from one, on all ways to some tensors.
 
     What comes after them can be computed again from the rows of all ranks, whatever it is.
 
     Args:
-        value: symbolic tensor of a known shape.
+        values: symbolic tensors.
         rows: `RowWise` of the data.
         fixed: sequence of tensors that do not count as computed from rows.
         means: sequence of tensors that count as means over rows.
 
     Attributes:
-        value: the tensor.
-        listed: list of `OfRows`, what it is computed of.
+        value: the first tensor.
+        listed: list of `OfRows`, what they are computed of.
 
     Raises:
-        LookupError: if something that it is computed by cannot be computed again.
+        LookupError: if something that they are computed by cannot be computed again.
     """
 
     def __init__(
         self,
-        value: tf.Tensor,
+        values: Sequence[tf.Tensor],
         rows: RowWise,
         fixed: Sequence[tf.Tensor],
         means: Sequence[tf.Tensor],
     ) -> None:
-        if not value.shape.is_fully_defined():
-            raise LookupError(value.name)
-        self.value = value
+        self.value = values[0]
         self.listed: list[OfRows] = []
         self._changed: set[str] = set()
         known = {tensor_key(each) for each in means}
-        free = rows.follow(value, fixed, means)
-        pending, seen = [value], set()
+        *_, free = (rows.follow(each, fixed, means) for each in values)
+        pending, seen = list(values), set()
         while pending:
             tensor = pending.pop()
             if tensor.name in seen or free(tensor) or rows.is_of_data_without_rows(tensor):
@@ -64,7 +62,7 @@ class RowCut:
                 pending += tensor.op.inputs
         num_rows = sum(each.kind == "rows" for each in self.listed)
         if not 0 < num_rows <= _MAX_ROWS or len(self._changed) > _MAX_CHANGED:
-            raise LookupError(value.name)
+            raise LookupError(self.value.name)
 
     def is_changed(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor is computed again."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdist.state.graphs.compared import Compared, compare
+from kdist.state.graphs.compared import Compared, compare, holds_rows_of_parts
 from kdist.state.graphs.graph_function import MAX_BYTES, is_drawn, num_bytes
 from kdist.state.graphs.means_and_sums import OF_EACH, RANGES, MeansAndSums, has_rows, num_rows, takes_all_rows
 from kdist.state.graphs.rank_dependence import tensor_key
@@ -77,12 +77,29 @@ class RowWise:
             if not all(tensor_key(each) in self._is_known for each in operation.outputs)
         ]
         for part in _parts(operations):
-            checked = [each for operation in part for each in operation.outputs if _can_be_compared(each)]
+            checked = [each for operation in part for each in operation.outputs if can_be_compared(each)]
             data = self._found.at(self._ends(part, free, left_out))
             found = self._compared_first(data, checked, [*fixed, *means])
             for operation in part:
                 self._note(operation, free, found)
         return free
+
+    def relates(self, tensors: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> bool:
+        """Returns whether tensors, used together, are found to hold other rows than for parts of the data.
+
+        The order of the rows does not count.
+
+        Args:
+            tensors: sequence of tensors of the graph that is being traced.
+            fixed: see `follow`.
+            means: see `follow`.
+        """
+        checked = [each for each in tensors if can_be_compared(each)]
+        try:
+            found = list(self._computed(self._found, checked, [*fixed, *means])) if checked else []
+        except Exception:  # a check must not end a training
+            return False
+        return not all(holds_rows_of_parts(computed, tolerance) for computed, _, tolerance in found)
 
     def data_of(self, value: tf.Tensor, fixed: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> MeansAndSums:
         """Returns `MeansAndSums` of the last tensors on the ways to one that hold a row for each of the data.
@@ -131,7 +148,7 @@ class RowWise:
         ) or (operation.type in _FILLING and are_clear)
         for output in operation.outputs:
             key = tensor_key(output)
-            compared = found.get(output.name, Compared(varies=not _can_be_compared(output)))
+            compared = found.get(output.name, Compared(varies=not can_be_compared(output)))
             if is_of_shapes and operation.type not in _FILLING and not is_drawn(operation):
                 self._of_shapes.add(key)
                 if is_of_places or (has_rows(output) and not compared.is_constant):
@@ -185,27 +202,39 @@ class RowWise:
         Raises:
             LookupError: if what the tensors are computed by cannot run by itself, or not for made-up rows.
         """
+        found = [
+            [compare(*each, number=number, tolerance=tolerance) for each in computed]
+            for computed, number, tolerance in self._computed(data, tensors, fixed)
+        ]
+        if not found:
+            raise LookupError(tensors[0].name)
+        return {tensor.name: Compared.of(each) for tensor, *each in zip(tensors, *found, strict=True)}
+
+    def _computed(
+        self, data: MeansAndSums, tensors: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor]
+    ) -> Iterator[tuple[list[list[np.ndarray]], int, float]]:
+        """Yields what tensors hold for each kind of made-up rows, and for parts of them, as `compare` takes it.
+
+        Yields:
+            The arrays of each tensor, the number of rows, and by how much numbers may differ.
+
+        Raises:
+            LookupError: see `_compared`.
+        """
         known = [each for each in fixed if tf.is_symbolic_tensor(each) and each.shape.is_fully_defined()]
         number = num_rows([*data.leaves, *tensors])
         rows, others = list(range(number)), list(range(number, 2 * number))
         first, second = rows[:1], rows[1:]
-        found: list[list[Compared]] = []
         with tf.init_scope():
             function, tolerance = data.function_of(tensors, known, are_moved=True, max_bytes=None)
-            for bounds in RANGES:
-                rows_of = data.made_up(bounds, 2 * number)
-                made_up = map(rows_of, (rows, first, second, second + first, others))
-                with contextlib.suppress(tf.errors.OpError, ValueError, ArithmeticError):  # as of what no table has
+        for bounds in RANGES:
+            with contextlib.suppress(tf.errors.OpError, ValueError, ArithmeticError):  # as of what no table has
+                with tf.init_scope():
+                    rows_of = data.made_up(bounds, 2 * number)
+                    made_up = map(rows_of, (rows, first, second, second + first, others))
                     computed = zip(*(function(*each) for each in made_up), strict=True)
-                    found.append(
-                        [
-                            compare(*map(np.asarray, each), number=number, tolerance=_EXACT * tolerance)
-                            for each in computed
-                        ]
-                    )
-        if not found:
-            raise LookupError(tensors[0].name)
-        return {tensor.name: Compared.of(each) for tensor, *each in zip(tensors, *found, strict=True)}
+                    arrays = [list(map(np.asarray, each)) for each in computed]
+                yield arrays, number, _EXACT * tolerance
 
 
 def _parts(operations: Sequence[tf.Operation]) -> Iterator[list[tf.Operation]]:
@@ -213,7 +242,7 @@ def _parts(operations: Sequence[tf.Operation]) -> Iterator[list[tf.Operation]]:
     part: list[tf.Operation] = []
     size = 0
     for operation in operations:
-        of_this = sum(num_bytes(each, None) for each in operation.outputs if _can_be_compared(each))
+        of_this = sum(num_bytes(each, None) for each in operation.outputs if can_be_compared(each))
         if part and size + of_this > MAX_BYTES:
             yield part
             part, size = [], 0
@@ -242,6 +271,7 @@ def _is_open_in_rows(tensor: tf.Tensor) -> bool:
     return tensor.shape.rank is not None and tensor.shape[1:].is_fully_defined()
 
 
-def _can_be_compared(tensor: tf.Tensor) -> bool:
+def can_be_compared(tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor that depends on rows has some, and holds numbers."""
     is_number = tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype == tf.bool
     return bool(is_number) and has_rows(tensor) and tensor.shape.rank not in (None, 0)

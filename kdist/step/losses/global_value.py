@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from kdist.state.graphs.aggregates import Aggregates
 from kdist.state.graphs.inlined import Inlined
-from kdist.state.graphs.recomputed import OfRows, Recomputed
 from kdist.state.graphs.row_cut import RowCut
+from kdist.step.losses.of_all_ranks import OfAllRanks
 from kdist.step.losses.own_step import OwnStep
-
-_WIDE = {
-    tf.float16: tf.float32,
-    tf.bfloat16: tf.float32,
-    **dict.fromkeys((tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8), tf.float64),
-}
 
 
 class GlobalValue:
     """The value of the global batch, and what a rank differentiates for it.
 
-    The number is computed again as if each of its sums and means over rows had been one of `kdist.all_reduce`, and its
-    rows those of `kdist.all_gather`. Its gradients by what the rank has computed for it are those of the number that
-    all ranks have.
+    The number is computed again from what all ranks have; see `OfAllRanks`. Its gradients by what the rank has computed
+    for it are those of the number that all ranks have.
 
     Collective: every rank must call this, in the same order.
 
     Args:
         step: the open step.
-        parts: what the number is computed of.
+        parts: what the number, its `value`, is computed of.
         inlined: `Inlined`, by which the number of `parts` was made of the step's.
         gather: callable that takes rows of this rank and returns those of all.
     """
@@ -43,20 +36,9 @@ class GlobalValue:
         inlined: Inlined,
         gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> None:
-        self._step = step
-        recomputed = Recomputed(parts.is_changed, inlined.original)
-        rows = [each.tensor for each in parts.listed if each.kind == "rows"]
-        own = [recomputed.take(each) for each in rows]
-        recomputed.values |= dict(zip([each.name for each in rows], gather(own) if rows else (), strict=True))
-        pending: list[OfRows] = []
-        for each in parts.listed:
-            if parts.is_changed(each.tensor):
-                self._send(pending, recomputed, same_on_all=False)
-            if each.kind != "rows":
-                pending.append(each)
-        self._send(pending, recomputed, same_on_all=True)
-        self._value = recomputed(parts.value)
-        taken = [(tensor, own) for tensor, own in recomputed.taken if tensor.dtype.is_floating]
+        of_all_ranks = OfAllRanks(step, parts, inlined, gather)
+        self._value = of_all_ranks(parts.value)
+        taken = [(tensor, own) for tensor, own in of_all_ranks.taken if tensor.dtype.is_floating]
         identities = [own for _, own in taken]
         gradients = tf.gradients(self._value, identities, stop_gradients=identities)
         found = [(tensor, each) for (tensor, _), each in zip(taken, gradients, strict=True) if each is not None]
@@ -76,47 +58,3 @@ class GlobalValue:
         """Returns what is to be differentiated in the place of the number, with the gradients by it."""
         del value
         return self._targets
-
-    def _send(self, pending: list[OfRows], recomputed: Recomputed, *, same_on_all: bool) -> None:
-        """Adds up means, sums and numbers of rows over the ranks, in one message.
-
-        Collective: every rank must call this, in the same order.
-        """
-        parts: list[tf.Tensor] = []
-        for each in pending:
-            own = recomputed(each.tensor)
-            own = own[:1] if each.kind == "shape" else own  # the number of rows
-            wide = tf.cast(own, _WIDE.get(own.dtype, own.dtype))
-            if each.count is not None:
-                count = tf.cast(each.count, wide.dtype)
-                parts += [tf.math.multiply_no_nan(wide, count), count]
-            else:
-                parts.append(self._step.weighted(wide) if each.kind == "mean" else wide)
-        totals = iter(self._totals(parts, same_on_all=same_on_all) if parts else ())
-        for each in pending:
-            total = next(totals)
-            total = total / next(totals) if each.count is not None else total
-            total = tf.round(total) if each.tensor.dtype.is_integer else total
-            total = tf.cast(total, each.tensor.dtype)
-            rest = each.tensor[1:] if each.kind == "shape" else None
-            recomputed.values[each.tensor.name] = total if rest is None else tf.concat([total, rest], 0)
-        pending.clear()
-
-    def _totals(self, parts: Sequence[tf.Tensor], *, same_on_all: bool) -> list[tf.Tensor]:
-        """Returns sums over the ranks; a gradient is that of the weighted sum of the ranks' numbers, by the weight.
-
-        Collective: every rank must call this, in the same order; the backward pass, too, unless all ranks compute the
-        same from the sums.
-        """
-        step = self._step
-
-        def add(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-                if not same_on_all:
-                    upstream = tuple(step.engine.allreduce([step.weighted(each) for each in upstream]))
-                return [tf.math.divide_no_nan(each, tf.cast(step.weight, each.dtype)) for each in upstream]
-
-            of_active = [tf.where(step.active, each, tf.zeros_like(each)) for each in values]
-            return step.engine.allreduce(of_active), gradient
-
-        return list(tf.custom_gradient(add)(*parts))

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from kdist._tf_internals import is_compiled_by_xla
 from kdist.data.batch import Rows
-from kdist.keras_hooks.losses import layer_that_added, scaled_added_losses
+from kdist.keras_hooks.losses import get_keras_mask, layer_that_added, scaled_added_losses, set_keras_mask
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import computes_own_loss
 from kdist.reports.log import once
@@ -21,8 +21,9 @@ from kdist.state.graphs.linear_terms import linear_terms
 from kdist.state.graphs.means_and_sums import Kind, MeansAndSums
 from kdist.state.graphs.rank_dependence import computed_of, tensor_key
 from kdist.state.graphs.row_cut import RowCut
-from kdist.state.graphs.row_wise import RowWise
+from kdist.state.graphs.row_wise import RowWise, can_be_compared
 from kdist.step.losses.global_value import GlobalValue
+from kdist.step.losses.of_all_ranks import OfAllRanks
 from kdist.step.losses.own_step import OwnStep
 from kdist.step.losses.scaled_sums import ScaledSums
 
@@ -35,6 +36,11 @@ _FIXED_NUMBER = (
     "{} is a sum over this rank's rows, and counts as a mean over them, as the step can only be traced for a fixed "
     "number of rows. Results differ from those of one process. Fix: read the number of rows by "
     "`keras.ops.shape(x)[0]`, or compute a mean"
+)
+_NOT_OF_ALL = (
+    "{} is given what relates rows of this rank, and kdist cannot compute it for the rows of all ranks. It counts what "
+    "each rank relates, and results differ from those of one process. Fix: compute what it is given from rows of "
+    "`kdist.all_gather`"
 )
 _EAGER = (
     "{} computes losses by itself in eager steps (run_eagerly=True). They count as means over the rank's rows, as only "
@@ -72,6 +78,8 @@ class OwnLosses:
         self._row_wise: RowWise | None = None
         self._computed_again: set[str] = set()  # names of operations
         self._unrecorded: dict[Any, tf.Tensor] = {}  # what no tape has recorded, by graph and name
+        self._are_related: dict[Any, bool] = {}  # by the keys of tensors
+        self._has_own_loss = False
         self._gather: Gather = lambda _, rows: rows
 
     def note_mean(self, value: Any) -> None:
@@ -91,15 +99,78 @@ class OwnLosses:
         """Says that the gradients of a number are those of a mean, whatever the number is."""
         self._differentiated[tensor_key(value)] = value
 
-    def compiled(self, loss: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-        """Returns a function whose results count as means, whatever they are computed by."""
+    def compiled(self, loss: Callable[..., tf.Tensor], of_rows: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+        """Returns a function that computes a loss.
+
+        Args:
+            loss: callable, the compiled loss.
+            of_rows: callable, the same for arguments whose rows are each computed from one of the data. Its results
+                count as means, whatever they are computed by; those of `loss` as what a step computes by hand.
+        """
 
         def call(*args: Any, **kwargs: Any) -> tf.Tensor:
-            value = loss(*args, **kwargs)
+            if self.relates_rows((args, kwargs)):
+                return loss(*args, **kwargs)
+            value = of_rows(*args, **kwargs)
             self.note_mean(value)
             return value
 
         return call
+
+    def relates_rows(self, values: Any) -> bool:
+        """Returns whether a structure of values, used together, is found to relate rows, as a matrix of pairs does.
+
+        Of a model whose steps are Keras' own nothing is found out, nor where a step is traced for a number of rows.
+        """
+        leaves = [each for each in keras.tree.flatten(values) if self._may_relate_rows(each)]
+        key = tuple(map(tensor_key, leaves))
+        if key not in self._are_related:
+            self._are_related[key] = bool(leaves) and self._finds_relation(leaves)
+        return self._are_related[key]
+
+    def _may_relate_rows(self, value: Any) -> bool:
+        graph = tf.compat.v1.get_default_graph()
+        is_own = tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor) and value.graph is graph
+        return self._has_own_loss and is_own and can_be_compared(value) and self._step.depends_on_rows(value)
+
+    def _finds_relation(self, leaves: Sequence[tf.Tensor]) -> bool:
+        found = self._rows_known_of(leaves[0])
+        if found is None or found.length is not None or self._is_in_branch(found, leaves[0]):
+            return False
+        self._row_wise = self._row_wise or RowWise(found)
+        return self._row_wise.relates(leaves, self._known(), list(self._means.values()))
+
+    def of_all_ranks(self, values: Any, who: str) -> Any | None:
+        """Returns a structure of values that relate rows, as the rows of all ranks make it; `None` where it is kept.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            values: structure of tensors and others.
+            who: str, what is given them, for messages.
+        """
+        if not self.relates_rows(values) or self._row_wise is None:
+            return None
+        leaves = keras.tree.flatten(values)
+        masks = [get_keras_mask(each) for each in leaves]
+        own = {id(each): each for each in (*leaves, *masks) if self._may_relate_rows(each)}
+        inlined = Inlined(self._step.depends_on_rows, [*self._means.values(), *self._known()])
+        with self._computing_again():
+            try:
+                copies = {key: inlined(each) for key, each in own.items()}
+                cut = RowCut(list(copies.values()), self._row_wise, self._known(), list(self._means.values()))
+                of_all = OfAllRanks(self._step, cut, inlined, lambda rows: self._gather(who, rows))
+                made = {key: of_all(each) for key, each in copies.items()}
+            except (LookupError, TypeError, ValueError, tf.errors.OpError):
+                import traceback
+
+                traceback.print_exc()
+                self._tell(_NOT_OF_ALL, who)
+                return None
+        for leaf, mask in zip(leaves, masks, strict=True):
+            if id(leaf) in made and mask is not None:
+                set_keras_mask(made[id(leaf)], made.get(id(mask), mask))
+        return keras.tree.pack_sequence_as(values, [made.get(id(each), each) for each in leaves])
 
     @contextlib.contextmanager
     def opened(self, model: keras.Model, gather: Gather) -> Iterator[None]:
@@ -111,8 +182,9 @@ class OwnLosses:
                 and returns those of all ranks.
         """
         self._gather = gather
+        self._has_own_loss = computes_own_loss(model) and self._step.engine.size > 1
         self._loss = f"The loss that the step of {type(model).__name__} differentiates"
-        if computes_own_loss(model) and tf.executing_eagerly() and self._step.engine.size > 1:
+        if self._has_own_loss and tf.executing_eagerly():
             self._tell(_EAGER, type(model).__name__)
         with contextlib.ExitStack() as stack:
             stack.enter_context(
@@ -193,15 +265,13 @@ class OwnLosses:
         terms = [each for each in terms if self._step.depends_on_rows(each[0])]
         if all(tensor_key(term) in means for term, _ in terms):
             return None
-        found = self._of_data = self._of_data or self._means_and_sums()
-        if not found.can_tell(value) or self._step.is_traced_again(knows_number=found.length is not None):
+        found = self._rows_known_of(value)
+        if found is None:
             return None
-        graphs = [each.graph for each in found.leaves] + [tf.compat.v1.get_default_graph()]
-        is_in_branch = not all(each is value.graph for each in graphs) or is_compiled_by_xla()
         rows, of_data = None, value
         ends = [*means.values(), *self._known(), *self._told, *self._unrecorded.values()]
         inlined = Inlined(self._step.depends_on_rows, ends)
-        if found.length is None and not is_in_branch:
+        if found.length is None and not self._is_in_branch(found, value):
             rows = self._row_wise = self._row_wise or RowWise(found)
             of_data = inlined(value)
             found = rows.data_of(of_data, self._known(), list(means.values()))
@@ -234,6 +304,16 @@ class OwnLosses:
             return None
         return ScaledSums(self._step, sums) if sums else None
 
+    def _rows_known_of(self, value: tf.Tensor) -> MeansAndSums | None:
+        """Returns the rows of which a tensor is computed, if others can be made up for them."""
+        found = self._of_data = self._of_data or self._means_and_sums()
+        is_known = found.can_tell(value)
+        return found if is_known and not self._step.is_traced_again(knows_number=found.length is not None) else None
+
+    def _is_in_branch(self, found: MeansAndSums, value: tf.Tensor) -> bool:
+        graphs = [each.graph for each in found.leaves] + [tf.compat.v1.get_default_graph()]
+        return not all(each is value.graph for each in graphs) or is_compiled_by_xla()
+
     def _means_and_sums(self) -> MeansAndSums:
         rows = Rows(self._step.data)
         leaves = [
@@ -262,14 +342,21 @@ class OwnLosses:
         graph = tf.compat.v1.get_default_graph()
         if any(each.op.name in self._computed_again for each in computed_of([value], lambda x: tensor_key(x) in means)):
             return None  # as of a gradient: no tape has recorded what was computed again
+        with self._computing_again():
+            try:
+                parts = self._parts_of(found, rows, inlined(value), means)
+                if any(parts.is_changed(each) for each in self._unrecorded.values() if each.graph is graph):
+                    return None  # a copy would have the gradients that no tape takes
+                return GlobalValue(self._step, parts, inlined, lambda own: self._gather(who, own))
+            except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
+                return None
+
+    @contextlib.contextmanager
+    def _computing_again(self) -> Iterator[None]:
+        graph = tf.compat.v1.get_default_graph()
         start = len(graph.get_operations())
         try:
-            parts = self._parts_of(found, rows, inlined(value), means)
-            if any(parts.is_changed(each) for each in self._unrecorded.values() if each.graph is graph):
-                return None  # a copy would have the gradients that no tape takes
-            return GlobalValue(self._step, parts, inlined, lambda own: self._gather(who, own))
-        except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
-            return None
+            yield
         finally:
             self._computed_again |= {each.name for each in graph.get_operations()[start:]}
 
@@ -282,7 +369,9 @@ class OwnLosses:
         fixed, numbers = self._known(), list(means.values())
         with contextlib.suppress(LookupError):
             return Aggregates(value, found, fixed, numbers)
-        cut = RowCut(value, rows, fixed, numbers)
+        if not value.shape.is_fully_defined():
+            raise LookupError(value.name)
+        cut = RowCut([value], rows, fixed, numbers)
         if not found.can_run(value, [*fixed, *numbers]):
             raise LookupError(value.name)  # as where it has the number of a rank's rows written into it
         return cut

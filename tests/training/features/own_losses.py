@@ -32,7 +32,8 @@ NO_MEAN = "it relates rows"
 FIXED_NUMBER = "can only be traced for a fixed number of rows"
 EAGER = "in eager steps (run_eagerly=True)"
 WRITES = "the step writes the weight"
-TOLD = (NO_MEAN, FIXED_NUMBER, EAGER, WRITES)
+OF_RANK = "is given what relates rows of this rank"
+TOLD = (NO_MEAN, FIXED_NUMBER, EAGER, WRITES, OF_RANK)
 
 
 def silently_both(script: Callable[[int], dict[str, Any]], **arguments: Any) -> None:
