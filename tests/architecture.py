@@ -33,6 +33,7 @@ ROOMS = (
     "kdist.launchers.functions",
     "kdist.install",
     "kdist.state.graphs",
+    "kdist.state.rows",
     "kdist.state",
     "kdist.data.graphs",
     "kdist.data",

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.state.graphs.aggregates import Aggregates
-from kdist.state.graphs.means_and_sums import MeansAndSums
 from kdist.state.graphs.rank_dependence import computed_of
 from kdist.state.graphs.recomputed import Recomputed
+from kdist.state.rows.aggregates import Aggregates
+from kdist.state.rows.means_and_sums import MeansAndSums
 
 ROWS = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kdist.state.graphs.compared import Compared, compare, holds_rows_of_parts
+from kdist.state.rows.compared import Compared, compare, holds_rows_of_parts
 
 ROWS, OTHERS = np.random.default_rng(0).normal(size=(2, 6, 3))
 

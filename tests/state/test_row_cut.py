@@ -6,11 +6,11 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from kdist.state.graphs.means_and_sums import MeansAndSums
 from kdist.state.graphs.rank_dependence import computed_of
 from kdist.state.graphs.recomputed import Recomputed
-from kdist.state.graphs.row_cut import RowCut
-from kdist.state.graphs.row_wise import RowWise
+from kdist.state.rows.means_and_sums import MeansAndSums
+from kdist.state.rows.row_cut import RowCut
+from kdist.state.rows.row_wise import RowWise
 
 ROWS = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
 DENSE = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, activation="tanh")])

@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.state.graphs.aggregates import Aggregates
 from kdist.state.graphs.inlined import Inlined
-from kdist.state.graphs.row_cut import RowCut
+from kdist.state.rows.aggregates import Aggregates
+from kdist.state.rows.row_cut import RowCut
 from kdist.step.losses.of_all_ranks import OfAllRanks
 from kdist.step.losses.own_step import OwnStep
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.state.graphs.aggregates import Aggregates
 from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.recomputed import OfRows, Recomputed
-from kdist.state.graphs.row_cut import RowCut
+from kdist.state.rows.aggregates import Aggregates
+from kdist.state.rows.row_cut import RowCut
 from kdist.step.losses.own_step import OwnStep
 
 _WIDE = {

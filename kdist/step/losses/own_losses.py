@@ -15,13 +15,13 @@ from kdist.keras_hooks.losses import get_keras_mask, layer_that_added, scaled_ad
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import computes_own_loss
 from kdist.reports.log import once
-from kdist.state.graphs.aggregates import Aggregates
 from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.linear_terms import linear_terms
-from kdist.state.graphs.means_and_sums import Kind, MeansAndSums
 from kdist.state.graphs.rank_dependence import computed_of, tensor_key
-from kdist.state.graphs.row_cut import RowCut
-from kdist.state.graphs.row_wise import RowWise, can_be_compared
+from kdist.state.rows.aggregates import Aggregates
+from kdist.state.rows.means_and_sums import Kind, MeansAndSums
+from kdist.state.rows.row_cut import RowCut
+from kdist.state.rows.row_wise import RowWise, can_be_compared
 from kdist.step.losses.global_value import GlobalValue
 from kdist.step.losses.of_all_ranks import OfAllRanks
 from kdist.step.losses.own_step import OwnStep

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from kdist.state.graphs.means_and_sums import OF_EACH, Kind, MeansAndSums, has_rows, takes_all_rows
 from kdist.state.graphs.rank_dependence import computed_of
 from kdist.state.graphs.recomputed import OfRows, check_repeatable
 from kdist.state.graphs.row_free import RowFree
+from kdist.state.rows.means_and_sums import OF_EACH, Kind, MeansAndSums, has_rows, takes_all_rows
 
 _ADDING = (
     *("Sum", "Mean", "MatMul", "BatchMatMulV2", "Einsum", "UnsortedSegmentSum", "SegmentSumV2", "DenseBincount"),

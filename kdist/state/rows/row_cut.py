@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.graphs.recomputed import OfRows, check_repeatable
-from kdist.state.graphs.row_wise import RowWise
+from kdist.state.rows.row_wise import RowWise
 
 _MAX_ROWS, _MAX_CHANGED = 16, 2000  # as where a gradient is what relates rows
 

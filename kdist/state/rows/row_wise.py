@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdist.state.graphs.compared import Compared, compare, holds_rows_of_parts
 from kdist.state.graphs.graph_function import MAX_BYTES, is_drawn, num_bytes
-from kdist.state.graphs.means_and_sums import OF_EACH, RANGES, MeansAndSums, has_rows, num_rows, takes_all_rows
 from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.graphs.row_free import RowFree
+from kdist.state.rows.compared import Compared, compare, holds_rows_of_parts
+from kdist.state.rows.means_and_sums import OF_EACH, RANGES, MeansAndSums, has_rows, num_rows, takes_all_rows
 
 _CHOOSING = ("Slice", "StridedSlice", "GatherV2")
 _SHAPES = ("Shape", "ShapeN", "Size")
