@@ -212,6 +212,7 @@ def weighted_scalars(
     joint: bool,
     loss_weight: Callable[[tf.Tensor], tf.Tensor],
     as_mean: Callable[[Any, str], Any],
+    is_of_all: Callable[[], bool],
 ) -> Iterator[None]:
     """Weights scalars that are passed to a model's `Mean` metrics by the rank's share.
 
@@ -225,10 +226,13 @@ def weighted_scalars(
             first input.
         as_mean: callable that takes a scalar that counts as a mean over the rank's rows, and what it is; returns what
             is to be counted.
+        is_of_all: callable that returns whether what is passed now is that of the global batch.
     """
     original = keras.metrics.Mean.update_state
 
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        if is_of_all():
+            return original(self, values, sample_weight=sample_weight)
         is_loss, is_counted = self is loss_tracker(model), False
         if (sample_weight is None or is_loss) and tf.convert_to_tensor(values).shape.rank == 0:
             counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)

@@ -193,6 +193,7 @@ class Step:
                     joint=self.has_joint_metrics,
                     loss_weight=self._weight_of_loss,
                     as_mean=self.own_losses.as_mean,
+                    is_of_all=lambda: batch.is_in_call,
                 )
             )
             stack.enter_context(self.own_losses.opened(model, lambda who, rows: batch.call(who, list, rows)))

@@ -45,14 +45,19 @@ class GlobalValue:
         self._targets = inlined.recorded([(tensor, tf.convert_to_tensor(each)) for tensor, each in found])
 
     def as_mean(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns the number of all ranks, of which gradients are those by what the rank has computed."""
-        del value
+        """Returns the number of all ranks, of which gradients are those by what the rank has computed.
+
+        Of a value with elements it is their sum; each of the result's is the same part of it.
+        """
         tensors, gradients = zip(*self._targets, strict=True) if self._targets else ((), ())
 
         def of_all_ranks(*_: tf.Tensor) -> tuple[tf.Tensor, Any]:
             return tf.identity(self._value), lambda upstream: [upstream * tf.cast(g, upstream.dtype) for g in gradients]
 
-        return tf.custom_gradient(of_all_ranks)(*tensors) if tensors else self._value
+        number = tf.custom_gradient(of_all_ranks)(*tensors) if tensors else self._value
+        if value.shape.rank == number.shape.rank:
+            return number
+        return tf.fill(tf.shape(value), tf.math.divide_no_nan(number, tf.cast(tf.size(value), number.dtype)))
 
     def targets(self, value: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
         """Returns what is to be differentiated in the place of the number, with the gradients by it."""

@@ -19,6 +19,7 @@ from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.linear_terms import linear_terms
 from kdist.state.graphs.rank_dependence import computed_of, tensor_key
 from kdist.state.rows.aggregates import Aggregates
+from kdist.state.rows.means import is_mean
 from kdist.state.rows.means_and_sums import Kind, MeansAndSums
 from kdist.state.rows.row_cut import RowCut
 from kdist.state.rows.row_wise import RowWise, can_be_compared
@@ -31,6 +32,11 @@ _NO_MEAN = (
     "{} is computed from this rank's rows, and is no mean, no sum, and not computed from means and sums over them as "
     "far as kdist can find out: it relates rows. It counts as a mean, and results differ from those of one process. "
     "Fix: compute it from rows of `kdist.all_gather`, or from means and sums of `kdist.all_reduce`"
+)
+_UNKNOWN = (
+    "{} is computed from this rank's rows, and kdist cannot find out whether it is a mean or a sum over them. It "
+    "counts as a mean; if it is none, results differ from those of one process. Fix, then: compute it from means and "
+    "sums of `kdist.all_reduce`"
 )
 _FIXED_NUMBER = (
     "{} is a sum over this rank's rows, and counts as a mean over them, as the step can only be traced for a fixed "
@@ -122,16 +128,16 @@ class OwnLosses:
 
         Of a model whose steps are Keras' own nothing is found out, nor where a step is traced for a number of rows.
         """
-        leaves = [each for each in keras.tree.flatten(values) if self._may_relate_rows(each)]
+        leaves = [each for each in keras.tree.flatten(values) if self._is_of_rows(each) and can_be_compared(each)]
         key = tuple(map(tensor_key, leaves))
         if key not in self._are_related:
             self._are_related[key] = bool(leaves) and self._finds_relation(leaves)
         return self._are_related[key]
 
-    def _may_relate_rows(self, value: Any) -> bool:
+    def _is_of_rows(self, value: Any) -> bool:
         graph = tf.compat.v1.get_default_graph()
         is_own = tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor) and value.graph is graph
-        return self._has_own_loss and is_own and can_be_compared(value) and self._step.depends_on_rows(value)
+        return self._has_own_loss and is_own and self._step.depends_on_rows(value)
 
     def _finds_relation(self, leaves: Sequence[tf.Tensor]) -> bool:
         found = self._rows_known_of(leaves[0])
@@ -153,7 +159,7 @@ class OwnLosses:
             return None
         leaves = keras.tree.flatten(values)
         masks = [get_keras_mask(each) for each in leaves]
-        own = {id(each): each for each in (*leaves, *masks) if self._may_relate_rows(each)}
+        own = {id(each): each for each in (*leaves, *masks) if self._is_of_rows(each)}
         inlined = Inlined(self._step.depends_on_rows, [*self._means.values(), *self._known()])
         with self._computing_again():
             try:
@@ -292,12 +298,15 @@ class OwnLosses:
             if tensor_key(term) not in means and found.length is None
         )
         if relates_rows or None in kinds:
-            of_all_ranks = None if rows is None else self._of_all_ranks(found, rows, value, inlined, who, means)
+            whole = value if value.shape.is_fully_defined() else tf.reduce_sum(value)  # as it is differentiated
+            of_all_ranks = None if rows is None else self._of_all_ranks(found, rows, whole, inlined, who, means)
             if of_all_ranks is not None:
                 return of_all_ranks
         if relates_rows:
             self._told.append(value)
             self._tell(_NO_MEAN, who)
+        elif None in kinds and rows is not None and not is_mean(of_data, found, known, list(means.values())):
+            self._tell(_UNKNOWN, who)
         sums = [each for each, kind in zip(terms, kinds, strict=True) if kind == "sum"]
         if sums and found.length is not None:  # of another number of rows nothing might be known
             self._tell(_FIXED_NUMBER, who)

@@ -63,7 +63,8 @@ class OwnMetrics:
         is_first = tf.argmax(have_rows, output_type=tf.int32) == self._step.engine.rank  # of those that have rows
 
         def count() -> None:
-            update(*args, **kwargs)
+            with self._batch.in_call():
+                update(*args, **kwargs)
 
         tf.cond(is_first, count, lambda: None)
         return None

@@ -33,7 +33,8 @@ FIXED_NUMBER = "can only be traced for a fixed number of rows"
 EAGER = "in eager steps (run_eagerly=True)"
 WRITES = "the step writes the weight"
 OF_RANK = "is given what relates rows of this rank"
-TOLD = (NO_MEAN, FIXED_NUMBER, EAGER, WRITES, OF_RANK)
+UNKNOWN = "cannot find out whether it is a mean or a sum"
+TOLD = (NO_MEAN, UNKNOWN, FIXED_NUMBER, EAGER, WRITES, OF_RANK)
 
 
 def silently_both(script: Callable[[int], dict[str, Any]], **arguments: Any) -> None:
@@ -461,6 +462,33 @@ def losses_that_relate_rows_that_a_step_differentiates() -> None:
 
 
 @feature
+def losses_of_each_row_that_relate_rows() -> None:
+    """A tape differentiates their sum."""
+
+    def simclr(y: Any, p: Any) -> Any:
+        pairs = ops.matmul(y, ops.transpose(p))
+        one, other = pairs, ops.transpose(pairs)
+        entropy = keras.losses.sparse_categorical_crossentropy
+        return 0.1 * sum(entropy(ops.arange(ops.shape(y)[0]), each, from_logits=True) for each in (one, other))
+
+    silently_both(
+        by_hand(lambda: OfOwnLoss(lambda y, p: 0.01 * ops.logsumexp(ops.matmul(y, ops.transpose(p)), axis=1)))
+    )
+    silently_both(by_hand(lambda: OfOwnLoss(simclr), "even"))
+
+
+@feature
+def losses_of_which_nothing_is_found_out_are_told_of() -> None:
+    """Python computes them, of which a mean is seen by the operation that computes it."""
+
+    def in_python(y: Any, p: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(lambda value: value**2, [tf.stop_gradient(y - p)], p.dtype), y.shape)
+
+    told(lambda: OfOwnLoss(lambda y, p: 0.1 * ops.sum(p * in_python(y, p))), UNKNOWN)
+    silently_both(by_hand(lambda: ByHand(lambda y, p: 0.5 * ops.mean(p * in_python(y, p)) + ops.mean(p))))
+
+
+@feature
 def sums_by_hand_in_other_steps() -> None:
     """Several steps an execution, a batch at a time, of two models, compiled by XLA."""
 
@@ -706,7 +734,6 @@ def gradients_of_what_relates_rows_are_told_of() -> None:
 
     for loss in (OF_ROWS["contrastive"], OF_MEANS["root"]):
         told(lambda loss=loss: Penalized(loss), NO_MEAN)
-    told(lambda: OfOwnLoss(lambda y, p: 0.01 * ops.logsumexp(ops.matmul(y, ops.transpose(p)), axis=1)), NO_MEAN)
 
 
 @feature
