@@ -706,8 +706,9 @@ def steps_that_read_a_fixed_number_of_rows() -> None:
         return lambda: ByHand(of_fixed)
 
     silently_both(by_hand(reads(lambda y, p: ops.sum((y - p) ** 2) / y.shape[0]), "even"))
-    x, y = (np.resize(each, (kdist.size() * 7, each.shape[1])) for each in rows("even"))
-    told(reads(lambda y, p: 0.3 * ops.sum((y - p) ** 2) / y.shape[1]), FIXED_NUMBER, (x, y), batch_size=7)
+    number = kdist.size() * 7  # what is divided by must not look like a rank's number of rows
+    x, y = (np.resize(each, (number, each.shape[1])) for each in rows("even"))
+    told(reads(lambda y, p: 0.3 * ops.sum((y - p) ** 2) / y.shape[1]), FIXED_NUMBER, (x, y), batch_size=number)
 
 
 @feature
