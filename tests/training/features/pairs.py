@@ -112,6 +112,10 @@ class Rows(Embeds):
         return {each.name: each.result() for each in self.metrics}
 
 
+def of_pairs(places: Any, pairs: Any) -> Any:
+    return ops.max(pairs, axis=1) - ops.diagonal(pairs) + 0.01 * ops.cast(places, pairs.dtype)
+
+
 @feature
 def pairs_of_rows_for_compiled_losses_and_metrics() -> None:
     """Each rank gathers the rows; a metric whose states add up counts the pairs once."""
@@ -121,15 +125,16 @@ def pairs_of_rows_for_compiled_losses_and_metrics() -> None:
         compiled(lambda: Embeds(found(name="found"), Nearest(), is_called=True), "even", loss=crossentropy("sum"))
     )
 
-    def of_pairs(places: Any, pairs: Any) -> Any:
-        return ops.max(pairs, axis=1) - ops.diagonal(pairs) + 0.01 * ops.cast(places, pairs.dtype)
+    silently_both(compiled(lambda: Rows(keras.metrics.Mean(name="of_rows")), loss=of_pairs))
 
+
+@feature
+def weighted_pairs_of_rows_for_compiled_losses() -> None:
     class Weighs(Embeds):
         def loss_of(self, pairs: Any) -> Any:
             weight = 1 + ops.mean(ops.abs(pairs), axis=1)
             return self.compute_loss(y=places(pairs), y_pred=pairs, sample_weight=weight)
 
-    silently_both(compiled(lambda: Rows(keras.metrics.Mean(name="of_rows")), loss=of_pairs))
     silently_both(compiled(Weighs))
     silently_both(compiled(Weighs, loss=of_pairs, jit_compile=False))
 
