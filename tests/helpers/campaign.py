@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.helpers.jobs import Job
@@ -60,7 +62,8 @@ class Campaign:
         """
         for start in range(0, len(names), CASES_A_LAUNCH):
             some = names[start : start + CASES_A_LAUNCH]
-            result = on.run(target, only=some, timeout=timeout, given=given, env=env)
+            with _ends_at_sigterm():
+                result = on.run(target, only=some, timeout=timeout, given=given, env=env)
             for name in some:
                 self._processor_time[f"{part}: {name} on {column}"] = result.processor_time(name)
                 self.attempt(part, name, column, functools.partial(_value, result, name))
@@ -110,3 +113,13 @@ def _value(result: Result, name: str) -> object:
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+@contextlib.contextmanager
+def _ends_at_sigterm() -> Iterator[None]:
+    """A context in which SIGTERM raises `SystemExit`, so that no launcher is left behind."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
