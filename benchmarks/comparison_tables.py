@@ -46,7 +46,7 @@ def tables(record: dict[str, Any]) -> str:
         head(record),
         "## Scaling efficiency\n\nThe throughput of two ranks, relative to twice that of the same framework's plain "
         "training in one process. Two that are side by side and exchange nothing say what the machine takes: ranks go "
-        "at the pace of the slower one.",
+        "at the pace of the slower one, in each step of the one that is slower in it.",
         table(record, {title(name): each(found.efficiencies, name, models) for name in together}),
         "By the epoch's time, from its beginning to its end:",
         table(record, {title(name): each(by_epoch.efficiencies, name, models) for name in together}),

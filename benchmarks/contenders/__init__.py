@@ -86,6 +86,10 @@ CONTENDERS = {
         "two of plain Keras 3 side by side, the slower one's time",
         *("keras3:side_by_side", ("tensorflow", "keras", "mpi4py"), KERAS3, "mpirun", "plain_keras"),
     ),
+    "plain_pair_in_step": Contender(
+        "two of plain Keras 3 that wait for each other after each step",
+        *("keras3:side_by_side_in_step", ("tensorflow", "keras", "mpi4py"), KERAS3, "mpirun", "plain_keras"),
+    ),
     "scope": Contender(
         "one rank in kdist.scope()", "keras3:in_scope", ("tensorflow", "keras"), KERAS3, "", "plain_keras"
     ),

@@ -32,6 +32,18 @@ def side_by_side(task: Task, **options: Any) -> None:
         train(task, keras, name, data, meet=MPI.COMM_WORLD.Barrier, **options)
 
 
+def side_by_side_in_step(task: Task) -> None:
+    """They wait for each other after each step, as ranks do, and exchange nothing."""
+    import keras
+    from mpi4py import MPI
+
+    class Waits(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            MPI.COMM_WORLD.Barrier()
+
+    side_by_side(task, callbacks=[Waits()])
+
+
 def side_by_side_uncompiled(task: Task) -> None:
     """Without XLA, which Keras uses on a GPU by itself."""
     side_by_side(task, jit_compile=False)
