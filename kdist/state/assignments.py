@@ -34,6 +34,8 @@ _KEPT = {
 }
 _COLLECTIVES = ("allreduce", "allgather", "broadcast")  # their results are equal on all ranks
 _TABLE_WRITES = ("LookupTableInsertV2", "LookupTableImportV2", "LookupTableRemoveV2")
+_ADDS = ("Add", "AddV2", "AddN", "Sub", "Neg", "Identity", "Cast")
+_SCALES = ("Div", "RealDiv", "DivNoNan")
 
 
 class Assignments:
@@ -53,6 +55,8 @@ class Assignments:
             a function of the user's that was traced then is not traced again.
         is_traced_alike: bool, whether all ranks trace the same graph. If not, the number of rows is a constant on some
             ranks only: what is sent must not depend on a rank's graph.
+        is_gradient: callable that takes a tensor and returns whether it is a rank's part of a gradient, of which the
+            mean by rows is that of the global batch.
 
     Attributes:
         graph: `tf.Graph`, that of the step.
@@ -69,8 +73,10 @@ class Assignments:
         kind: str,
         *,
         is_traced_alike: bool,
+        is_gradient: Callable[[tf.Tensor], bool] = lambda _: False,
     ) -> None:
         self._model = model
+        self._is_gradient = is_gradient
         self._engine = engine
         self._data = data
         self._state = state
@@ -251,9 +257,30 @@ class Assignments:
         if by_graph and not differs:
             return None
         guessed: Merge = "mean" if is_number else "first"
-        if differs:
+        if differs and not (is_number and not self.is_eager and self._adds_gradients(written)):
             self.tell(written, guessed)
         return guessed
+
+    def _adds_gradients(self, written: Written) -> bool:
+        """Returns whether a variable gets nothing of a rank's rows but gradients that are added, as accumulators do."""
+        differing = [each for each in written.assignments if self._may_differ(*each)]
+        by_assignment = [self._increments.terms(raw_variable(written.variable), *each[:2]) for each in differing]
+        return all(terms and all(map(self._is_of_gradients, terms)) for terms in by_assignment)
+
+    def _is_of_gradients(self, term: Any) -> bool:
+        """Returns whether a term is a weighted sum of gradients, and of what is equal on all ranks."""
+        pending = [term]
+        while pending:
+            tensor = self._dependence.source(pending.pop())
+            if not tf.is_symbolic_tensor(tensor) or not self.depends_on_rows(tensor) or self._is_gradient(tensor):
+                continue
+            operation: Any = tensor.op
+            of_rows = [each for each in operation.inputs if self.depends_on_rows(each)]
+            is_scaled = operation.type in _SCALES and len(of_rows) == 1 and of_rows[0] is operation.inputs[0]
+            if not (is_scaled or operation.type in _ADDS or (operation.type == "Mul" and len(of_rows) == 1)):
+                return False
+            pending += of_rows
+        return True
 
     def _may_differ(self, method: str, values: list[Any], graph: tf.Graph, place: int) -> bool:
         return self._dependence.differs([each for each in values if tf.is_tensor(each)], graph)

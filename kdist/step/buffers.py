@@ -34,7 +34,12 @@ class BufferSync:
     ) -> None:
         self._step = step
         data = [*step.data_tensors, step.rows, step.share, step.weight, step.active]
-        self._assignments = Assignments(model, step.engine, data, state, kind, is_traced_alike=is_traced_alike)
+        self._assignments = Assignments(
+            model,
+            *(step.engine, data, state, kind),
+            is_traced_alike=is_traced_alike,
+            is_gradient=lambda value: not step.loss_is_weighted and step.own_losses.is_gradient(value),
+        )
         self._sent: list[tuple[Written, Merge]] = []
 
     def __enter__(self) -> BufferSync:

@@ -86,7 +86,12 @@ class OwnLosses:
         self._unrecorded: dict[Any, tf.Tensor] = {}  # what no tape has recorded, by graph and name
         self._are_related: dict[Any, bool] = {}  # by the keys of tensors
         self._has_own_loss = False
+        self._gradients: set[Any] = set()  # keys of tensors
         self._gather: Gather = lambda _, rows: rows
+
+    def is_gradient(self, value: tf.Tensor) -> bool:
+        """Returns whether a tensor is a gradient that a tape has returned, of a loss that counts as a mean."""
+        return tensor_key(value) in self._gradients
 
     def note_mean(self, value: Any) -> None:
         """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
@@ -210,6 +215,9 @@ class OwnLosses:
             are_weights = [isinstance(each, (tf.Variable, keras.Variable)) for each in tf.nest.flatten(sources)]
             if all(are_weights) and output_gradients is None:
                 target, output_gradients = self._targets(tf.nest.flatten(target)) or (target, None)
+                gradients = original(tape, target, sources, output_gradients, *args, **kwargs)
+                self._gradients |= {tensor_key(x) for x in tf.nest.flatten(gradients) if tf.is_symbolic_tensor(x)}
+                return gradients
             return original(tape, target, sources, output_gradients, *args, **kwargs)
 
         unrecorded, stop = self._unrecorded, tf.GradientTape.stop_recording

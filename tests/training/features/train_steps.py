@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -335,3 +337,51 @@ def gradients_that_some_ranks_alone_have_in_an_eager_step() -> None:
 
     for script in (fitted, own_step, looped):
         both(script)
+
+
+class Accumulates(keras.Model):
+    """Adds up the gradients of two steps by hand, as many scripts do."""
+
+    def __init__(self, of: Callable[[Any], Any] = lambda gradient: gradient) -> None:
+        super().__init__()
+        self.net, self.of = mlp(), of
+        self.sums = [tf.Variable(tf.zeros(each.shape, each.dtype)) for each in self.net.trainable_variables]
+        self.steps = tf.Variable(0, trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, *_ = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        self.steps.assign_add(1)
+        for total, gradient in zip(self.sums, tape.gradient(loss, self.trainable_variables), strict=True):
+            total.assign_add(0.5 * self.of(gradient))
+        tf.cond(self.steps % 2 == 0, self.update, lambda: None)
+        return {"last": loss}
+
+    def update(self) -> None:
+        self.optimizer.apply_gradients(zip(self.sums, self.trainable_variables, strict=True))
+        for total in self.sums:
+            total.assign(tf.zeros_like(total))
+
+
+@feature
+def gradients_that_a_step_accumulates_by_hand() -> None:
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Accumulates()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+    with logged(logging.WARNING) as said:
+        both(script)
+    assert not [text for text in said if "the step writes" in text], said
+    with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
+        model = Accumulates(lambda gradient: tf.clip_by_norm(gradient, 0.1))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+    told = [text for text in said if "the step writes" in text]
+    assert len(told) == (len(model.sums) if kdist.rank() == 0 else 0), said
