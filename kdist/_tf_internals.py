@@ -56,6 +56,7 @@ __all__ = [
     "schedule_on_any_worker",
     "seeds_of_op",
     "start_collective_server",
+    "untold",
     "written_resources",
 ]
 
@@ -87,6 +88,7 @@ def missing_names() -> list[str]:
         (tf.Operation, ("_add_control_inputs", "_control_outputs")),
         (ConcreteFunction, ("_call_flat",)),
         (iter(tf.data.Dataset.range(1)), ("_iterator_resource",)),
+        (tf.function(len), ("_omit_frequent_tracing_warning",)),
         (Cluster, ("schedule",)),
         (StrategyExtendedV1, OVERRIDDEN),
         (ParameterServerStrategyV2Extended, ("_create_variable", "_create_variable_round_robin")),
@@ -232,6 +234,12 @@ def body_of(definition: Any) -> tuple[Any, list[str], list[str]]:
     inputs = [f"{each.name}:0" for each in definition.signature.input_arg]
     outputs = [names[definition.ret[each.name]] for each in definition.signature.output_arg]
     return graph_def, inputs, outputs
+
+
+def untold(function: Any) -> Any:
+    """Returns a `tf.function` of which TensorFlow does not warn that it, or others like it, are traced often."""
+    function._omit_frequent_tracing_warning = True
+    return function
 
 
 def schedule_on_any_worker(coordinator: tf.distribute.coordinator.ClusterCoordinator, call: Callable[[], None]) -> None:

@@ -97,6 +97,7 @@ SLOW = (
     "more_losses_that_relate_rows_that_a_step_differentiates",
     "numpy_in_eager_steps",
     "one_of_the_ranks_that_train_by_themselves_stops",
+    "other_values_that_relate_rows_for_compiled_losses_and_metrics",
     "predictions_of_a_model_that_was_never_compiled",
     "predictions_of_several_rows_a_sample",
     "ranks_that_train_by_themselves",

@@ -82,7 +82,8 @@ class Aggregates:
             raise LookupError(operation.type)  # as of a maximum
         if of_all and operation.type not in _OF_INTEGERS:
             raise LookupError(operation.type)
-        is_changed = any(each.name in known for each in inputs)
+        # Rows that are computed again from aggregates are this rank's, still.
+        is_changed = operation.type not in ("Shape", "Size") and any(each.name in known for each in inputs)
         if is_changed:
             self._change(operation)
         of_rows = any(map(has_rows, inputs)) or not inputs

@@ -77,7 +77,7 @@ class RowWise:
             if not all(tensor_key(each) in self._is_known for each in operation.outputs)
         ]
         for part in _parts(operations):
-            checked = [each for operation in part for each in operation.outputs if can_be_compared(each)]
+            checked = [each for operation in part for each in operation.outputs if _can_be_compared(each)]
             data = self._found.at(self._ends(part, free, left_out))
             found = self._compared_first(data, checked, [*fixed, *means])
             for operation in part:
@@ -94,12 +94,13 @@ class RowWise:
             fixed: see `follow`.
             means: see `follow`.
         """
-        checked = [each for each in tensors if can_be_compared(each)]
+        checked = [tf.identity(each) if self._is_leaf(each) else each for each in tensors]
         try:
-            found = list(self._computed(self._found, checked, [*fixed, *means])) if checked else []
+            found = list(self._computed(self._found, checked, [*fixed, *means]))
         except Exception:  # a check must not end a training
             return False
-        return not all(holds_rows_of_parts(computed, tolerance) for computed, _, tolerance in found)
+        needs_rows = not found  # more than one, as the three largest do
+        return needs_rows or not all(holds_rows_of_parts(computed, tolerance) for computed, _, tolerance in found)
 
     def data_of(self, value: tf.Tensor, fixed: Sequence[tf.Tensor], means: Sequence[tf.Tensor]) -> MeansAndSums:
         """Returns `MeansAndSums` of the last tensors on the ways to one that hold a row for each of the data.
@@ -148,7 +149,7 @@ class RowWise:
         ) or (operation.type in _FILLING and are_clear)
         for output in operation.outputs:
             key = tensor_key(output)
-            compared = found.get(output.name, Compared(varies=not can_be_compared(output)))
+            compared = found.get(output.name, Compared(varies=not _can_be_compared(output)))
             if is_of_shapes and operation.type not in _FILLING and not is_drawn(operation):
                 self._of_shapes.add(key)
                 if is_of_places or (has_rows(output) and not compared.is_constant):
@@ -242,7 +243,7 @@ def _parts(operations: Sequence[tf.Operation]) -> Iterator[list[tf.Operation]]:
     part: list[tf.Operation] = []
     size = 0
     for operation in operations:
-        of_this = sum(num_bytes(each, None) for each in operation.outputs if can_be_compared(each))
+        of_this = sum(num_bytes(each, None) for each in operation.outputs if _can_be_compared(each))
         if part and size + of_this > MAX_BYTES:
             yield part
             part, size = [], 0
@@ -271,7 +272,11 @@ def _is_open_in_rows(tensor: tf.Tensor) -> bool:
     return tensor.shape.rank is not None and tensor.shape[1:].is_fully_defined()
 
 
-def can_be_compared(tensor: tf.Tensor) -> bool:
-    """Returns whether a tensor that depends on rows has some, and holds numbers."""
+def can_relate_rows(tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor that depends on rows holds numbers of some of them, or several numbers of all."""
+    return _can_be_compared(tensor) or (tensor.dtype.is_floating and bool(tensor.shape.rank))
+
+
+def _can_be_compared(tensor: tf.Tensor) -> bool:
     is_number = tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype == tf.bool
     return bool(is_number) and has_rows(tensor) and tensor.shape.rank not in (None, 0)

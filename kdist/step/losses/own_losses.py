@@ -22,7 +22,7 @@ from kdist.state.rows.aggregates import Aggregates
 from kdist.state.rows.means import is_mean
 from kdist.state.rows.means_and_sums import Kind, MeansAndSums
 from kdist.state.rows.row_cut import RowCut
-from kdist.state.rows.row_wise import RowWise, can_be_compared
+from kdist.state.rows.row_wise import RowWise, can_relate_rows
 from kdist.step.losses.global_value import GlobalValue
 from kdist.step.losses.of_all_ranks import OfAllRanks
 from kdist.step.losses.own_step import OwnStep
@@ -133,7 +133,7 @@ class OwnLosses:
 
         Of a model whose steps are Keras' own nothing is found out, nor where a step is traced for a number of rows.
         """
-        leaves = [each for each in keras.tree.flatten(values) if self._is_of_rows(each) and can_be_compared(each)]
+        leaves = [each for each in keras.tree.flatten(values) if self._is_of_rows(each) and can_relate_rows(each)]
         key = tuple(map(tensor_key, leaves))
         if key not in self._are_related:
             self._are_related[key] = bool(leaves) and self._finds_relation(leaves)
@@ -173,9 +173,6 @@ class OwnLosses:
                 of_all = OfAllRanks(self._step, cut, inlined, lambda rows: self._gather(who, rows))
                 made = {key: of_all(each) for key, each in copies.items()}
             except (LookupError, TypeError, ValueError, tf.errors.OpError):
-                import traceback
-
-                traceback.print_exc()
                 self._tell(_NOT_OF_ALL, who)
                 return None
         for leaf, mask in zip(leaves, masks, strict=True):

@@ -257,6 +257,9 @@ OF_MEANS: dict[str, Callable[[Any, Any], Any]] = {
     "over the number of chosen rows": lambda y, p: (
         ops.sum(tf.boolean_mask(y - p, y[:, 0] > 0) ** 2) / row_count(tf.boolean_mask(y, y[:, 0] > 0))
     ),
+    "of targets that are normalized, by a loss of Keras'": lambda y, p: keras.losses.MeanSquaredError()(
+        (y - ops.mean(y, axis=0)) / ops.std(y, axis=0), p
+    ),
     "explained variance": lambda y, p: ops.sum((y - p) ** 2) / ops.sum((y - ops.mean(y, axis=0)) ** 2),
     "of Keras' weighted mean": lambda y, p: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")(
         y, p, sample_weight=ops.abs(y[:, 0])

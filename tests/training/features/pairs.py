@@ -139,6 +139,44 @@ def weighted_pairs_of_rows_for_compiled_losses() -> None:
     silently_both(compiled(Weighs, loss=of_pairs, jit_compile=False))
 
 
+def centered(rows: Any) -> Any:
+    return rows - ops.mean(rows, axis=0)
+
+
+GIVEN: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "beside targets as they are": lambda y, p: (y, centered(p)),
+    "of normalized targets": lambda y, p: (centered(y) / (1 + ops.std(y, axis=0)), p),
+    "what needs three rows": lambda y, p: (0 * y[:, :1], ops.top_k(similarities(p, y), 3)[0][:, 1:2]),
+    "of a known shape": lambda y, p: (ops.eye(2), ops.matmul(ops.transpose(ops.tanh(p)), y) / 10),
+    "of one dimension": lambda y, p: (y[:, 0], ops.flip(p[:, 0], axis=0)),
+}
+
+
+@feature
+def other_values_that_relate_rows_for_compiled_losses_and_metrics() -> None:
+    class Gives(Embeds):
+        def __init__(self, what: str) -> None:
+            super().__init__(keras.metrics.MeanSquaredError(name="squared"), keras.metrics.Mean(name="mean"))
+            self.what = GIVEN[what]
+
+        def pairs(self, x: Any, y: Any, **training: bool) -> Any:
+            return self.what(y, self(x, **training))
+
+        def loss_of(self, pairs: Any) -> Any:
+            return self.compute_loss(y=pairs[0], y_pred=pairs[1])
+
+        def measure(self, loss: Any, pairs: Any) -> dict[str, Any]:
+            self.counts[0].update_state(*pairs)
+            self.counts[1].update_state(pairs[1])
+            return {**{each.name: each.result() for each in self.counts}, "last": loss}
+
+    for what in GIVEN:
+        try:
+            silently_both(compiled(lambda what=what: Gives(what), loss="mse"))
+        except AssertionError as error:
+            raise AssertionError(what) from error
+
+
 @contextlib.contextmanager
 def gatherings() -> Iterator[list[Any]]:
     """Yields a list to which each message is added in which a step gathers rows."""
