@@ -24,6 +24,7 @@ from kdist.keras_hooks.variables import (
 )
 from kdist.state.graphs.increments import Increments
 from kdist.state.graphs.rank_dependence import RankDependence
+from kdist.state.rows.means_cut import is_weighted_sum
 from kdist.state.written import WAYS_OUT, Merge, Written, WrittenState
 
 _KEPT = {
@@ -34,8 +35,6 @@ _KEPT = {
 }
 _COLLECTIVES = ("allreduce", "allgather", "broadcast")  # their results are equal on all ranks
 _TABLE_WRITES = ("LookupTableInsertV2", "LookupTableImportV2", "LookupTableRemoveV2")
-_ADDS = ("Add", "AddV2", "AddN", "Sub", "Neg", "Identity", "Cast")
-_SCALES = ("Div", "RealDiv", "DivNoNan")
 
 
 class Assignments:
@@ -268,19 +267,7 @@ class Assignments:
         return all(terms and all(map(self._is_of_gradients, terms)) for terms in by_assignment)
 
     def _is_of_gradients(self, term: Any) -> bool:
-        """Returns whether a term is a weighted sum of gradients, and of what is equal on all ranks."""
-        pending = [term]
-        while pending:
-            tensor = self._dependence.source(pending.pop())
-            if not tf.is_symbolic_tensor(tensor) or not self.depends_on_rows(tensor) or self._is_gradient(tensor):
-                continue
-            operation: Any = tensor.op
-            of_rows = [each for each in operation.inputs if self.depends_on_rows(each)]
-            is_scaled = operation.type in _SCALES and len(of_rows) == 1 and of_rows[0] is operation.inputs[0]
-            if not (is_scaled or operation.type in _ADDS or (operation.type == "Mul" and len(of_rows) == 1)):
-                return False
-            pending += of_rows
-        return True
+        return is_weighted_sum(term, self._is_gradient, self.depends_on_rows, self._dependence.source)
 
     def _may_differ(self, method: str, values: list[Any], graph: tf.Graph, place: int) -> bool:
         return self._dependence.differs([each for each in values if tf.is_tensor(each)], graph)

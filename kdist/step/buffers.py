@@ -38,7 +38,7 @@ class BufferSync:
             model,
             *(step.engine, data, state, kind),
             is_traced_alike=is_traced_alike,
-            is_gradient=lambda value: not step.loss_is_weighted and step.own_losses.is_gradient(value),
+            is_gradient=step.own_losses.is_gradient,
         )
         self._sent: list[tuple[Written, Merge]] = []
 

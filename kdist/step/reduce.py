@@ -57,7 +57,11 @@ class Weigh(Stage):
             yield
 
     def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
-        """Sets how this rank's terms are computed."""
+        """Sets how this rank's terms are computed.
+
+        Collective: every rank must call this, in the same order, of gradients that a step has computed from others.
+        """
+        update.gradients = self._step.own_losses.applied(update.gradients)
         update.terms = self._zeros_if_idle if self._take_weighted_loss(update.optimizer) else self._weighted_each
         return proceed()
 

@@ -19,7 +19,8 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
     """Runs a step of a model that returns logs.
 
     Values that are not results of metrics are averaged over the ranks, with a warning if they are computed from
-    results; what is no float stays this rank's, with a warning if it depends on the rank's rows. Results are this
+    results. An integer that is computed from rows is that of the global batch; what else is no float stays this rank's,
+    with a warning if it depends on the rank's rows. Results are this
     rank's, until the metrics are summed.
 
     Returns:
@@ -43,7 +44,8 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
             "average over the ranks of a function of the rank's own result. Fix: compute it in `get_metrics_result`, "
             "which is called when the metrics are summed, or write a metric"
         )
-    no_floats = [name for name, value in others.items() if not value.dtype.is_floating]
+    counts = [name for name, value in others.items() if _is_count(value, step)]
+    no_floats = [name for name, value in others.items() if not value.dtype.is_floating and name not in counts]
     own = [name for name in no_floats if step.may_differ(logs[name])]
     if own and warns:
         once.warning(
@@ -51,13 +53,22 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
             'its own, as kdist does not know whether they count something. Fix: return `kdist.all_reduce(value, "sum")`'
             ", or the result of a metric"
         )
+    dtypes = {name: value.dtype for name, value in others.items()}
     others = {
-        name: step.own_losses.as_mean(value, f"The log {name!r} of the step") if value.shape.rank == 0 else value
+        name: step.own_losses.as_mean(tf.cast(value, tf.float64), f"The log {name!r} of the step")
+        if name in counts
+        else (step.own_losses.as_mean(value, f"The log {name!r} of the step") if value.shape.rank == 0 else value)
         for name, value in others.items()
-        if value.dtype.is_floating
+        if value.dtype.is_floating or name in counts
     }
-    means = step.mean_over_ranks(list(others.values())) if others else []
-    return {**logs, **dict(zip(others, means, strict=True))}, results
+    means = dict(zip(others, step.mean_over_ranks(list(others.values())) if others else [], strict=True))
+    return {**logs, **means, **{name: tf.cast(tf.round(means[name]), dtypes[name]) for name in counts}}, results
+
+
+def _is_count(value: tf.Tensor, step: Step) -> bool:
+    """Returns whether a log is an integer that is computed from rows, of which the graph shows what it is of them."""
+    is_integer = value.dtype.is_integer and value.shape.rank == 0
+    return bool(is_integer) and tf.is_symbolic_tensor(value) and step.engine.size > 1 and step.depends_on_rows(value)
 
 
 def _computed_from(sources: Sequence[Any], values: Mapping[str, tf.Tensor]) -> list[str]:

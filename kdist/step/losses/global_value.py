@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from kdist.state.graphs.inlined import Inlined
 from kdist.state.rows.aggregates import Aggregates
+from kdist.state.rows.means_cut import MeansCut
 from kdist.state.rows.row_cut import RowCut
 from kdist.step.losses.of_all_ranks import OfAllRanks
 from kdist.step.losses.own_step import OwnStep
@@ -32,7 +33,7 @@ class GlobalValue:
     def __init__(
         self,
         step: OwnStep,
-        parts: Aggregates | RowCut,
+        parts: Aggregates | RowCut | MeansCut,
         inlined: Inlined,
         gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> None:

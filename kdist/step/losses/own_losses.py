@@ -25,6 +25,7 @@ from kdist.state.rows.row_cut import RowCut
 from kdist.state.rows.row_wise import RowWise, can_relate_rows
 from kdist.step.losses.global_value import GlobalValue
 from kdist.step.losses.of_all_ranks import OfAllRanks
+from kdist.step.losses.own_gradients import OwnGradients
 from kdist.step.losses.own_step import OwnStep
 from kdist.step.losses.scaled_sums import ScaledSums
 
@@ -42,6 +43,11 @@ _FIXED_NUMBER = (
     "{} is a sum over this rank's rows, and counts as a mean over them, as the step can only be traced for a fixed "
     "number of rows. Results differ from those of one process. Fix: read the number of rows by "
     "`keras.ops.shape(x)[0]`, or compute a mean"
+)
+_APPLIED = (
+    "The step of {} applies gradients that it computes from this rank's, as by clipping, and kdist cannot compute them "
+    "from those of all ranks: results differ from those of one process. Fix: compute them from what "
+    '`kdist.all_reduce(gradients, "mean")` returns, or by `clipnorm=` of the optimizer'
 )
 _NOT_OF_ALL = (
     "{} is given what relates rows of this rank, and kdist cannot compute it for the rows of all ranks. It counts what "
@@ -74,7 +80,7 @@ class OwnLosses:
 
     def __init__(self, step: OwnStep) -> None:
         self._step = step
-        self._loss = ""
+        self._model = self._loss = ""
         self._found: dict[Any, ScaledSums | GlobalValue | None] = {}
         self._differentiated: Means = {}
         self._means: Means = {}
@@ -86,12 +92,23 @@ class OwnLosses:
         self._unrecorded: dict[Any, tf.Tensor] = {}  # what no tape has recorded, by graph and name
         self._are_related: dict[Any, bool] = {}  # by the keys of tensors
         self._has_own_loss = False
-        self._gradients: set[Any] = set()  # keys of tensors
+        self._gradients = OwnGradients(step)
         self._gather: Gather = lambda _, rows: rows
 
     def is_gradient(self, value: tf.Tensor) -> bool:
-        """Returns whether a tensor is a gradient that a tape has returned, of a loss that counts as a mean."""
-        return tensor_key(value) in self._gradients
+        """Returns whether a tensor is a gradient that a tape has returned, whose mean by rows is the global one."""
+        return self._gradients.are_means(value)
+
+    def applied(self, gradients: Sequence[Any]) -> list[Any]:
+        """Returns gradients that a step applies; those that it has computed from others, as by clipping, of all ranks'.
+
+        Collective: every rank must call this, in the same order.
+        """
+        with self._computing_again():
+            found = self._gradients.applied(gradients, self._means)
+        if found is None:
+            self._tell(_APPLIED, self._model)
+        return list(gradients) if found is None else found
 
     def note_mean(self, value: Any) -> None:
         """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
@@ -191,7 +208,8 @@ class OwnLosses:
         """
         self._gather = gather
         self._has_own_loss = computes_own_loss(model) and self._step.engine.size > 1
-        self._loss = f"The loss that the step of {type(model).__name__} differentiates"
+        self._model = type(model).__name__
+        self._loss = f"The loss that the step of {self._model} differentiates"
         if self._has_own_loss and tf.executing_eagerly():
             self._tell(_EAGER, type(model).__name__)
         with contextlib.ExitStack() as stack:
@@ -213,7 +231,7 @@ class OwnLosses:
             if all(are_weights) and output_gradients is None:
                 target, output_gradients = self._targets(tf.nest.flatten(target)) or (target, None)
                 gradients = original(tape, target, sources, output_gradients, *args, **kwargs)
-                self._gradients |= {tensor_key(x) for x in tf.nest.flatten(gradients) if tf.is_symbolic_tensor(x)}
+                self._gradients.note(tf.nest.flatten(gradients))
                 return gradients
             return original(tape, target, sources, output_gradients, *args, **kwargs)
 
@@ -276,6 +294,10 @@ class OwnLosses:
         terms = [each for each in terms if self._step.depends_on_rows(each[0])]
         if all(tensor_key(term) in means for term, _ in terms):
             return None
+        with self._computing_again():
+            of_gradients = self._gradients.number(value, means)
+        if of_gradients is not None:
+            return of_gradients
         found = self._rows_known_of(value)
         if found is None:
             return None

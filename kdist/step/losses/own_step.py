@@ -17,12 +17,14 @@ class OwnStep(Protocol):
         weight: `float64` scalar, the weight of this rank's loss.
         share: `float64` scalar, this rank's share of the global batch's rows.
         active: `bool` scalar, whether this rank has rows.
+        loss_is_weighted: bool, whether gradients are this rank's terms.
     """
 
     data: Any
     weight: tf.Tensor
     share: tf.Tensor
     active: tf.Tensor
+    loss_is_weighted: bool
 
     @property
     def engine(self) -> Engine:

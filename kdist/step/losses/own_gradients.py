@@ -1,0 +1,102 @@
+"""Gradients that a step takes from tapes of its own, and what it computes from them: of those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from kdist._tf_internals import is_compiled_by_xla
+from kdist.state.graphs.inlined import Inlined
+from kdist.state.graphs.rank_dependence import tensor_key
+from kdist.state.rows.means_cut import MeansCut, is_computed_of, is_weighted_sum
+from kdist.step.losses.global_value import GlobalValue
+from kdist.step.losses.of_all_ranks import OfAllRanks
+from kdist.step.losses.own_step import OwnStep
+
+_ERRORS = (LookupError, TypeError, ValueError, tf.errors.OpError)  # of what cannot be computed again
+
+
+class OwnGradients:
+    """Knows a rank's parts of gradients, and computes again what a step has computed from them otherwise than by a sum.
+
+    A part is one whose mean by rows is the global gradient; or, where the step has weighted its loss, a term of it.
+
+    Args:
+        step: the open step.
+    """
+
+    def __init__(self, step: OwnStep) -> None:
+        self._step = step
+        self._known: dict[Any, tuple[tf.Tensor, Literal["mean", "sum"]]] = {}
+
+    def note(self, gradients: Sequence[Any]) -> None:
+        """Says that a tape has returned gradients."""
+        kind: Literal["mean", "sum"] = "sum" if self._step.loss_is_weighted else "mean"
+        own = [each for each in gradients if isinstance(each, tf.Tensor) and tf.is_symbolic_tensor(each)]
+        self._known |= {tensor_key(each): (each, kind) for each in own}
+
+    def are_means(self, value: tf.Tensor) -> bool:
+        """Returns whether a tensor is a gradient, and the global one is the mean by rows."""
+        return tensor_key(value) in self._known and self._known[tensor_key(value)][1] == "mean"
+
+    def number(self, value: tf.Tensor, means: Mapping[Any, tf.Tensor]) -> GlobalValue | None:
+        """Returns a number computed from the gradients of all ranks, and from means; `None` if it is of others.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            value: tensor, the number.
+            means: mapping by keys of tensors that count as means over the rank's rows.
+        """
+        if not self._makes(value):
+            return None
+        try:
+            return GlobalValue(self._step, self._cut([value], means), self._inlined(), lambda rows: rows)
+        except _ERRORS:
+            return None
+
+    def applied(self, gradients: Sequence[Any], means: Mapping[Any, tf.Tensor]) -> list[Any] | None:
+        """Returns gradients of which those that are computed from others are computed from those of all ranks.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            gradients: sequence of what is applied: tensors, `IndexedSlices`, `None`.
+            means: mapping by keys of tensors that count as means over the rank's rows.
+
+        Returns:
+            A list; `None` if some cannot be.
+        """
+        values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
+        made = {place: each for place, each in enumerate(values) if self._makes(each)}
+        if any(isinstance(gradients[place], tf.IndexedSlices) for place in made):  # each rank has other rows
+            return None
+        if made:
+            try:
+                cut = self._cut(list(made.values()), means)
+                of_all_ranks = OfAllRanks(self._step, cut, self._inlined(), lambda rows: rows)
+                made = {place: of_all_ranks(each) for place, each in made.items()}
+            except _ERRORS:
+                return None
+        if self._step.loss_is_weighted:  # what is applied is summed over the ranks
+            made = {place: self._step.weighted(each) for place, each in made.items()}
+        return [made.get(place, each) for place, each in enumerate(gradients)]
+
+    def _makes(self, value: Any) -> bool:
+        """Returns whether a tensor is computed from gradients, and is no weighted sum of them."""
+        graph = tf.compat.v1.get_default_graph()
+        if not (self._known and isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)):
+            return False
+        if value.graph is not graph or is_compiled_by_xla() or not self._step.depends_on_rows(value):
+            return False
+        is_sum = is_weighted_sum(value, lambda each: tensor_key(each) in self._known, self._step.depends_on_rows)
+        return not is_sum and is_computed_of(value, self._known)
+
+    def _cut(self, values: Sequence[tf.Tensor], means: Mapping[Any, tf.Tensor]) -> MeansCut:
+        known: dict[Any, tuple[tf.Tensor, Literal["mean", "sum"]]] = {key: (x, "mean") for key, x in means.items()}
+        return MeansCut(values, known | self._known, self._step.depends_on_rows)
+
+    def _inlined(self) -> Inlined:
+        return Inlined(self._step.depends_on_rows, ())

@@ -1,0 +1,84 @@
+"""Gradients that a step of the user's own clips, scales or measures before it applies them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+import kdist
+from tests.helpers.logs import logged
+from tests.training.features.own_losses import silently_both
+from tests.training.features.pairs import compiled
+from tests.training.features.registry import feature
+from tests.training.fidelity import BATCH, mlp, sequences
+
+
+class Uses(keras.Model):
+    """A step of Keras' guide that does something with its gradients."""
+
+    def __init__(
+        self, use: Callable[[Any], Any], *, net: Any = None, scales: bool = False, penalty: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.net, self.use, self.scales, self.penalty = net or mlp(), use, scales, penalty
+        self.norms = keras.metrics.Mean(name="norms")
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, *_ = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                loss = scaled = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+                if self.scales:
+                    scaled = self.optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled, weights)
+            penalized = loss + sum(self.penalty * tf.reduce_sum(each**2) for each in gradients if self.penalty)
+        norm = tf.linalg.global_norm(gradients)
+        if self.penalty:
+            gradients = outer.gradient(penalized, weights)
+        self.optimizer.apply_gradients(zip(self.use(gradients), weights, strict=True))
+        self.norms.update_state(norm)
+        largest = ops.max(ops.abs(gradients[-1]))
+        return {"norms": self.norms.result(), "norm": norm, "largest": largest, "last": loss}
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "clipped by the norm of all": lambda gradients: tf.clip_by_global_norm(gradients, 0.5)[0],
+    "clipped one by one": lambda gradients: [tf.clip_by_norm(each, 0.2) for each in gradients],
+    "of one length": lambda gradients: [each / (1e-6 + tf.norm(each)) for each in gradients],
+    "signs": lambda gradients: [0.1 * tf.sign(each) for each in gradients],
+    "scaled": lambda gradients: [0.5 * each + 0.01 for each in gradients],
+}
+
+
+@feature
+def gradients_that_a_step_clips_or_measures() -> None:
+    for number, (name, use) in enumerate(USES.items()):
+        try:
+            silently_both(compiled(lambda use=use: Uses(use), ("ragged", "even")[number % 2], loss="mse"))
+        except AssertionError as error:
+            raise AssertionError(name) from error
+    clip = USES["clipped by the norm of all"]
+    silently_both(compiled(lambda: Uses(clip, scales=True), loss="mse"))
+    silently_both(compiled(lambda: Uses(lambda gradients: gradients, penalty=0.1), loss="mse"))
+
+
+@feature
+def sparse_gradients_that_a_step_clips_are_told_of() -> None:
+    x, y = sequences()
+    with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
+        layers = [keras.layers.Embedding(9, 4), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+        net = keras.Sequential([keras.Input((6,), dtype="int64"), *layers])
+        model = Uses(USES["clipped by the norm of all"], net=net)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, y, batch_size=BATCH, epochs=1, verbose=0)
+    told = [text for text in said if "applies gradients that it computes from this rank's" in text]
+    assert len(told) == (kdist.rank() == 0), said
