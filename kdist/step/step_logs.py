@@ -20,8 +20,7 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
 
     Values that are not results of metrics are averaged over the ranks, with a warning if they are computed from
     results. An integer that is computed from rows is that of the global batch; what else is no float stays this rank's,
-    with a warning if it depends on the rank's rows. Results are this
-    rank's, until the metrics are summed.
+    with a warning if it depends on the rank's rows. Results are this rank's, until the metrics are summed.
 
     Returns:
         The logs, and a dict by name of callables that read the metrics' results again.

@@ -76,6 +76,7 @@ SLOW = (
     "float8_layers",
     "functions_of_other_tables_on_each_rank_are_refused",
     "generators_of_sparse_matrices",
+    "gradients_that_a_step_uses_in_other_ways",
     "gradients_travel_in_each_step_if_someone_looks",
     "gradients_travel_with_their_update",
     "jit_compile_is_off_where_messages_are_sent_before",

@@ -33,6 +33,7 @@ RANGES: tuple[tuple[float, float, int], ...] = (
 
 _CHOOSING = ("Where", "Unique", "DynamicPartition", "ListDiff", "NonMaxSuppression", "StringSplit")
 _ORDERING = ("TopK", "Cumsum", "Cumprod", "CumulativeLogsumexp", "ArgMax", "ArgMin")  # which few rows may not show
+_EXTREMES = ("Max", "Min", "Prod", "All", "Any", "ArgMax", "ArgMin", "EuclideanNorm")  # equal for parts, by chance
 _LINEAR = (  # in what has no rows any more
     *("Sum", "Mean", "Add", "AddV2", "AddN", "Sub", "Neg", "Identity", "IdentityN", "Cast"),
     *("Pack", "Reshape", "Squeeze", "ExpandDims", "ConcatV2", "Transpose"),
@@ -193,6 +194,8 @@ class MeansAndSums:
                 return True  # what orders each row by itself comes before the ends
             if operation.type in _LINEAR:
                 continue
+            if operation.type in _EXTREMES and _removes_rows(operation):
+                return True
             inputs = [each for each in operation.inputs if not free(each)]
             related = [each for each in inputs if _is_without_rows(each) and not self.is_number_of_rows(each)]
             has_rows = any(not each.shape.is_fully_defined() for each in inputs)
@@ -290,6 +293,10 @@ class MeansAndSums:
 def has_rows(tensor: tf.Tensor) -> bool:
     """Returns whether a tensor that depends on rows may have some, as a list of tensors may."""
     return tensor.dtype == tf.variant or not tensor.shape.is_fully_defined()
+
+
+def _removes_rows(operation: tf.Operation) -> bool:
+    return has_rows(operation.inputs[0]) and not has_rows(operation.outputs[0])
 
 
 def takes_all_rows(operation: tf.Operation) -> bool:

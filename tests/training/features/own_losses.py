@@ -852,6 +852,17 @@ def logs_and_metrics_by_hand() -> None:
 
 
 @feature
+def integers_among_logs() -> None:
+    class Counts(ByHand):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            large = tf.math.count_nonzero(ops.abs(data[1]) > 0.5)
+            most = ops.max(ops.sum(ops.cast(data[0] > 0, "int32"), axis=1))
+            return {**super().train_step(data), "large": large, "most": most, "twice": 2 * large + 1}
+
+    silently_both(by_hand(lambda: Counts(lambda y, p: ops.mean((y - p) ** 2))))
+
+
+@feature
 def nothing_is_told_of_gradients_as_they_are() -> None:
     """Those of a recurrent layer are sums of products of rows, which a step passes on."""
 
