@@ -70,6 +70,8 @@ def is_weighted_sum(
     is_known: Callable[[tf.Tensor], bool],
     depends_on_rows: Callable[[tf.Tensor], bool],
     source: Callable[[Any], Any] = lambda tensor: tensor,
+    *,
+    may_add_others: bool = True,
 ) -> bool:
     """Returns whether a value is a weighted sum of tensors that are known, and of what is equal on all ranks.
 
@@ -78,6 +80,7 @@ def is_weighted_sum(
         is_known: callable that takes a tensor and returns whether it is known.
         depends_on_rows: callable that takes a tensor and returns whether it is computed from rows.
         source: callable that takes a tensor, and returns that which a function has captured as this one.
+        may_add_others: bool, whether what is equal on all ranks may be added: not to terms, which are summed.
     """
     pending, seen = [value], set()
     while pending:
@@ -92,7 +95,8 @@ def is_weighted_sum(
         is_scaled = len(of_rows) == 1 and (
             operation.type == "Mul" or (operation.type in _QUOTIENTS and operation.inputs[0] is of_rows[0])
         )
-        if not (is_scaled or operation.type in _ADDS):
+        is_sum = operation.type in _ADDS and (may_add_others or len(of_rows) == len(operation.inputs))
+        if not (is_scaled or is_sum):
             return False
         pending += of_rows
     return True

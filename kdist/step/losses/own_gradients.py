@@ -50,7 +50,7 @@ class OwnGradients:
             value: tensor, the number.
             means: mapping by keys of tensors that count as means over the rank's rows.
         """
-        if not self._makes(value):
+        if not self._is_of_gradients(value):
             return None
         try:
             return GlobalValue(self._step, self._cut([value], means), self._inlined(), lambda rows: rows)
@@ -85,14 +85,20 @@ class OwnGradients:
         return [made.get(place, each) for place, each in enumerate(gradients)]
 
     def _makes(self, value: Any) -> bool:
-        """Returns whether a tensor is computed from gradients, and is no weighted sum of them."""
+        """Returns whether a tensor is computed from gradients otherwise than by a sum that the ranks may add up."""
+        return self._is_of_gradients(value) and not is_weighted_sum(
+            value,
+            lambda each: tensor_key(each) in self._known,
+            self._step.depends_on_rows,
+            may_add_others=not self._step.loss_is_weighted,
+        )
+
+    def _is_of_gradients(self, value: Any) -> bool:
         graph = tf.compat.v1.get_default_graph()
         if not (self._known and isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)):
             return False
-        if value.graph is not graph or is_compiled_by_xla() or not self._step.depends_on_rows(value):
-            return False
-        is_sum = is_weighted_sum(value, lambda each: tensor_key(each) in self._known, self._step.depends_on_rows)
-        return not is_sum and is_computed_of(value, self._known)
+        is_in_step = value.graph is graph and not is_compiled_by_xla() and self._step.depends_on_rows(value)
+        return is_in_step and is_computed_of(value, self._known)
 
     def _cut(self, values: Sequence[tf.Tensor], means: Mapping[Any, tf.Tensor]) -> MeansCut:
         known: dict[Any, tuple[tf.Tensor, Literal["mean", "sum"]]] = {key: (x, "mean") for key, x in means.items()}

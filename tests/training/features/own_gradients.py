@@ -46,8 +46,12 @@ class Uses(keras.Model):
             gradients = outer.gradient(penalized, weights)
         self.optimizer.apply_gradients(zip(self.use(gradients), weights, strict=True))
         self.norms.update_state(norm)
-        largest = ops.max(ops.abs(gradients[-1]))
-        return {"norms": self.norms.result(), "norm": norm, "largest": largest, "last": loss}
+        of_bias = {
+            "largest": ops.max(ops.abs(gradients[-1])),
+            "first": gradients[-1][0],
+            "mean": ops.mean(gradients[-1]),
+        }
+        return {"norms": self.norms.result(), "norm": norm, "last": loss, **of_bias}
 
 
 USES: dict[str, Callable[[Any], Any]] = {
@@ -55,7 +59,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "clipped one by one": lambda gradients: [tf.clip_by_norm(each, 0.2) for each in gradients],
     "of one length": lambda gradients: [each / (1e-6 + tf.norm(each)) for each in gradients],
     "signs": lambda gradients: [0.1 * tf.sign(each) for each in gradients],
-    "scaled": lambda gradients: [0.5 * each + 0.01 for each in gradients],
+    "with a decay": lambda gradients: [0.5 * each + 0.01 for each in gradients],
 }
 
 
