@@ -57,6 +57,16 @@ class OwnGradients:
         except _ERRORS:
             return None
 
+    def are_of_share(self, value: tf.Tensor) -> bool:
+        """Returns whether a number is computed from gradients in which the rank's share of the rows is a factor.
+
+        So it is in those of Keras' losses: they are no gradients of the rank's rows alone.
+        """
+        shares: dict[Any, tuple[tf.Tensor, Literal["mean", "sum"]]] = {
+            tensor_key(each): (each, "mean") for each in (self._step.weight, self._step.share)
+        }
+        return self._is_of_gradients(value) and is_computed_of(value, shares)
+
     def applied(self, gradients: Sequence[Any], means: Mapping[Any, tf.Tensor]) -> list[Any] | None:
         """Returns gradients of which those that are computed from others are computed from those of all ranks.
 

@@ -298,6 +298,10 @@ class OwnLosses:
             of_gradients = self._gradients.number(value, means)
         if of_gradients is not None:
             return of_gradients
+        if self._gradients.are_of_share(value):
+            self._told.append(value)
+            self._tell(_NO_MEAN, who)
+            return None
         found = self._rows_known_of(value)
         if found is None:
             return None
