@@ -4,5 +4,6 @@ from tests.training.features import FEATURES
 from tests.training.fidelity import MATRIX
 from tests.training.random_losses import RANDOM_LOSSES
 from tests.training.random_programs import RANDOM
+from tests.training.random_steps import RANDOM_STEPS
 
-CASES = {**FEATURES, **MATRIX, **RANDOM, **RANDOM_LOSSES}
+CASES = {**FEATURES, **MATRIX, **RANDOM, **RANDOM_LOSSES, **RANDOM_STEPS}

@@ -15,7 +15,8 @@ from tests.training.covering import COVERING
 TARGETS = {
     "features": "tests.training.features:FEATURES",
     "matrix": "tests.training.fidelity:MATRIX",
-    "random": "tests.training.random_programs:RANDOM,tests.training.random_losses:RANDOM_LOSSES",
+    "random": "tests.training.random_programs:RANDOM,tests.training.random_losses:RANDOM_LOSSES,"
+    "tests.training.random_steps:RANDOM_STEPS",
     "sharded": "tests.training.sharded:SHARDED",
     "tables": "tests.training.tables:CASES",
     "tuner": "tests.tuner_cases",

@@ -126,6 +126,7 @@ CELLS = [
     (("collective", 2), "ranks_without_rows"),
     (("mpi", 2), "random_programs_0"),
     (("mpi", 2), "random_losses_0"),
+    (("mpi", 2), "random_steps_2"),
     *((("collective", 2), name) for name in ON_COLLECTIVES),
     *((("horovod over gloo", 2), name) for name in ON_HOROVOD),
     # No input knows of optimizers: they take turns. No engine knows of either; of few rows a third rank has none, and
