@@ -105,7 +105,8 @@ class OwnGradients:
 
     def _is_of_gradients(self, value: Any) -> bool:
         graph = tf.compat.v1.get_default_graph()
-        if not (self._known and isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)):
+        is_alone = self._step.engine.size == 1  # as with local SGD
+        if is_alone or not (self._known and isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)):
             return False
         is_in_step = value.graph is graph and not is_compiled_by_xla() and self._step.depends_on_rows(value)
         return is_in_step and is_computed_of(value, self._known)
