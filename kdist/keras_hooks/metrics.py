@@ -152,7 +152,8 @@ def _rebuilding(compiled: CompileMetrics) -> Callable[..., Any]:
     update = compiled.update_state
 
     def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if vars(compiled).pop(_BUILT_FOR, None) not in (None, _forms(y_true, y_pred)):
+        built_for, given = vars(compiled).pop(_BUILT_FOR, None), _forms(y_true, y_pred)
+        if built_for not in (None, given) and all(rank is not None for rank, _ in given):
             compiled.built = False
         return update(y_true, y_pred, sample_weight=sample_weight)
 
@@ -161,8 +162,8 @@ def _rebuilding(compiled: CompileMetrics) -> Callable[..., Any]:
 
 def _forms(*values: Any) -> list[Any]:
     """Returns what Keras looks at to take a metric for `"accuracy"`: the number of axes, and whether the last is 1."""
-    shapes: list[Any] = [getattr(leaf, "shape", ()) for value in values for leaf in keras.tree.flatten(value)]
-    return [(len(shape), bool(shape) and shape[-1] == 1) for shape in shapes]
+    shapes = [tf.TensorShape(getattr(leaf, "shape", ())) for value in values for leaf in keras.tree.flatten(value)]
+    return [(shape.rank, bool(shape.rank) and shape[-1] == 1) for shape in shapes]
 
 
 def is_per_row(function: Any, arguments: Mapping[str, Any]) -> bool:
