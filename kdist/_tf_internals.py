@@ -56,7 +56,7 @@ __all__ = [
     "schedule_on_any_worker",
     "seeds_of_op",
     "start_collective_server",
-    "untold",
+    "without_tracing_warnings",
     "written_resources",
 ]
 
@@ -236,7 +236,7 @@ def body_of(definition: Any) -> tuple[Any, list[str], list[str]]:
     return graph_def, inputs, outputs
 
 
-def untold(function: Any) -> Any:
+def without_tracing_warnings(function: Any) -> Any:
     """Returns a `tf.function` of which TensorFlow does not warn that it, or others like it, are traced often."""
     function._omit_frequent_tracing_warning = True
     return function

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdist._tf_internals import add_function, has_state, untold
+from kdist._tf_internals import add_function, has_state, without_tracing_warnings
 
 NUM_ROWS = 6
 """How many rows are made up: few, as a row may be large; even, as a step may halve them."""
@@ -85,7 +85,9 @@ def function_of(
     graph_def_inputs = {f"{name}:0" if ":" not in name else name for node in graph_def.node for name in node.input}
     specs = [tf.TensorSpec([None, *each.shape[1:]] if each.shape.rank else each.shape, each.dtype) for each in leaves]
     is_rounded = any(attribute.type in _HALVES for node in graph_def.node for attribute in node.attr.values())
-    return untold(tf.function(compute, input_signature=specs, autograph=False)), 0.02 if is_rounded else 1e-3
+    return without_tracing_warnings(
+        tf.function(compute, input_signature=specs, autograph=False)
+    ), 0.02 if is_rounded else 1e-3
 
 
 def _sub_graph(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from kdist._tf_internals import untold
+from kdist._tf_internals import without_tracing_warnings
 from kdist.state.graphs.graph_function import (
     FEW_ROWS,
     MAX_BYTES,
@@ -113,7 +113,7 @@ class MeansAndSums:
                 gradients = tf.gradients(number, floats) if number.dtype.is_floating and floats else []
                 return [number, *(tf.convert_to_tensor(each) for each in gradients if each is not None)]
 
-            run = untold(tf.function(differentiated, autograph=False, reduce_retracing=True))
+            run = without_tracing_warnings(tf.function(differentiated, autograph=False, reduce_retracing=True))
             for times in (1, 2, 4) if self._num_rows == FEW_ROWS else (1, 2, 4, 8, 16):
                 number = times * self._num_rows
                 for bounds in RANGES:

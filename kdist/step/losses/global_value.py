@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from kdist.state.graphs.inlined import Inlined
-from kdist.state.rows.aggregates import Aggregates
-from kdist.state.rows.means_cut import MeansCut
-from kdist.state.rows.row_cut import RowCut
 from kdist.step.losses.of_all_ranks import OfAllRanks
-from kdist.step.losses.own_step import OwnStep
 
 
 class GlobalValue:
@@ -21,24 +16,14 @@ class GlobalValue:
     The number is computed again from what all ranks have; see `OfAllRanks`. Its gradients by what the rank has computed
     for it are those of the number that all ranks have.
 
-    Collective: every rank must call this, in the same order.
-
     Args:
-        step: the open step.
-        parts: what the number, its `value`, is computed of.
-        inlined: `Inlined`, by which the number of `parts` was made of the step's.
-        gather: callable that takes rows of this rank and returns those of all.
+        value: tensor, the number, as `of_all_ranks` knows it.
+        of_all_ranks: `OfAllRanks` of what the number is computed of.
+        inlined: `Inlined`, by which the number was made of the step's.
     """
 
-    def __init__(
-        self,
-        step: OwnStep,
-        parts: Aggregates | RowCut | MeansCut,
-        inlined: Inlined,
-        gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-    ) -> None:
-        of_all_ranks = OfAllRanks(step, parts, inlined, gather)
-        self._value = of_all_ranks(parts.value)
+    def __init__(self, value: tf.Tensor, of_all_ranks: OfAllRanks, inlined: Inlined) -> None:
+        self._value = of_all_ranks(value)
         taken = [(tensor, own) for tensor, own in of_all_ranks.taken if tensor.dtype.is_floating]
         identities = [own for _, own in taken]
         gradients = tf.gradients(self._value, identities, stop_gradients=identities)

@@ -52,8 +52,10 @@ class OwnGradients:
         """
         if not self._is_of_gradients(value):
             return None
+        inlined = self._inlined()
         try:
-            return GlobalValue(self._step, self._cut([value], means), self._inlined(), lambda rows: rows)
+            of_all_ranks = OfAllRanks(self._step, self._cut([value], means), inlined, lambda rows: rows)
+            return GlobalValue(value, of_all_ranks, inlined)
         except _ERRORS:
             return None
 

@@ -387,7 +387,8 @@ class OwnLosses:
                 parts = self._parts_of(found, rows, inlined(value), means)
                 if any(parts.is_changed(each) for each in self._unrecorded.values() if each.graph is graph):
                     return None  # a copy would have the gradients that no tape takes
-                return GlobalValue(self._step, parts, inlined, lambda own: self._gather(who, own))
+                of_all_ranks = OfAllRanks(self._step, parts, inlined, lambda own: self._gather(who, own))
+                return GlobalValue(parts.value, of_all_ranks, inlined)
             except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
                 return None
 
