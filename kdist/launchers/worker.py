@@ -23,6 +23,7 @@ from typing import NoReturn
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.healing.survivor import Survivor
+from kdist.launchers import huge_pages
 from kdist.launchers.standby import wait
 from kdist.launchers.start import module_command
 from kdist.reports import breakpoint_hook, failure, first_failure
@@ -30,6 +31,8 @@ from kdist.reports.output import Shown, redirect
 from kdist.reports.scope_marks import own_scopes
 from kdist.restarts import request
 from kdist.restarts.report import own_reports
+
+_STARTS_WITHIN = 10.0  # seconds, to the first steps of a small model
 
 
 def program(
@@ -94,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser().error("a script or -m MODULE is required")
     if options.standby:
         wait(options.standby)
+    huge_pages.allow_later(os.environ, _STARTS_WITHIN)
     info = detect(os.environ)
     report_failure = None
     if options.running and info.local_size == info.size > 1 and first_failure.is_needed(os.environ):
