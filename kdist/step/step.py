@@ -20,6 +20,7 @@ from kdist.state.random_state import folded_draws
 from kdist.step.losses.global_loss import GlobalLoss
 from kdist.step.losses.own_losses import OwnLosses
 from kdist.step.losses.own_metrics import OwnMetrics
+from kdist.step.losses.own_rows import OwnRows
 from kdist.step.traced_rows import TracedRows
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.strategies.differentiable import sum_over_ranks
@@ -50,6 +51,7 @@ class Step:
         weights: list, the trainable variables of the model on which the step is open.
         loss_is_weighted: bool, whether the backward pass starts from the loss times the weight, so that gradients are
             this rank's terms.
+        own_rows: `OwnRows`.
         own_losses: `OwnLosses`.
     """
 
@@ -72,7 +74,8 @@ class Step:
                 self.data = keras.tree.map_structure(lambda x: None if x is None else tf.identity(x), shard.data)
         self.global_rows = tf.cast(tf.reshape(global_rows, ()), tf.int64)
         self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(self.global_rows, tf.float64)
-        self.own_losses = OwnLosses(self)
+        self.own_rows = OwnRows(self)
+        self.own_losses = OwnLosses(self, self.own_rows)
         self._traced_rows = traced_rows
 
     @property
@@ -137,7 +140,7 @@ class Step:
     def per_share(self, value: tf.Tensor) -> tf.Tensor:
         """Divides a sum over this rank's rows by the weight, so that the weighted sum is the sum over all rows."""
         mean = tf.math.divide_no_nan(value, tf.cast(self.weight, value.dtype))
-        self.own_losses.note_mean(mean)
+        self.own_rows.note_mean(mean)
         return mean
 
     def _weight_of_loss(self, given: tf.Tensor) -> tf.Tensor:

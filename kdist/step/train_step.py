@@ -68,7 +68,7 @@ class ForwardStep(Step):
         """Opens the step on a model; what it has written is merged at its end."""
         with (
             super().running(model),
-            synchronized_moments(tell_of_own_statistics, self.own_losses.note_statistics),
+            synchronized_moments(tell_of_own_statistics, self.own_rows.note_statistics),
             BufferSync(model, self, self._written, self.kind, is_traced_alike=self._is_traced_alike) as buffers,
             self._updating(model, buffers) as pipeline,
         ):

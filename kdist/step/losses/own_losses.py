@@ -9,23 +9,23 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._tf_internals import is_compiled_by_xla
-from kdist.data.batch import Rows
-from kdist.keras_hooks.losses import get_keras_mask, layer_that_added, scaled_added_losses, set_keras_mask
+from kdist.keras_hooks.losses import layer_that_added, scaled_added_losses
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import computes_own_loss
 from kdist.reports.log import once
 from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.linear_terms import linear_terms
-from kdist.state.graphs.rank_dependence import computed_of, tensor_key
+from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.rows.aggregates import Aggregates
 from kdist.state.rows.means import is_mean
 from kdist.state.rows.means_and_sums import Kind, MeansAndSums
 from kdist.state.rows.row_cut import RowCut
-from kdist.state.rows.row_wise import RowWise, can_relate_rows
+from kdist.state.rows.row_wise import RowWise
 from kdist.step.losses.global_value import GlobalValue
 from kdist.step.losses.of_all_ranks import OfAllRanks
 from kdist.step.losses.own_gradients import OwnGradients
+from kdist.step.losses.own_pairs import Gather, OwnPairs
+from kdist.step.losses.own_rows import Means, OwnRows
 from kdist.step.losses.own_step import OwnStep
 from kdist.step.losses.scaled_sums import ScaledSums
 
@@ -49,22 +49,12 @@ _APPLIED = (
     "from those of all ranks: results differ from those of one process. Fix: compute them from what "
     '`kdist.all_reduce(gradients, "mean")` returns, or by `clipnorm=` of the optimizer'
 )
-_NOT_OF_ALL = (
-    "{} is given what relates rows of this rank, and kdist cannot compute it for the rows of all ranks. It counts what "
-    "each rank relates, and results differ from those of one process. Fix: compute what it is given from rows of "
-    "`kdist.all_gather`"
-)
 _EAGER = (
     "{} computes losses by itself in eager steps (run_eagerly=True). They count as means over the rank's rows, as only "
     "a graph shows what they are. A sum is too small then. Fix: train without run_eagerly=True"
 )
 
 _MAX_TERMS = 16  # of a number, as finding out about each takes time
-
-Means = dict[Any, tf.Tensor]
-"""Tensors that count as means over the rank's rows, by graph and name."""
-
-Gather = Callable[[str, list[tf.Tensor]], list[tf.Tensor]]
 
 
 class OwnLosses:
@@ -76,22 +66,18 @@ class OwnLosses:
 
     Args:
         step: the open step.
+        rows: `OwnRows` of the step.
     """
 
-    def __init__(self, step: OwnStep) -> None:
+    def __init__(self, step: OwnStep, rows: OwnRows) -> None:
         self._step = step
         self._model = self._loss = ""
         self._found: dict[Any, ScaledSums | GlobalValue | None] = {}
         self._differentiated: Means = {}
-        self._means: Means = {}
-        self._statistics: list[tf.Tensor] = []
         self._told: list[Any] = []
-        self._of_data: MeansAndSums | None = None
-        self._row_wise: RowWise | None = None
-        self._computed_again: set[str] = set()  # names of operations
         self._unrecorded: dict[Any, tf.Tensor] = {}  # what no tape has recorded, by graph and name
-        self._are_related: dict[Any, bool] = {}  # by the keys of tensors
-        self._has_own_loss = False
+        self._rows = rows
+        self._pairs: OwnPairs | None = None
         self._gradients = OwnGradients(step)
         self._gather: Gather = lambda _, rows: rows
 
@@ -104,20 +90,11 @@ class OwnLosses:
 
         Collective: every rank must call this, in the same order.
         """
-        with self._computing_again():
-            found = self._gradients.applied(gradients, self._means)
+        with self._rows.computing_again():
+            found = self._gradients.applied(gradients, self._rows.means)
         if found is None:
             self._tell(_APPLIED, self._model)
         return list(gradients) if found is None else found
-
-    def note_mean(self, value: Any) -> None:
-        """Says that a loss counts as a mean over the rank's rows, whatever it is computed by."""
-        if tf.is_symbolic_tensor(value):
-            self._means[tensor_key(value)] = value
-
-    def note_statistics(self, moments: Sequence[tf.Tensor]) -> None:
-        """Says by which statistics a layer normalizes; the log names those that are a rank's own."""
-        self._statistics += [each for each in moments if tf.is_symbolic_tensor(each)]
 
     def as_differentiated_mean(self, value: Any) -> Any:
         """See `as_mean`; of the loss that the step is about to differentiate."""
@@ -137,65 +114,17 @@ class OwnLosses:
         """
 
         def call(*args: Any, **kwargs: Any) -> tf.Tensor:
-            if self.relates_rows((args, kwargs)):
+            if self._pairs is not None and self._pairs.relates_rows((args, kwargs)):
                 return loss(*args, **kwargs)
             value = of_rows(*args, **kwargs)
-            self.note_mean(value)
+            self._rows.note_mean(value)
             return value
 
         return call
 
-    def relates_rows(self, values: Any) -> bool:
-        """Returns whether a structure of values, used together, is found to relate rows, as a matrix of pairs does.
-
-        Of a model whose steps are Keras' own nothing is found out, nor where a step is traced for a number of rows.
-        """
-        leaves = [each for each in keras.tree.flatten(values) if self._is_of_rows(each) and can_relate_rows(each)]
-        key = tuple(map(tensor_key, leaves))
-        if key not in self._are_related:
-            self._are_related[key] = bool(leaves) and self._finds_relation(leaves)
-        return self._are_related[key]
-
-    def _is_of_rows(self, value: Any) -> bool:
-        graph = tf.compat.v1.get_default_graph()
-        is_own = tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor) and value.graph is graph
-        return self._has_own_loss and is_own and self._step.depends_on_rows(value)
-
-    def _finds_relation(self, leaves: Sequence[tf.Tensor]) -> bool:
-        found = self._rows_known_of(leaves[0])
-        if found is None or found.length is not None or self._is_in_branch(found, leaves[0]):
-            return False
-        self._row_wise = self._row_wise or RowWise(found)
-        return self._row_wise.relates(leaves, self._known(), list(self._means.values()))
-
     def of_all_ranks(self, values: Any, who: str) -> Any | None:
-        """Returns a structure of values that relate rows, as the rows of all ranks make it; `None` where it is kept.
-
-        Collective: every rank must call this, in the same order.
-
-        Args:
-            values: structure of tensors and others.
-            who: str, what is given them, for messages.
-        """
-        if not self.relates_rows(values) or self._row_wise is None:
-            return None
-        leaves = keras.tree.flatten(values)
-        masks = [get_keras_mask(each) for each in leaves]
-        own = {id(each): each for each in (*leaves, *masks) if self._is_of_rows(each)}
-        inlined = Inlined(self._step.depends_on_rows, [*self._means.values(), *self._known()])
-        with self._computing_again():
-            try:
-                copies = {key: inlined(each) for key, each in own.items()}
-                cut = RowCut(list(copies.values()), self._row_wise, self._known(), list(self._means.values()))
-                of_all = OfAllRanks(self._step, cut, inlined, lambda rows: self._gather(who, rows))
-                made = {key: of_all(each) for key, each in copies.items()}
-            except (LookupError, TypeError, ValueError, tf.errors.OpError):
-                self._tell(_NOT_OF_ALL, who)
-                return None
-        for leaf, mask in zip(leaves, masks, strict=True):
-            if id(leaf) in made and mask is not None:
-                set_keras_mask(made[id(leaf)], made.get(id(mask), mask))
-        return keras.tree.pack_sequence_as(values, [made.get(id(each), each) for each in leaves])
+        """See `OwnPairs.of_all_ranks`; `None` if the model's steps are Keras' own."""
+        return None if self._pairs is None else self._pairs.of_all_ranks(values, who)
 
     @contextlib.contextmanager
     def opened(self, model: keras.Model, gather: Gather) -> Iterator[None]:
@@ -207,10 +136,11 @@ class OwnLosses:
                 and returns those of all ranks.
         """
         self._gather = gather
-        self._has_own_loss = computes_own_loss(model) and self._step.engine.size > 1
+        has_own_loss = computes_own_loss(model) and self._step.engine.size > 1
+        self._pairs = OwnPairs(self._step, self._rows, gather) if has_own_loss else None
         self._model = type(model).__name__
         self._loss = f"The loss that the step of {self._model} differentiates"
-        if self._has_own_loss and tf.executing_eagerly():
+        if has_own_loss and tf.executing_eagerly():
             self._tell(_EAGER, type(model).__name__)
         with contextlib.ExitStack() as stack:
             stack.enter_context(
@@ -274,7 +204,7 @@ class OwnLosses:
         found = self._find(value, who)
         if found:
             value = found.as_mean(value)
-            self.note_mean(value)
+            self._rows.note_mean(value)
         return value
 
     def _find(self, value: Any, who: str, means: Means | None = None) -> ScaledSums | GlobalValue | None:
@@ -283,7 +213,7 @@ class OwnLosses:
             return None
         key = tensor_key(value), bool(means), tf.compat.v1.get_default_graph()
         if key not in self._found:
-            self._found[key] = self._found_of(value, who, {**self._means, **(means or {})})
+            self._found[key] = self._found_of(value, who, {**self._rows.means, **(means or {})})
         return self._found[key]
 
     def _found_of(self, value: tf.Tensor, who: str, means: Means) -> ScaledSums | GlobalValue | None:
@@ -294,7 +224,7 @@ class OwnLosses:
         terms = [each for each in terms if self._step.depends_on_rows(each[0])]
         if all(tensor_key(term) in means for term, _ in terms):
             return None
-        with self._computing_again():
+        with self._rows.computing_again():
             of_gradients = self._gradients.number(value, means)
         if of_gradients is not None:
             return of_gradients
@@ -302,16 +232,15 @@ class OwnLosses:
             self._told.append(value)
             self._tell(_NO_MEAN, who)
             return None
-        found = self._rows_known_of(value)
+        found = self._rows.of(value)
         if found is None:
             return None
-        rows, of_data = None, value
-        ends = [*means.values(), *self._known(), *self._told, *self._unrecorded.values()]
+        rows, of_data = self._rows.row_wise(value), value
+        ends = [*means.values(), *self._rows.known(), *self._told, *self._unrecorded.values()]
         inlined = Inlined(self._step.depends_on_rows, ends)
-        if found.length is None and not self._is_in_branch(found, value):
-            rows = self._row_wise = self._row_wise or RowWise(found)
+        if rows is not None:
             of_data = inlined(value)
-            found = rows.data_of(of_data, self._known(), list(means.values()))
+            found = rows.data_of(of_data, self._rows.known(), list(means.values()))
 
         def without_calls(term: tf.Tensor) -> tf.Tensor:
             return term if of_data is value else inlined(term)
@@ -322,7 +251,7 @@ class OwnLosses:
         kinds = [self._kind(found, without_calls(term), means) for term, _ in terms]
         if not set(kinds) <= {"mean", "sum"} and len(terms) > 1:  # a small one says little about the whole
             terms, kinds = [(value, 1.0)], [self._kind(found, without_calls(value), means)]
-        known = [*means.values(), *self._known(), *self._told]
+        known = [*means.values(), *self._rows.known(), *self._told]
         relates_rows = "other" in kinds or any(
             kind != "sum" and found.relates_rows(without_calls(term), known)
             for (term, _), kind in zip(terms, kinds, strict=True)
@@ -344,34 +273,6 @@ class OwnLosses:
             return None
         return ScaledSums(self._step, sums) if sums else None
 
-    def _rows_known_of(self, value: tf.Tensor) -> MeansAndSums | None:
-        """Returns the rows of which a tensor is computed, if others can be made up for them."""
-        found = self._of_data = self._of_data or self._means_and_sums()
-        is_known = found.can_tell(value)
-        return found if is_known and not self._step.is_traced_again(knows_number=found.length is not None) else None
-
-    def _is_in_branch(self, found: MeansAndSums, value: tf.Tensor) -> bool:
-        graphs = [each.graph for each in found.leaves] + [tf.compat.v1.get_default_graph()]
-        return not all(each is value.graph for each in graphs) or is_compiled_by_xla()
-
-    def _means_and_sums(self) -> MeansAndSums:
-        rows = Rows(self._step.data)
-        leaves = [
-            (leaf, rows.probably_has_rows(place))
-            for place, leaf in enumerate(tf.nest.flatten(self._step.data))
-            if leaf is not None
-        ]
-        with_rows = [place for place, (_, has_rows) in enumerate(leaves) if has_rows]
-        known: dict[Any, bool] = {}
-
-        def depends_on_rows(tensor: tf.Tensor) -> bool:
-            key = tensor_key(tensor)
-            if key not in known:
-                known[key] = self._step.depends_on_rows(tensor)
-            return known[key]
-
-        return MeansAndSums([leaf for leaf, _ in leaves], with_rows, depends_on_rows)
-
     def _of_all_ranks(
         self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, inlined: Inlined, who: str, means: Means
     ) -> GlobalValue | None:
@@ -380,9 +281,9 @@ class OwnLosses:
         Collective: every rank must call this, in the same order.
         """
         graph = tf.compat.v1.get_default_graph()
-        if any(each.op.name in self._computed_again for each in computed_of([value], lambda x: tensor_key(x) in means)):
-            return None  # as of a gradient: no tape has recorded what was computed again
-        with self._computing_again():
+        if self._rows.is_computed_again(value, means):
+            return None  # as of a gradient
+        with self._rows.computing_again():
             try:
                 parts = self._parts_of(found, rows, inlined(value), means)
                 if any(parts.is_changed(each) for each in self._unrecorded.values() if each.graph is graph):
@@ -392,22 +293,13 @@ class OwnLosses:
             except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
                 return None
 
-    @contextlib.contextmanager
-    def _computing_again(self) -> Iterator[None]:
-        graph = tf.compat.v1.get_default_graph()
-        start = len(graph.get_operations())
-        try:
-            yield
-        finally:
-            self._computed_again |= {each.name for each in graph.get_operations()[start:]}
-
     def _parts_of(self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, means: Means) -> Aggregates | RowCut:
         """Returns of what a number is to be computed again.
 
         Raises:
             LookupError: if it cannot be.
         """
-        fixed, numbers = self._known(), list(means.values())
+        fixed, numbers = self._rows.known(), list(means.values())
         with contextlib.suppress(LookupError):
             return Aggregates(value, found, fixed, numbers)
         if not value.shape.is_fully_defined():
@@ -417,14 +309,10 @@ class OwnLosses:
             raise LookupError(value.name)  # as where it has the number of a rank's rows written into it
         return cut
 
-    def _known(self) -> list[tf.Tensor]:
-        """Returns what does not count as computed from rows, though it is."""
-        return [self._step.weight, self._step.share, *self._statistics]
-
     def _kind(self, found: MeansAndSums, value: tf.Tensor, means: Means) -> Kind | None:
         if tensor_key(value) in means:
             return "mean"
-        fixed = [*means.values(), *self._known()]
+        fixed = [*means.values(), *self._rows.known()]
         kind = found.kind(value, fixed)
         # What is computed from one that was told of is no news; and a sum that is divided by its rows is a mean.
         return kind if kind in ("mean", "sum") or not self._told else found.kind(value, [*fixed, *self._told])
