@@ -163,9 +163,12 @@ class MeansAndSums:
             return "other"
         return kinds.pop() if len(kinds) == 1 else "other" if kinds else None
 
-    def function_of(self, values: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor], **options: Any) -> tuple[Any, float]:
-        """See `graph_function.function_of`, of the data."""
-        return function_of(values, self.leaves, fixed, self.length, self._is_of_message, **options)
+    def function_of(
+        self, values: Sequence[tf.Tensor], fixed: Sequence[tf.Tensor], *, for_other_numbers: bool = True, **options: Any
+    ) -> tuple[Any, float]:
+        """See `graph_function.function_of`, for other numbers of rows than the graph knows, or for that."""
+        length = self.length if for_other_numbers else None
+        return function_of(values, self.leaves, fixed, length, self._is_of_message, **options)
 
     def _kinds(
         self, function: Callable[..., list[tf.Tensor]], bounds: tuple[float, float, int], tolerance: float

@@ -27,6 +27,7 @@ from kdist.step.losses.own_gradients import OwnGradients
 from kdist.step.losses.own_pairs import Gather, OwnPairs
 from kdist.step.losses.own_rows import Means, OwnRows
 from kdist.step.losses.own_step import OwnStep
+from kdist.step.losses.related_layers import RelatedLayers
 from kdist.step.losses.scaled_sums import ScaledSums
 
 _NO_MEAN = (
@@ -78,6 +79,7 @@ class OwnLosses:
         self._unrecorded: dict[Any, tf.Tensor] = {}  # what no tape has recorded, by graph and name
         self._rows = rows
         self._pairs: OwnPairs | None = None
+        self._layers = RelatedLayers(step, rows)
         self._gradients = OwnGradients(step)
         self._gather: Gather = lambda _, rows: rows
 
@@ -114,7 +116,9 @@ class OwnLosses:
         """
 
         def call(*args: Any, **kwargs: Any) -> tf.Tensor:
-            if self._pairs is not None and self._pairs.relates_rows((args, kwargs)):
+            if self._pairs is None:
+                self._layers.look_at((args, kwargs))
+            elif self._pairs.relates_rows((args, kwargs)):
                 return loss(*args, **kwargs)
             value = of_rows(*args, **kwargs)
             self._rows.note_mean(value)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import ops
 
 import kdist
 from kdist._engine import open_engine
@@ -188,3 +191,38 @@ def a_layer_that_is_a_trainer() -> None:
         return fit_evaluate_predict(model, data, x, y, batch, shuffle=False)
 
     both(script)
+
+
+RELATING: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda x: x - ops.mean(x, axis=0),
+    "largest": lambda x: x / ops.max(ops.abs(x)),
+    "differences": lambda x: ops.sum(ops.exp(-ops.abs(x[:, None] - x[None])), axis=1),
+    "products": lambda x: ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x),
+    "turned": lambda x: 0.7 * x + 0.3 * x[::-1],
+}
+ROW_BY_ROW: dict[str, Callable[[Any], Any]] = {
+    "length": lambda x: ops.norm(x, axis=-1, keepdims=True) * x,
+    "largest of none": lambda x: x + 0 * ops.max(x),
+    "mean of all ranks": lambda x: x - kdist.all_reduce(ops.mean(x, axis=0), "mean"),
+    "normalized": keras.layers.BatchNormalization(synchronized=True),
+    "recurrent": keras.layers.LSTM(6, name="recurrent"),
+}
+
+
+@feature
+def layers_that_relate_rows_are_named() -> None:
+    """Each rank relates its own rows: a layer's output is needed where it is, not where a loss is."""
+    for shape in ("even", "ragged"):
+        x, y = rows(shape)
+        for names, is_told in ((RELATING, True), (ROW_BY_ROW, False)):
+            for name, compute in names.items():
+                with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
+                    steps = [keras.layers.Dense(6), keras.layers.Dropout(0.1)]
+                    steps += [keras.layers.Reshape((3, 2))] if name == "recurrent" else []
+                    layer = compute if isinstance(compute, keras.layers.Layer) else keras.layers.Lambda(compute)
+                    model = keras.Sequential([keras.Input((5,)), *steps, layer, keras.layers.Dense(2)])
+                    model.compile(keras.optimizers.SGD(0.01), "mse")
+                    model.fit(x, y, batch_size=BATCH, verbose=0)
+                found = [text for text in said if "outputs of the model relate rows" in text]
+                assert len(found) == (is_told and kdist.rank() == 0), (shape, name, said)
+                assert all("lambda" in text for text in found), found

@@ -1,0 +1,51 @@
+"""Layers that relate rows in their forward pass, where Keras' own step computes the loss from their outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist._tf_internals import is_compiled_by_xla
+from kdist.reports.log import once
+from kdist.state.rows.mixed_rows import first_mixed
+from kdist.step.losses.own_rows import OwnRows
+from kdist.step.losses.own_step import OwnStep
+
+_RELATED = (
+    "The outputs of the model relate rows, by the operation {!r}: it takes the rows of each rank, where one process "
+    "takes those of the global batch, and results differ. Fix: in the layer, take means and sums of "
+    '`kdist.all_reduce(x, "mean")`, or rows of `kdist.all_gather(x)`'
+)
+
+
+class RelatedLayers:
+    """Warns of layers as one that subtracts the mean over the rows. A layer that sends messages is left to the user.
+
+    Args:
+        step: the open step.
+        rows: `OwnRows` of the step.
+    """
+
+    def __init__(self, step: OwnStep, rows: OwnRows) -> None:
+        self._step = step
+        self._rows = rows
+
+    def look_at(self, values: Any) -> None:
+        """Warns, once a job, of what is found to relate rows.
+
+        Args:
+            values: structure of tensors and others that Keras' step passes to a compiled loss.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        leaves = [
+            each
+            for each in keras.tree.flatten(values)
+            if isinstance(each, tf.Tensor) and tf.is_symbolic_tensor(each) and each.graph is graph
+        ]
+        is_alone = self._step.engine.size == 1 or self._step.engine.rank != 0
+        found = None if is_alone or not leaves or is_compiled_by_xla() else self._rows.at_hand(leaves[0])
+        mixed = None if found is None else first_mixed(found, leaves, self._rows.known())
+        if mixed is not None:
+            once.warning(_RELATED.format(mixed.name))
