@@ -213,11 +213,13 @@ def weighted_scalars(
     joint: bool,
     loss_weight: Callable[[tf.Tensor], tf.Tensor],
     as_mean: Callable[[Any, str], Any],
+    as_sum: Callable[[Any, str], Any],
     is_of_all: Callable[[], bool],
 ) -> Iterator[None]:
-    """Weights scalars that are passed to a model's `Mean` metrics by the rank's share.
+    """Weights scalars that are passed to a model's `Mean` and `Sum` metrics by the rank's share.
 
-    A scalar is the mean of a batch. Weighted by the ranks' shares, N of them equal that of the global batch.
+    A scalar is the mean of a batch. Weighted by the ranks' shares, N of them equal that of the global batch. What a
+    `Sum` is given may also be a sum over rows.
 
     Args:
         model: `keras.Model`.
@@ -227,17 +229,21 @@ def weighted_scalars(
             first input.
         as_mean: callable that takes a scalar that counts as a mean over the rank's rows, and what it is; returns what
             is to be counted.
+        as_sum: callable that takes a scalar, and what it is; returns this rank's part of what is to be added.
         is_of_all: callable that returns whether what is passed now is that of the global batch.
     """
-    original = keras.metrics.Mean.update_state
+    original, original_of_sum = keras.metrics.Mean.update_state, keras.metrics.Sum.update_state
+
+    def is_counted_alone(metric: Any) -> bool:
+        counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)
+        return any(metric is each for each in counted) and (not joint or _adds_up(metric))
 
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         if is_of_all():
             return original(self, values, sample_weight=sample_weight)
         is_loss, is_counted = self is loss_tracker(model), False
         if (sample_weight is None or is_loss) and tf.convert_to_tensor(values).shape.rank == 0:
-            counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)
-            is_counted = any(self is each for each in counted) and (not joint or _adds_up(self))
+            is_counted = is_counted_alone(self)
         if is_counted:
             values = tf.convert_to_tensor(values)
             values = values if values.dtype.is_floating else tf.cast(values, self.dtype)
@@ -251,8 +257,18 @@ def weighted_scalars(
             sample_weight = tf.cast(sample_weight, self.dtype) * tf.cast(weight(), self.dtype)
         return original(self, values, sample_weight=sample_weight)
 
-    # The class, as `MeanMetricWrapper` calls its parent's method.
-    with patched(keras.metrics.Mean, "update_state", update_state):
+    def update_sum(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        if not is_of_all() and sample_weight is None and not tf.executing_eagerly():
+            tensor = tf.convert_to_tensor(values)
+            if tensor.shape.rank == 0 and is_counted_alone(self):
+                values = as_sum(tf.cast(tensor, self.dtype), f"What the metric {self.name!r} is given")
+        return original_of_sum(self, values, sample_weight=sample_weight)
+
+    # The classes, as `MeanMetricWrapper` calls its parent's method.
+    with (
+        patched(keras.metrics.Mean, "update_state", update_state),
+        patched(keras.metrics.Sum, "update_state", update_sum),
+    ):
         yield
 
 

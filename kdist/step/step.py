@@ -196,6 +196,7 @@ class Step:
                     joint=self.has_joint_metrics,
                     loss_weight=self._weight_of_loss,
                     as_mean=self.own_losses.as_mean,
+                    as_sum=self.own_losses.as_sum,
                     is_of_all=lambda: batch.is_in_call,
                 )
             )

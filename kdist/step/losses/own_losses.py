@@ -50,6 +50,11 @@ _APPLIED = (
     "from those of all ranks: results differ from those of one process. Fix: compute them from what "
     '`kdist.all_reduce(gradients, "mean")` returns, or by `clipnorm=` of the optimizer'
 )
+_AS_MEAN = (
+    "The step of {} differentiates a number that is no mean over this rank's rows, with `output_gradients=`, or by "
+    "other sources beside weights. Its gradients count as those of a mean, and results differ from those of one "
+    "process. Fix: `tape.gradient(loss, weights)`, and another tape for the other sources"
+)
 _EAGER = (
     "{} computes losses by itself in eager steps (run_eagerly=True). They count as means over the rank's rows, as only "
     "a graph shows what they are. A sum is too small then. Fix: train without run_eagerly=True"
@@ -167,6 +172,9 @@ class OwnLosses:
                 gradients = original(tape, target, sources, output_gradients, *args, **kwargs)
                 self._gradients.note(tf.nest.flatten(gradients))
                 return gradients
+            scalars = [each for each in tf.nest.flatten(target) if tf.is_tensor(each) and each.shape.rank == 0]
+            if any(are_weights) and any(self._find(each, self._loss, self._differentiated) for each in scalars):
+                self._tell(_AS_MEAN, self._model)
             return original(tape, target, sources, output_gradients, *args, **kwargs)
 
         unrecorded, stop = self._unrecorded, tf.GradientTape.stop_recording
@@ -210,6 +218,24 @@ class OwnLosses:
             value = found.as_mean(value)
             self._rows.note_mean(value)
         return value
+
+    def as_sum(self, value: tf.Tensor, who: str) -> tf.Tensor:
+        """Returns a number of the step such that its sum over the ranks is that of the global batch.
+
+        Where nothing is found out about it, it counts as a sum over rows.
+
+        Args:
+            value: symbolic tensor.
+            who: see `as_mean`.
+        """
+        if self._step.engine.size == 1:  # as with local SGD
+            return value
+        if self._step.depends_on_rows(value):
+            found = self._rows.of(value)
+            if found is None or self._kind(found, value, self._rows.means) in ("sum", None):
+                return value
+            value = self.as_mean(value, who)
+        return tf.math.multiply_no_nan(value, tf.cast(self._step.share, value.dtype))
 
     def _find(self, value: Any, who: str, means: Means | None = None) -> ScaledSums | GlobalValue | None:
         """Returns what a number is of the rank's rows; `None` for a mean, or if nothing is known of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -26,30 +27,39 @@ from tests.training.fidelity import (
 
 @feature
 def sums_of_what_a_step_counts() -> None:
-    """A number that a step hands to `Sum` counts something: rows, hits. One that it hands to `Mean` is a mean."""
-    x, y = rows("ragged")
+    """A number that a step hands to `Sum` counts rows or hits, or is one for each step; `Mean` gets means."""
+    given: dict[str, Callable[[Any, Any], Any]] = {
+        "rows": lambda x, error: tf.shape(x)[0],
+        "hits": lambda x, error: tf.reduce_sum(tf.cast(error < 1.0, tf.float64)),
+        "mean": lambda x, error: tf.reduce_mean(error),
+        "largest": lambda x, error: tf.reduce_max(error),
+        "root": lambda x, error: tf.sqrt(tf.reduce_sum(error)),
+        "steps": lambda x, error: 1,
+    }
+    for shape in ("even", "ragged"):
+        x, y = rows(shape)
 
-    class Counting(keras.Sequential):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.num_rows, self.num_hits = keras.metrics.Sum("num_rows"), keras.metrics.Sum("num_hits")
-            self.error = keras.metrics.Mean("error")
+        class Counting(keras.Sequential):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                self.sums = [keras.metrics.Sum(name) for name in given]
+                self.error = keras.metrics.Mean("error")
 
-        def test_step(self, data: Any) -> Any:
-            x, y = data
-            error = tf.abs(self(x)[:, 0] - y[:, 0])
-            self.num_rows.update_state(tf.shape(x)[0])
-            self.num_hits.update_state(tf.reduce_sum(tf.cast(error < 1.0, tf.float64)))
-            self.error.update_state(tf.reduce_mean(error))
-            return {metric.name: metric.result() for metric in (self.num_rows, self.num_hits, self.error)}
+            def test_step(self, data: Any) -> Any:
+                x, y = data
+                error = tf.abs(self(x)[:, 0] - y[:, 0])
+                for metric in self.sums:
+                    metric.update_state(given[metric.name](x, error))
+                self.error.update_state(tf.reduce_mean(error))
+                return {metric.name: metric.result() for metric in (*self.sums, self.error)}
 
-    def script(batch: int) -> dict[str, Any]:
-        model = Counting([keras.Input((5,)), keras.layers.Dense(2)])
-        deterministic_weights(model)
-        model.compile(loss="mse")
-        return {"evaluate": model.evaluate(x, y, batch_size=batch, verbose=0, return_dict=True)}
+        def script(batch: int, data: Any = (x, y), model_class: Any = Counting) -> dict[str, Any]:
+            model = model_class([keras.Input((5,)), keras.layers.Dense(2)])
+            deterministic_weights(model)
+            model.compile(loss="mse")
+            return {"evaluate": model.evaluate(*data, batch_size=batch, verbose=0, return_dict=True)}
 
-    both(script)
+        both(script)
 
 
 @feature

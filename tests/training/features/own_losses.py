@@ -960,3 +960,35 @@ def predict_functions_of_the_users_own() -> None:
         return {"predictions": [model.predict(x, batch_size=batch, verbose=0), model.predict_on_batch(x)]}
 
     both(script)
+
+
+class WithInputs(keras.Model):
+    """Differentiates a loss by its weights and by its inputs, as adversarial training does."""
+
+    def __init__(self, loss: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.net, self.own_loss = mlp(), loss
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = self.own_loss(ops.square(self(x) - y))
+        *gradients, _ = tape.gradient(loss, [*(each.value for each in self.trainable_variables), x])
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@feature
+def sums_that_a_step_differentiates_by_other_sources() -> None:
+    x, y = rows("ragged")
+    for loss, is_told in ((ops.sum, True), (ops.mean, False)):
+        with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
+            model = WithInputs(loss)
+            model.compile(keras.optimizers.SGD(0.01))
+            model.fit(x, y, batch_size=BATCH, verbose=0)
+        found = [text for text in said if "is no mean over this rank's rows" in text]
+        assert len(found) == (is_told and kdist.rank() == 0), said
