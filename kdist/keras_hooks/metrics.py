@@ -10,8 +10,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.masking import get_keras_mask
 from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
+from kdist._tf_internals import is_compiled_by_xla
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import is_output_loss, loss_tracker
 
@@ -214,12 +216,14 @@ def weighted_scalars(
     loss_weight: Callable[[tf.Tensor], tf.Tensor],
     as_mean: Callable[[Any, str], Any],
     as_sum: Callable[[Any, str], Any],
+    equally_wide: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     is_of_all: Callable[[], bool],
 ) -> Iterator[None]:
-    """Weights scalars that are passed to a model's `Mean` and `Sum` metrics by the rank's share.
+    """Weights what is passed to a model's `Mean` and `Sum` metrics as in the global batch.
 
     A scalar is the mean of a batch. Weighted by the ranks' shares, N of them equal that of the global batch. What a
-    `Sum` is given may also be a sum over rows.
+    `Sum` is given may also be a sum over rows. A row of time steps is the mean of those that count, over the width of
+    the batch, which is that of the widest rank.
 
     Args:
         model: `keras.Model`.
@@ -230,6 +234,7 @@ def weighted_scalars(
         as_mean: callable that takes a scalar that counts as a mean over the rank's rows, and what it is; returns what
             is to be counted.
         as_sum: callable that takes a scalar, and what it is; returns this rank's part of what is to be added.
+        equally_wide: callable that pads tensors with zeros to the widths that they have on other ranks.
         is_of_all: callable that returns whether what is passed now is that of the global batch.
     """
     original, original_of_sum = keras.metrics.Mean.update_state, keras.metrics.Sum.update_state
@@ -255,6 +260,8 @@ def weighted_scalars(
         elif sample_weight is not None and not tf.executing_eagerly() and is_output_loss(model, self):
             # The output's length, as fixed in the graph: in one process it weighs all steps equally.
             sample_weight = tf.cast(sample_weight, self.dtype) * tf.cast(weight(), self.dtype)
+        elif sample_weight is not None and _are_wide(values, sample_weight, weight()):
+            values, sample_weight = equally_wide([values, sample_weight])
         return original(self, values, sample_weight=sample_weight)
 
     def update_sum(self: Any, values: Any, sample_weight: Any = None) -> Any:
@@ -270,6 +277,21 @@ def weighted_scalars(
         patched(keras.metrics.Sum, "update_state", update_sum),
     ):
         yield
+
+
+def _are_wide(values: Any, weights: Any, of_step: tf.Tensor) -> bool:
+    """Returns whether values have weights of their own within each row, and ranks may differ in their number.
+
+    Args:
+        values: what a metric is given.
+        weights: the same.
+        of_step: tensor of the step; in its branches and functions, and with XLA, no message is sent.
+    """
+    if not all(isinstance(each, tf.Tensor) and (each.shape.rank or 0) > 1 for each in (values, weights)):
+        return False
+    if get_keras_mask(values) is not None or is_compiled_by_xla():
+        return False
+    return tf.executing_eagerly() or (None in values.shape[1:] and values.graph is of_step.graph)
 
 
 def flat_logs(logs: Any) -> Any:

@@ -197,6 +197,7 @@ class Step:
                     loss_weight=self._weight_of_loss,
                     as_mean=self.own_losses.as_mean,
                     as_sum=self.own_losses.as_sum,
+                    equally_wide=batch.equally_wide,
                     is_of_all=lambda: batch.is_in_call,
                 )
             )

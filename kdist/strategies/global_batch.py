@@ -88,6 +88,16 @@ class GlobalBatch:
         finally:
             self.is_in_call = outer
 
+    def equally_wide(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Pads with zeros what is wider on another rank, where a graph leaves the width open.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            tensors: list of tensors with rows.
+        """
+        return self._equally_wide(tensors, None)
+
     def _gather(self, values: Any, who: str) -> Any:
         leaves = keras.tree.flatten(values)
         new = {self._key(x): x for x in leaves if self._is_batch(x) and self._key(x) not in self._gathered}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -46,6 +47,33 @@ def masked_sequences() -> None:
             return fit_alone(model, fed("arrays", (x, y), batch))
 
         both(script, rtol=rtol)
+
+
+@feature
+def masked_sequences_that_are_as_wide_as_their_batch() -> None:
+    """A metric of Keras divides by the width of the batch, which is that of the widest rank."""
+    x, _ = sequences()
+    lengths = [int(each) for each in np.random.default_rng(3).integers(1, 7, size=len(x))]
+    x = np.where(np.arange(x.shape[1]) < np.asarray(lengths)[:, None], np.maximum(x, 1), 0)
+
+    def script(batch: int, eager: bool = False) -> dict[str, Any]:
+        ragged = tf.RaggedTensor.from_tensor(x, lengths=lengths)
+        data = tf.data.Dataset.from_tensor_slices(ragged).map(
+            lambda row: (row, (row * 3) % 9, tf.cast(row % 2 + 1, tf.float64))
+        )
+        embedding = keras.layers.Embedding(9, 4, mask_zero=True)
+        model = keras.Sequential([keras.Input((None,), dtype="int64"), embedding, keras.layers.Dense(9)])
+        deterministic_weights(model)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        weighted = keras.metrics.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(
+            keras.optimizers.SGD(0.1), loss, metrics=["accuracy"], weighted_metrics=[weighted], run_eagerly=eager
+        )
+        data = data.padded_batch(batch)
+        return outcome(model, model.fit(data, epochs=2, verbose=0, validation_data=data))
+
+    both(script)
+    both(functools.partial(script, eager=True))
 
 
 @feature
