@@ -25,12 +25,13 @@ def value_of(variable: keras.Variable) -> Any:
 
 
 @contextlib.contextmanager
-def recorded_assignments(record: Callable[[Any, str, list[Any]], None]) -> Iterator[None]:
+def recorded_assignments(record: Callable[[Any, str, list[Any]], tf.Tensor | None]) -> Iterator[None]:
     """Calls a function before each assignment that this thread makes to any variable while the context is open.
 
     Args:
         record: callable that takes the `keras.Variable`, or the `tf.Variable` that is assigned to by itself, the name
-            of the method, the tensors, arrays and numbers among its arguments.
+            of the method, the tensors, arrays and numbers among its arguments. It returns what is to be assigned in the
+            place of the first argument, or `None`.
     """
     thread, is_recording = threading.get_ident(), False
 
@@ -41,8 +42,8 @@ def recorded_assignments(record: Callable[[Any, str, list[Any]], None]) -> Itera
                 return write(self, *args, **kwargs)
             is_recording = True
             try:
-                record(self, name, _values_in([*args, *(kwargs[each] for each in sorted(kwargs))]))
-                return write(self, *args, **kwargs)
+                value = record(self, name, _values_in([*args, *(kwargs[each] for each in sorted(kwargs))]))
+                return write(self, *(args if value is None else (value, *args[1:])), **kwargs)
             finally:
                 is_recording = False
 

@@ -14,6 +14,7 @@ from kdist.engines.engine import Engine
 from kdist.keras_hooks.optimizers import innermost, optimizers_of, trained_variables
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.variables import (
+    DIRECT_ASSIGN,
     aggregation_of,
     is_of_one_rank,
     is_seed,
@@ -34,6 +35,7 @@ _KEPT = {
     "first": "Rank 0's value is kept",
 }
 _COLLECTIVES = ("allreduce", "allgather", "broadcast")  # their results are equal on all ranks
+_OF_ONE_VALUE = (DIRECT_ASSIGN, "assign", "assign_add", "assign_sub")
 _TABLE_WRITES = ("LookupTableInsertV2", "LookupTableImportV2", "LookupTableRemoveV2")
 
 
@@ -56,6 +58,9 @@ class Assignments:
             ranks only: what is sent must not depend on a rank's graph.
         is_gradient: callable that takes a tensor and returns whether it is a rank's part of a gradient, of which the
             mean by rows is that of the global batch.
+        of_all_ranks: callable that takes a tensor and returns what the rows of all ranks make of it, or `None` if it
+            does not find that out.
+        is_traced_again: callable that returns whether the step is to be traced again; no warnings are given before.
 
     Attributes:
         graph: `tf.Graph`, that of the step.
@@ -73,9 +78,13 @@ class Assignments:
         *,
         is_traced_alike: bool,
         is_gradient: Callable[[tf.Tensor], bool] = lambda _: False,
+        of_all_ranks: Callable[[tf.Tensor], tf.Tensor | None] = lambda _: None,
+        is_traced_again: Callable[[], bool] = lambda: False,
     ) -> None:
         self._model = model
         self._is_gradient = is_gradient
+        self._of_all_ranks = of_all_ranks
+        self._is_traced_again = is_traced_again
         self._engine = engine
         self._data = data
         self._state = state
@@ -141,23 +150,54 @@ class Assignments:
 
         return call_and_note
 
-    def _record(self, variable: Any, method: str, values: list[Any]) -> None:
+    def _record(self, variable: Any, method: str, values: list[Any]) -> tf.Tensor | None:
+        """Records an assignment; returns what the rows of all ranks make of its value, if that is found out."""
         key = key_of(variable)
         if self._is_suspended or is_seed(variable):
-            return
+            return None
         if key in self._ignored:
             if key in self._weights and not tf.executing_eagerly():
                 graph = tf.compat.v1.get_default_graph()
                 self._dependence.add_graph(graph)
                 self._written_weights.append((variable, (method, values, graph, len(graph.get_operations()))))
-            return
+            return None
         self.any_new = True
         if key not in self._written:
             self._written[key] = Written(variable, self._value(variable))
-        if not tf.executing_eagerly():
-            graph = tf.compat.v1.get_default_graph()
-            self._dependence.add_graph(graph)
-            self._written[key].assignments.append((method, values, graph, len(graph.get_operations())))
+        if tf.executing_eagerly():
+            return None
+        graph = tf.compat.v1.get_default_graph()
+        self._dependence.add_graph(graph)
+        value = self._global_value(variable, method, values)
+        given = values if value is None else [value]
+        self._written[key].assignments.append((method, given, graph, len(graph.get_operations())))
+        return value
+
+    def _global_value(self, variable: Any, method: str, values: list[Any]) -> tf.Tensor | None:
+        """Returns what the rows of all ranks make of a value, if nothing else says how the ranks' values are merged."""
+        raw = raw_variable(variable)
+        if method not in _OF_ONE_VALUE or len(values) != 1 or not self._is_traced_alike:
+            return None
+        is_known = raw.dtype != tf.string and raw.shape.is_fully_defined() and tf.is_symbolic_tensor(values[0])
+        if not is_known or aggregation_of(variable) != "none":
+            return None
+        terms = self._increments.terms(raw, method, values)
+        if terms is not None and raw.dtype.is_integer:  # it counts
+            return None
+        is_of_rows = self.depends_on_rows(values[0])
+        if not (is_of_rows or self._is_number_of_rows(terms or [])):
+            return None
+        if key_of(variable) in statistics_of_keras(self._model) or is_of_one_rank(self._model, variable):
+            return None
+        if is_of_rows and terms and all(map(self._is_of_gradients, terms)):
+            return None
+        with self.suspended():
+            is_known = values[0].shape.is_fully_defined()
+            value = self._of_all_ranks(values[0] if is_known else tf.ensure_shape(values[0], raw.shape))
+        if value is not None:
+            value = tf.identity(value)
+            self._dependence.add_equal([value])
+        return value
 
     def _value(self, variable: Any) -> tf.Tensor:
         """Returns a variable's value now, as a tensor of the step, not of a branch."""
@@ -287,7 +327,8 @@ class Assignments:
 
     def tell(self, written: Written, merge: Merge) -> None:
         """Warns once of a variable that is merged by a guess; not of one whose merge is known."""
-        if aggregation_of(written.variable) == "none" and key_of(written.variable) not in self._statistics:
+        is_known = aggregation_of(written.variable) != "none" or key_of(written.variable) in self._statistics
+        if not (is_known or self._is_traced_again()):
             self._state.tell_once(
                 written.variable,
                 self._engine,
@@ -297,6 +338,8 @@ class Assignments:
 
     def tell_of_differences(self) -> None:
         """Warns of what differs between ranks and is not merged, or too late. Must be called before the first merge."""
+        if self._is_traced_again():
+            return
         self._tell_of_tables()
         self._tell_of_weights()
         self._tell_of_early_reads()

@@ -114,6 +114,10 @@ class Step:
         """See `TracedRows.is_traced_again`."""
         return self._traced_rows is not None and self._traced_rows.is_traced_again(knows_number=knows_number)
 
+    def is_asked_again(self) -> bool:
+        """See `TracedRows.is_asked`."""
+        return self._traced_rows is not None and self._traced_rows.is_asked
+
     def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
         """Sums the active ranks' values; gradients pass through, as to weights of rows that a layer computes.
 

@@ -77,6 +77,11 @@ class TracedRows:
         )
         return self._is_asked
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether something has asked for the step to be traced again: what this trace finds does not count."""
+        return self._is_asked
+
     def _waits(self) -> bool:
         """Returns whether the trace has made variables that have no values, for the first time."""
         return not self._has_waited and any(not variable.is_initialized() for variable, _ in self._made)

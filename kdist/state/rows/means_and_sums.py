@@ -149,7 +149,7 @@ class MeansAndSums:
         known = [each for each in fixed if tf.is_symbolic_tensor(each) and each.shape.is_fully_defined()]
         found: set[Kind | None] | None = None  # where it cannot be copied
         with contextlib.suppress(Exception), tf.init_scope():  # a check must not end a training
-            for are_moved in (False, True):  # a number may be 0 with the first weights
+            for are_moved in (True, False):  # a weight that is 0 first may be added to a sum, or be a factor
                 limit = None if self._are_ends else MAX_BYTES
                 function, tolerance = self.function_of([value], known, are_moved=are_moved, max_bytes=limit)
                 # What some rows show as a mean, others may show to be none.

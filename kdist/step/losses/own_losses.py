@@ -81,6 +81,7 @@ class OwnLosses:
         self._found: dict[Any, ScaledSums | GlobalValue | None] = {}
         self._differentiated: Means = {}
         self._told: list[Any] = []
+        self._are_means: set[Any] = set()  # keys of what is found to be a mean
         self._unrecorded: dict[Any, tf.Tensor] = {}  # what no tape has recorded, by graph and name
         self._rows = rows
         self._pairs: OwnPairs | None = None
@@ -237,6 +238,25 @@ class OwnLosses:
             value = self.as_mean(value, who)
         return tf.math.multiply_no_nan(value, tf.cast(self._step.share, value.dtype))
 
+    def of_state(self, value: tf.Tensor) -> tf.Tensor | None:
+        """Returns what the rows of all ranks make of a tensor that the step keeps; `None` if that is not found out.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            value: symbolic tensor of a known shape.
+        """
+        if self._step.engine.size == 1 or self._rows.of(value) is None or self._rows.row_wise(value) is None:
+            return None
+        with self._rows.computing_again():
+            found = self._find(value, "")
+            if isinstance(found, GlobalValue):
+                return found.as_mean(value)
+            if not value.dtype.is_floating or (found is None and tensor_key(value) not in self._are_means):
+                return None
+            own = value if found is None else found.as_mean(value)
+            return self._step.engine.allreduce([self._step.weighted(own)])[0]
+
     def _find(self, value: Any, who: str, means: Means | None = None) -> ScaledSums | GlobalValue | None:
         """Returns what a number is of the rank's rows; `None` for a mean, or if nothing is known of it."""
         if not (tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor)):
@@ -259,8 +279,9 @@ class OwnLosses:
         if of_gradients is not None:
             return of_gradients
         if self._gradients.are_of_share(value):
-            self._told.append(value)
-            self._tell(_NO_MEAN, who)
+            if who:
+                self._told.append(value)
+                self._tell(_NO_MEAN, who)
             return None
         found = self._rows.of(value)
         if found is None:
@@ -287,12 +308,14 @@ class OwnLosses:
             for (term, _), kind in zip(terms, kinds, strict=True)
             if tensor_key(term) not in means and found.length is None
         )
+        if set(kinds) == {"mean"} and not relates_rows:
+            self._are_means.add(tensor_key(value))
         if relates_rows or None in kinds:
             whole = value if value.shape.is_fully_defined() else tf.reduce_sum(value)  # as it is differentiated
             of_all_ranks = None if rows is None else self._of_all_ranks(found, rows, whole, inlined, who, means)
             if of_all_ranks is not None:
                 return of_all_ranks
-        if relates_rows:
+        if relates_rows and who:
             self._told.append(value)
             self._tell(_NO_MEAN, who)
         elif None in kinds and rows is not None and not is_mean(of_data, found, known, list(means.values())):
@@ -348,5 +371,5 @@ class OwnLosses:
         return kind if kind in ("mean", "sum") or not self._told else found.kind(value, [*fixed, *self._told])
 
     def _tell(self, text: str, who: str) -> None:
-        if self._step.engine.rank == 0:
+        if self._step.engine.rank == 0 and who:
             once.warning(text.format(who))

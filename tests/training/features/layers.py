@@ -204,23 +204,25 @@ ROW_BY_ROW: dict[str, Callable[[Any], Any]] = {
     "length": lambda x: ops.norm(x, axis=-1, keepdims=True) * x,
     "largest of none": lambda x: x + 0 * ops.max(x),
     "mean of all ranks": lambda x: x - kdist.all_reduce(ops.mean(x, axis=0), "mean"),
-    "normalized": keras.layers.BatchNormalization(synchronized=True),
-    "recurrent": keras.layers.LSTM(6, name="recurrent"),
+}
+OF_KERAS: dict[str, Callable[[], Any]] = {
+    "normalized": lambda: [keras.layers.BatchNormalization(synchronized=True)],
+    "recurrent": lambda: [keras.layers.Reshape((3, 2)), keras.layers.LSTM(6)],
 }
 
 
 @feature
 def layers_that_relate_rows_are_named() -> None:
     """Each rank relates its own rows: a layer's output is needed where it is, not where a loss is."""
+    of_functions = {name: lambda made=made: [keras.layers.Lambda(made)] for name, made in RELATING.items()}
+    row_by_row = {name: lambda made=made: [keras.layers.Lambda(made)] for name, made in ROW_BY_ROW.items()}
     for shape in ("even", "ragged"):
         x, y = rows(shape)
-        for names, is_told in ((RELATING, True), (ROW_BY_ROW, False)):
-            for name, compute in names.items():
+        for makers, is_told in ((of_functions, True), (row_by_row | OF_KERAS, False)):
+            for name, make in makers.items():
                 with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
-                    steps = [keras.layers.Dense(6), keras.layers.Dropout(0.1)]
-                    steps += [keras.layers.Reshape((3, 2))] if name == "recurrent" else []
-                    layer = compute if isinstance(compute, keras.layers.Layer) else keras.layers.Lambda(compute)
-                    model = keras.Sequential([keras.Input((5,)), *steps, layer, keras.layers.Dense(2)])
+                    steps = [keras.layers.Dense(6), keras.layers.Dropout(0.1), *make(), keras.layers.Dense(2)]
+                    model = keras.Sequential([keras.Input((5,)), *steps])
                     model.compile(keras.optimizers.SGD(0.01), "mse")
                     model.fit(x, y, batch_size=BATCH, verbose=0)
                 found = [text for text in said if "outputs of the model relate rows" in text]

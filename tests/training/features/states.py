@@ -270,9 +270,16 @@ def counters_where_ranks_have_shapes_of_their_own() -> None:
 class Keeps(keras.layers.Layer):
     """Keeps something of each batch, as `update` says."""
 
-    def __init__(self, update: Callable[[Any, Any], Any], shape: Any, dtype: str = "float64", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        update: Callable[[Any, Any], Any],
+        shape: Any,
+        dtype: str = "float64",
+        in_branch: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
-        self.update, self.kept_shape, self.kept_dtype = update, shape, dtype
+        self.update, self.kept_shape, self.kept_dtype, self.in_branch = update, shape, dtype, in_branch
 
     def build(self, shape: Any) -> None:
         self.kept = self.add_weight(
@@ -280,8 +287,13 @@ class Keeps(keras.layers.Layer):
         )
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        if training:
+        def keep() -> None:
             self.kept.assign(self.update(self.kept.value, inputs))
+
+        if training and self.in_branch:
+            tf.cond(keras.ops.any(inputs < 1e9), keep, lambda: None)
+        elif training:
+            keep()
         return inputs
 
 
@@ -299,19 +311,62 @@ KEPT: dict[str, tuple[Callable[[Any, Any], Any], Any, str]] = {
         (4,),
         "int32",
     ),
+    "median": (lambda kept, x: 0.9 * kept + 0.1 * keras.ops.median(x, axis=0), (5,), "float64"),
     "flag": (lambda kept, x: keras.ops.logical_or(kept, keras.ops.any(x > 2.5)), (), "bool"),
 }
 
 
+class Codebook(keras.layers.Layer):
+    """The codes of a VQ-VAE: moving sums and counts of the rows that are nearest to each; read when just written."""
+
+    def build(self, shape: Any) -> None:
+        start = np.random.default_rng(4).normal(size=(3, 5))
+        names = (("codes", (3, 5)), ("sums", (3, 5)), ("counts", (3,)))
+        self.codes, self.sums, self.counts = (
+            self.add_weight(shape=shape, trainable=False, initializer="ones", name=name) for name, shape in names
+        )
+        self.codes.assign(start)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        distances = keras.ops.sum((inputs[:, None] - self.codes[None]) ** 2, axis=-1)
+        nearest = keras.ops.one_hot(keras.ops.argmin(distances, axis=1), 3, dtype=inputs.dtype)
+        if training:
+            self.counts.assign(0.9 * self.counts + 0.1 * keras.ops.sum(nearest, axis=0))
+            self.sums.assign(0.9 * self.sums + 0.1 * keras.ops.matmul(keras.ops.transpose(nearest), inputs))
+            self.codes.assign(self.sums / self.counts[:, None])
+        return keras.ops.matmul(nearest, self.codes)
+
+
+@feature
+def what_a_layer_keeps_is_that_of_the_global_batch() -> None:
+    """Maxima, sums that decay, medians, queues, labels, flags, codebooks; also of a frozen part."""
+    for shape in ("ragged", "even"):
+        x, y = rows(shape)
+
+        def script(batch: int, data: Any = (x, y)) -> dict[str, Any]:
+            kept = [Keeps(*arguments[:2], dtype=arguments[2], name=name) for name, arguments in KEPT.items()]
+            inner = keras.Sequential([keras.Input((5,)), *kept, Codebook(name="vq")])
+            inner.trainable = False
+            model = keras.Sequential([keras.Input((5,)), inner, keras.layers.Dense(2)])
+            deterministic_weights(model.layers[-1])
+            model.compile("sgd", "mse")
+            history = model.fit(*data, batch_size=batch, epochs=2, verbose=0, shuffle=False)
+            return outcome(model, history)
+
+        with warned() as said:
+            both(script)
+        assert not said, said
+
+
 @feature
 def what_no_rule_can_merge_is_told_of() -> None:
-    """Maxima, sums that decay, queues, flags: equal on all ranks, and one warning for each, by the chief."""
+    """In eager steps, and in branches: equal on all ranks, and one warning for each, by the chief."""
     fresh()
     x, y = rows("ragged")
     for eagerly in (False, True):
         for name, (update, shape, dtype) in KEPT.items():
             with warned() as said, kdist.scope(scale_lr=None):
-                layer = Keeps(update, shape, dtype, name=name)
+                layer = Keeps(update, shape, dtype, name=name, in_branch=not eagerly)
                 inner = keras.Sequential([keras.Input((5,)), layer])
                 inner.trainable = name != "queue"  # a frozen part keeps things, too
                 model = keras.Sequential([keras.Input((5,)), inner, keras.layers.Dense(2)])
@@ -479,7 +534,7 @@ def states_of_a_stateful_rnn_are_of_its_rows() -> None:
 
 @feature
 def an_average_that_is_used_before_it_is_merged() -> None:
-    """A layer that normalises by what it has just written: told of by name. With a collective in it, it is exact."""
+    """A layer that normalises by what it has just written is exact; with XLA it is told of by name."""
     x, y = rows("ragged")
 
     class Centred(keras.layers.Layer):
@@ -508,16 +563,16 @@ def an_average_that_is_used_before_it_is_merged() -> None:
         model.compile("sgd", "mse")
         return fit_alone(model, fed("arrays", (x, y), batch))
 
-    for compiled in ({}, {"jit_compile": True}):
-        fresh()
-        with warned() as said, kdist.scope(scale_lr=None):
-            model = keras.Sequential([keras.Input((5,)), Centred(local, name="centred"), keras.layers.Dense(2)])
-            model.compile("sgd", "mse", **compiled)
-            model.fit(x, y, batch_size=BATCH, verbose=0)
-        assert_equal_everywhere(model.layers[0].center)
-        used = [each for each in said if "the step uses " in each and "centred/center'" in each]
-        assert ["kdist.all_reduce" in each for each in used] == [True], said
+    fresh()
+    with warned() as said, kdist.scope(scale_lr=None):
+        model = keras.Sequential([keras.Input((5,)), Centred(local, name="centred"), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", jit_compile=True)
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+    assert_equal_everywhere(model.layers[0].center)
+    used = [each for each in said if "the step uses " in each and "centred/center'" in each]
+    assert ["kdist.all_reduce" in each for each in used] == [True], said
     with warned() as said:
+        both(lambda batch: trained(local, batch))
         both(lambda batch: trained(of_all if batch == BATCH else local, batch))
     assert not said, said
 
