@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import Any, Literal
 
@@ -138,6 +139,8 @@ class Backup(AllRanksCallback):
         """Deletes the checkpoints."""
         set_initial_epoch(self.model, None)  # else Keras uses it in the next `fit` too
         self._storage.end(delete=self.delete_checkpoint)
+        if self.delete_checkpoint:
+            own_progress.fit_ends(self.backup_dir)
         self.session.engine.barrier()  # all ranks see the deletion afterwards
 
     def clean_up(self) -> None:
@@ -224,7 +227,7 @@ class Backup(AllRanksCallback):
         refusals.check_alone([each.backup_dir for each in self.siblings if isinstance(each, Backup)])
         self.clean_up()
         self._storage.unlock()  # of a `fit` that raised
-        self._storage = CheckpointStorage(self.backup_dir)
+        self._storage = CheckpointStorage(self._directory_of_fit())
         self._epoch, self._last_batch, self._steps_since, self._saved_at, self._number = 0, -1, 0, None, 0
         self._resumed = self._replay = None
         self._random_at_fit = random_state() if self.session.draws_in_background else {}
@@ -242,6 +245,11 @@ class Backup(AllRanksCallback):
         own_progress.fit_resumes(self._number)
         self._load(saved, with_rates=True)
         self._begin_at(saved, name)
+
+    def _directory_of_fit(self) -> str:
+        """Returns the directory of this call of `fit`: a script that begins again must not take a later one's."""
+        ended = own_progress.ended_fits(self.backup_dir)
+        return os.path.join(self.backup_dir, f"fit-{ended + 1}") if ended else self.backup_dir
 
     def _load(self, saved: Checkpoint, *, with_rates: bool) -> None:
         parts: list[StatePart] = [*self.session.parts(), CallbackState(self.others)]

@@ -26,7 +26,7 @@ class CallbackState(StatePart):
         arrays: dict[str, Any] = {}
         for label, callback, name in self._attributes():
             value = getattr(callback, name)
-            if isinstance(value, list) and value and all(isinstance(each, np.ndarray) for each in value):
+            if isinstance(value, list) and value and all(isinstance(each, (np.ndarray, np.generic)) for each in value):
                 arrays.update({f"{label}/{name}/{place}": _storable(each) for place, each in enumerate(value)})
             else:
                 values.setdefault(label, {})[name] = plain(value)
@@ -72,6 +72,7 @@ def plain(value: Any) -> Any:
     return np.asarray(value).tolist()
 
 
-def _storable(array: np.ndarray) -> np.ndarray:
-    """Returns an array that NumPy's files can hold: `float32` for `bfloat16` and similar dtypes."""
+def _storable(array: Any) -> np.ndarray:
+    """Returns an array that NumPy's files can hold: `float32` for `bfloat16` and similar dtypes; a scalar as one."""
+    array = np.asarray(array)
     return array if array.dtype.isbuiltin == 1 else array.astype(np.float32)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import mmap
+import os
 import struct
 import threading
 import time
@@ -60,6 +62,7 @@ class OwnProgress:
         self._resumed = 0  # the number of the checkpoint from which this `fit` went on
         self._memory: mmap.mmap | None = None
         self._sent = 0.0  # when the numbers were, by the monotonic clock
+        self._ended: collections.Counter[str] = collections.Counter()  # fits, by their directory
         self._lock = threading.Lock()  # a checkpoint may be written in a thread
 
     def fit_begins(self) -> None:
@@ -86,12 +89,25 @@ class OwnProgress:
             The steps since the last checkpoint, `None` without a backup, and when that was written; for the chief.
         """
         self._memory = None
+        self._ended.clear()
         found = None if own_reports.directory is None else _read(own_reports.directory)
         if found is None or not is_chief:
             self._now = Progress()
             return None, 0.0
         self._now = dataclasses.replace(found, fits=0, steps=0, saved_steps=0)
         return found.steps - found.saved_steps, found.last_save
+
+    def fit_ends(self, backup_dir: str) -> None:
+        """Counts a `fit` that has trained all of its epochs, and has deleted its checkpoints.
+
+        Args:
+            backup_dir: str, the directory that it was given.
+        """
+        self._ended[os.path.abspath(backup_dir)] += 1
+
+    def ended_fits(self, backup_dir: str) -> int:
+        """Returns how many calls of `fit` with a directory this process has ended, in this run of the script."""
+        return self._ended[os.path.abspath(backup_dir)]
 
     def fit_resumes(self, number: int) -> None:
         """Records that the `fit` that has begun goes on from a checkpoint.

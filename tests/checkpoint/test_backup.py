@@ -78,3 +78,69 @@ def test_the_checkpoint_from_which_a_fit_goes_on_is_told(tmp_path, monkeypatch):
     second = attempt("second", break_after(9))
     assert second.place == (1, 0, 8)
     assert second.resumed == first.number < second.number
+
+
+def test_each_fit_of_a_script_resumes_its_own_checkpoints_in_one_directory(tmp_path, monkeypatch):
+    trained = []
+
+    def script(*, breaks):
+        for module in (backup, storage):
+            monkeypatch.setattr(module, "own_progress", progress.OwnProgress())  # of a new process
+        kept = []
+        for fold in range(3):
+            keras.utils.set_random_seed(fold)
+            x = np.random.default_rng(fold).normal(size=(6, 1))
+            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1 + fold)])
+            model.compile("adam", "mse")
+
+            def end(epoch, logs, fold=fold):
+                trained.append((fold, epoch))
+                if breaks and (fold, epoch) == (1, 1):
+                    raise OSError("it broke")
+
+            callbacks = [
+                kdist.callbacks.BackupAndRestore(tmp_path / "backup"),
+                keras.callbacks.LambdaCallback(on_epoch_end=end),
+            ]
+            model.fit(x, x, epochs=3, verbose=0, callbacks=callbacks)
+            kept += model.get_weights()
+        return kept
+
+    expected = script(breaks=False)
+    assert not (tmp_path / "backup").exists()
+    with pytest.raises(OSError, match="it broke"):
+        script(breaks=True)
+    trained.clear()
+    resumed = script(breaks=False)
+    assert trained == [*((0, epoch) for epoch in range(3)), (1, 1), (1, 2), *((2, epoch) for epoch in range(3))]
+    for one, other in zip(expected, resumed, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not (tmp_path / "backup").exists()
+
+
+def test_the_best_weights_of_early_stopping_are_kept_with_scalars_among_them(tmp_path):
+    def made():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Normalization(), keras.layers.Dense(1)])
+        model.layers[0].adapt(np.arange(4.0)[:, None])
+        model.compile("sgd", "mse")
+        return model
+
+    def end(epoch, logs):
+        if epoch == 2:
+            raise OSError("it broke")
+
+    x = np.arange(4.0)[:, None]
+
+    def stops():  # the best ones are those of the first epoch
+        return keras.callbacks.EarlyStopping("loss", patience=9, mode="max", restore_best_weights=True)
+
+    saves = kdist.callbacks.BackupAndRestore(tmp_path / "backup")
+    breaks = keras.callbacks.LambdaCallback(on_epoch_end=end)
+    with pytest.raises(OSError, match="it broke"):
+        made().fit(x, x, epochs=4, verbose=0, callbacks=[saves, stops(), breaks])
+    resumed, whole = made(), made()
+    resumed.fit(x, x, epochs=4, verbose=0, callbacks=[saves, stops()])
+    whole.fit(x, x, epochs=4, verbose=0, callbacks=[stops()])
+    for one, other in zip(resumed.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -216,9 +216,10 @@ def layers_that_relate_rows_are_named() -> None:
     """Each rank relates its own rows: a layer's output is needed where it is, not where a loss is."""
     of_functions = {name: lambda made=made: [keras.layers.Lambda(made)] for name, made in RELATING.items()}
     row_by_row = {name: lambda made=made: [keras.layers.Lambda(made)] for name, made in ROW_BY_ROW.items()}
-    for shape in ("even", "ragged"):
+    some = {name: of_functions[name] for name in ("mean", "differences")}
+    for shape, named in (("ragged", of_functions), ("even", some)):
         x, y = rows(shape)
-        for makers, is_told in ((of_functions, True), (row_by_row | OF_KERAS, False)):
+        for makers, is_told in ((named, True), (row_by_row | OF_KERAS if shape == "ragged" else {}, False)):
             for name, make in makers.items():
                 with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
                     steps = [keras.layers.Dense(6), keras.layers.Dropout(0.1), *make(), keras.layers.Dense(2)]
