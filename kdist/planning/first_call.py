@@ -198,7 +198,9 @@ def run_step(call: FirstCall, rows: int) -> None:
     batch = tf.nest.map_structure(lambda each: repeated(each, rows), call.batch)
     x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
     method = {"fit": "train", "evaluate": "test", "train_on_batch": "train", "test_on_batch": "test"}.get(call.verb)
-    if method is None:
+    if call.verb == "fit" and y is None:  # a step of the user's may take inputs alone: no tuple
+        type(call.model).fit(call.model, tf.data.Dataset.from_tensors(x), verbose=0)
+    elif method is None:
         type(call.model).predict_on_batch(call.model, x)
     else:
         getattr(type(call.model), f"{method}_on_batch")(call.model, x, y, sample_weight=weight)

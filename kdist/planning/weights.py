@@ -66,11 +66,13 @@ def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None, *, is_t
                 "the data."
             )
         inputs = inputs[0] if len(inputs) == 1 else inputs
-    if not model.built:
+    has_call = type(model).call is not keras.Model.call  # a GAN may have none: its steps call the models within it
+    if has_call and not model.built:
         model(inputs)
+    row = estimated_row(model, inputs) if has_call else 0
     if not is_trained:
         weights = sum(map(_bytes, model.variables))
-        return Sizes(weights, trained=0, slots=0, row=estimated_row(model, inputs), batch_size=batch_size)
+        return Sizes(weights, trained=0, slots=0, row=row, batch_size=batch_size)
     if not getattr(model, "compiled", False):
         raise KDistError(
             f"The model is not compiled. Received: {type(model).__name__} {model.name!r}. Expected an optimizer. Fix: "
@@ -82,7 +84,7 @@ def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None, *, is_t
         weights=sum(map(_bytes, model.variables)),
         trained=sum(trained),
         slots=slots(model),
-        row=estimated_row(model, inputs),
+        row=row,
         batch_size=batch_size,
         is_elementwise=all(map(is_elementwise, optimizers)),
         largest=max(trained, default=0),

@@ -257,6 +257,33 @@ def test_optimizers_of_a_models_own_are_counted():
     assert 0 <= slots(call.model) - (2 * one + other) <= 64
 
 
+class WithoutCall(keras.Model):
+    """As the GANs of Keras' examples: a step of its own that takes the inputs alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input((30,)), keras.layers.Dense(100)])
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(self.inner(x) ** 2) / tf.cast(tf.shape(x)[0], "float32")
+        self.optimizer.apply(tape.gradient(loss, self.inner.trainable_variables), self.inner.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_model_without_call_is_planned():
+    def fit():
+        model = WithoutCall()
+        model.compile("adam")
+        model.fit(np.ones((8, 30), "float32"))
+
+    call = first_call(fit)
+    sizes = model_sizes(call.model, 8, inputs_of(call))
+    assert (sizes.weights, sizes.row) == (4 * 31 * 100, 0)  # a row is measured
+    run_step(call, 2)
+    assert 0 <= slots(call.model) - 2 * sizes.weights <= 64
+
+
 def test_frames_and_mapped_files_are_counted_by_what_they_hold(tmp_path):
     numbers = np.ones((64, 3))
     frame = pd.DataFrame(numbers)

@@ -8,13 +8,12 @@ import tensorflow as tf
 
 from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.graphs.row_free import RowFree
-from kdist.state.rows.means_and_sums import MeansAndSums, has_rows
+from kdist.state.rows.means_and_sums import QUOTIENTS, MeansAndSums, has_rows
 
 _LINEAR = (
     *("Add", "AddV2", "AddN", "Sub", "Pack", "ConcatV2", "Identity", "IdentityN", "Cast", "Neg"),
     *("Mean", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"),
 )
-_QUOTIENTS = ("Div", "RealDiv", "DivNoNan")
 _MAX_STEPS = 200
 
 
@@ -38,7 +37,7 @@ def is_mean(value: tf.Tensor, found: MeansAndSums, fixed: Sequence[tf.Tensor], m
             continue
         if steps > _MAX_STEPS or any(map(has_rows, inputs)):
             return False
-        if operation.type in _QUOTIENTS and len(inputs) == 2 and found.is_number_of_rows(inputs[1]):
+        if operation.type in QUOTIENTS and len(inputs) == 2 and found.is_number_of_rows(inputs[1]):
             if inputs[0].op.type != "Sum" or not _reduces_first_axis(inputs[0].op):
                 return False
         elif operation.type in _LINEAR or (len(inputs) == 1 and _is_scaled(operation, inputs[0])):
@@ -55,4 +54,4 @@ def _reduces_first_axis(operation: tf.Operation) -> bool:
 
 
 def _is_scaled(operation: tf.Operation, value: tf.Tensor) -> bool:
-    return operation.type == "Mul" or (operation.type in _QUOTIENTS and operation.inputs[0] is value)
+    return operation.type == "Mul" or (operation.type in QUOTIENTS and operation.inputs[0] is value)

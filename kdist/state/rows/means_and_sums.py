@@ -38,6 +38,7 @@ _LINEAR = (  # in what has no rows any more
     *("Sum", "Mean", "Add", "AddV2", "AddN", "Sub", "Neg", "Identity", "IdentityN", "Cast"),
     *("Pack", "Reshape", "Squeeze", "ExpandDims", "ConcatV2", "Transpose"),
 )
+QUOTIENTS = ("Div", "RealDiv", "DivNoNan")
 OF_EACH = (
     *("Identity", "Cast", "Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalNot"),
     *("LogicalAnd", "LogicalOr", "Mul", "Add", "AddV2", "Sub", "Neg", "Abs", "Square"),
@@ -207,7 +208,7 @@ class MeansAndSums:
                 and not has_rows
                 and (
                     operation.type == "Mul"
-                    or (operation.type in ("Div", "RealDiv") and operation.inputs[0].name == related[0].name)
+                    or (operation.type in QUOTIENTS and operation.inputs[0].name == related[0].name)
                 )
             )
             if related and not is_scaled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -992,3 +993,17 @@ def sums_that_a_step_differentiates_by_other_sources() -> None:
             model.fit(x, y, batch_size=BATCH, verbose=0)
         found = [text for text in said if "is no mean over this rank's rows" in text]
         assert len(found) == (is_told and kdist.rank() == 0), said
+
+
+@feature
+def losses_of_keras_by_hand_behind_dropout() -> None:
+    """What is drawn differs from one process. Nothing is told of means of it, nor of a sum of two, as of a GAN."""
+    x, y = rows("ragged")
+    by_hand = {"a mean": lambda loss, y, p: loss(y, p), "two means": lambda loss, y, p: loss(y, p) + loss(0 * p, p)}
+    for compute in by_hand.values():
+        with logged(logging.WARNING) as said, kdist.scope(scale_lr=None):
+            model = ByHand(functools.partial(compute, keras.losses.MeanSquaredError()))
+            model.net = keras.Sequential([keras.layers.Dense(6), keras.layers.Dropout(0.3), keras.layers.Dense(2)])
+            model.compile(keras.optimizers.SGD(0.01))
+            model.fit(x, y, batch_size=BATCH, verbose=0)
+        assert not [text for text in said if any(each in text for each in TOLD)], said
