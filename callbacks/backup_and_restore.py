@@ -66,14 +66,16 @@ class BackupAndRestore(Backup):
         memory_freq: int | Literal["auto"] | None = None,
     ) -> None:
         if (
-            not os.fspath(backup_dir)
+            not (isinstance(backup_dir, (str, os.PathLike)) and os.fspath(backup_dir))
+            or not isinstance(asynchronous, bool)
             or not (save_freq == "epoch" or _is_count(save_freq))
             or not (memory_freq in ("auto", None) or _is_count(memory_freq))
         ):
             raise CheckpointError(
                 f"An argument of BackupAndRestore is invalid. Received: backup_dir={backup_dir!r}, "
-                f"save_freq={save_freq!r}, memory_freq={memory_freq!r}. Expected a directory; 'epoch' or a number of "
-                "steps above 0; and 'auto', None or a number of steps above 0. Fix: change it."
+                f"save_freq={save_freq!r}, asynchronous={asynchronous!r}, memory_freq={memory_freq!r}. Expected a "
+                "directory; 'epoch' or a number of steps above 0; True or False; and 'auto', None or a number of steps "
+                "above 0. Fix: change it."
             )
         super().__init__(os.fspath(backup_dir), save_freq, delete_checkpoint, asynchronous, memory_freq)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 from kdist.checkpoint.preempt import Preempt
+from kdist.errors import StrategyError
 
 
 class Preemption(Preempt):
@@ -23,10 +25,11 @@ class Preemption(Preempt):
     within seconds. So have the scheduler send SIGUSR1 (Slurm: `--signal=USR1@120`), or the signal to the ranks.
 
     Args:
-        exit_code: int, the exit code of the process.
+        exit_code: int from 1 to 255, the exit code of the process.
         signals: sequence of str, the names of the handled signals.
 
     Raises:
+        StrategyError: if an argument is invalid.
         ScopeError: when training begins, if there is no callback that saves.
 
     Example:
@@ -36,4 +39,12 @@ class Preemption(Preempt):
     """
 
     def __init__(self, exit_code: int = 75, signals: Sequence[str] = ("SIGTERM", "SIGUSR1")) -> None:
-        super().__init__(exit_code, signals)
+        named = [signals] if isinstance(signals, str) else list(signals)
+        is_code = isinstance(exit_code, int) and 0 < exit_code < 256
+        if not is_code or isinstance(signals, str) or not set(named) <= set(signal.Signals.__members__):
+            raise StrategyError(
+                f"An argument of Preemption is invalid. Received: exit_code={exit_code!r}, signals={signals!r}. "
+                "Expected a number from 1 to 255, as 0 says that the training has ended, and names as "
+                '("SIGTERM", "SIGUSR1"). Fix: change it.'
+            )
+        super().__init__(exit_code, named)

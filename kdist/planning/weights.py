@@ -55,8 +55,13 @@ def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None, *, is_t
         is_trained: bool, whether there are gradients and slots.
 
     Raises:
-        KDistError: if the model cannot be built, or is trained and was not compiled.
+        KDistError: if it is no model, it cannot be built, or is trained and was not compiled.
     """
+    if not isinstance(model, keras.Model):
+        raise KDistError(
+            f"A plan is of a model. Received: {model!r}. Expected a keras.Model that is built and compiled. Fix: pass "
+            "it, or plan a script by `kdist plan SCRIPT -np N`."
+        )
     if inputs is None:
         inputs = getattr(model, "inputs", None) if model.built else None
         if inputs is None:

@@ -19,6 +19,10 @@ from kdist.errors import CheckpointError, NotFiniteError, StrategyError
         lambda: callbacks.LearningRateWarmup(-1),
         lambda: callbacks.LearningRateWarmup(5, start=0.0),
         lambda: callbacks.LearningRateWarmup(5, start=1.5),
+        lambda: callbacks.Preemption(exit_code=0),
+        lambda: callbacks.Preemption(exit_code="x"),
+        lambda: callbacks.Preemption(signals="SIGTERM"),
+        lambda: callbacks.Preemption(signals=["SIGNAL"]),
     ],
 )
 def test_wrong_arguments_are_refused(make):
@@ -26,10 +30,17 @@ def test_wrong_arguments_are_refused(make):
         make()
 
 
-@pytest.mark.parametrize("arguments", [("",), ("backup", 0), ("backup", "batch"), ("gs://bucket/backup",)])
+@pytest.mark.parametrize(
+    "arguments", [("",), ("backup", 0), ("backup", "batch"), ("gs://bucket/backup",), (None,), (3,)]
+)
 def test_backups_that_cannot_be_are_refused(arguments):
     with pytest.raises(CheckpointError, match=r"(?s)Received: .*Expected .*Fix: "):
         callbacks.BackupAndRestore(*arguments)
+
+
+def test_a_backup_is_asynchronous_or_not():
+    with pytest.raises(CheckpointError, match=r"(?s)asynchronous='yes'.*Expected .*True or False"):
+        callbacks.BackupAndRestore("backup", asynchronous="yes")
 
 
 def test_two_backups_in_one_fit_are_refused(tmp_path):

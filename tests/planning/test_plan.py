@@ -65,6 +65,11 @@ def test_a_model_that_is_not_compiled_is_refused():
         kdist.plan(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), batch_size=8, ranks=2)
 
 
+def test_what_is_no_model_is_refused():
+    with pytest.raises(KDistError, match=r"Received: 'm'\. Expected a keras\.Model"):
+        kdist.plan("m", batch_size=8, ranks=2)
+
+
 def test_a_model_without_inputs_is_refused():
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")

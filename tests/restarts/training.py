@@ -48,7 +48,13 @@ class Broken(keras.callbacks.Callback):
         self._kind = kind if kdist.rank() == int(rank or 1) else ""
         self._step, self._delay = int(step or STEP), float(delay or 0)
         self._steps = -1
+        self._timer: threading.Timer | None = None
         self._next_step()
+
+    def disarm(self) -> None:
+        """Does not break any more: nobody waits for a process that is stopped while it exits, but its launcher."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Breaks, if it is time."""
@@ -62,9 +68,9 @@ class Broken(keras.callbacks.Callback):
         if not self._kind or self._steps != self._step:
             return
         if self._delay and self._kind in SIGNALS:  # wherever training is by then: in a save, in a collective
-            timer = threading.Timer(self._delay, break_down, [self._kind])
-            timer.daemon = True
-            timer.start()
+            self._timer = threading.Timer(self._delay, break_down, [self._kind])
+            self._timer.daemon = True
+            self._timer.start()
         else:
             break_down(self._kind)
 
@@ -180,6 +186,10 @@ def main() -> None:
             verbose=0,
             callbacks=[backup, kdist.callbacks.Preemption(), *callbacks],
         )
+        kdist.barrier()
+        for each in callbacks:
+            each.disarm()
+        kdist.barrier()
         if kdist.is_chief():
             logs = {f"log {name}": values for name, values in history.history.items()}
             weights = {f"weight {number}": value for number, value in enumerate(model.get_weights())}
