@@ -62,7 +62,7 @@ class Campaign:
         """
         for start in range(0, len(names), CASES_A_LAUNCH):
             some = names[start : start + CASES_A_LAUNCH]
-            with _ends_at_sigterm():
+            with ends_at_sigterm():
                 result = on.run(target, only=some, timeout=timeout, given=given, env=env)
             for name in some:
                 self._processor_time[f"{part}: {name} on {column}"] = result.processor_time(name)
@@ -116,7 +116,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def _ends_at_sigterm() -> Iterator[None]:
+def ends_at_sigterm() -> Iterator[None]:
     """A context in which SIGTERM raises `SystemExit`, so that no launcher is left behind."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

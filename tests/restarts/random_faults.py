@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.campaign import ends_at_sigterm
 from tests.restarts.full import STALL, started
 from tests.restarts.trained import LIMIT, Trained, result_of, run
 
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = plan_of(seed)
         whole[plan.engine] = whole.get(plan.engine) or started(plan.engine)
         began = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, ends_at_sigterm():
             try:
                 attempts, error = broken(plan, whole[plan.engine], Path(folder)), ""
             except Exception as failed:  # the next seed is another training
