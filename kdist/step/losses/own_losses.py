@@ -246,7 +246,10 @@ class OwnLosses:
         Args:
             value: symbolic tensor of a known shape.
         """
-        if self._step.engine.size == 1 or self._rows.of(value) is None or self._rows.row_wise(value) is None:
+        is_alone = self._step.engine.size == 1  # as with local SGD
+        if is_alone or self._rows.is_in_branch(value) or self._rows.of(value) is None:
+            return None
+        if self._rows.row_wise(value) is None:
             return None
         with self._rows.computing_again():
             found = self._find(value, "")

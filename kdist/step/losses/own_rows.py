@@ -65,8 +65,8 @@ class OwnRows:
 
         It is `None` in a branch, with XLA, and where the graph knows the number of rows.
         """
-        found = self.at_hand(value)
-        if found is None or found.length is not None or self._is_in_branch(found, value):
+        found = None if self.is_in_branch(value) else self.at_hand(value)
+        if found is None or found.length is not None:
             return None
         self._row_wise = self._row_wise or RowWise(found)
         return self._row_wise
@@ -79,7 +79,7 @@ class OwnRows:
     @contextlib.contextmanager
     def computing_again(self) -> Iterator[None]:
         """A context in which what the step has computed is computed again from the rows of all ranks."""
-        graph = tf.compat.v1.get_default_graph()
+        graph = _graph()
         start = len(graph.get_operations())
         try:
             yield
@@ -91,9 +91,12 @@ class OwnRows:
         before = computed_of([value], lambda each: tensor_key(each) in means)
         return any(each.op.name in self._computed_again for each in before)
 
-    def _is_in_branch(self, found: MeansAndSums, value: tf.Tensor) -> bool:
-        graphs = [each.graph for each in found.leaves] + [tf.compat.v1.get_default_graph()]
-        return not all(each is value.graph for each in graphs) or is_compiled_by_xla()
+    def is_in_branch(self, value: tf.Tensor) -> bool:
+        """Returns whether a tensor is in another graph than the data, or one that XLA compiles, or of no known rows."""
+        found = self.at_hand(value)
+        if found is None or is_compiled_by_xla():
+            return True
+        return not all(each is value.graph for each in (*(x.graph for x in found.leaves), _graph()))
 
     def _means_and_sums(self) -> MeansAndSums:
         rows = Rows(self._step.data)
@@ -112,3 +115,7 @@ class OwnRows:
             return known[key]
 
         return MeansAndSums([leaf for leaf, _ in leaves], with_rows, depends_on_rows)
+
+
+def _graph() -> tf.Graph:
+    return tf.compat.v1.get_default_graph()
