@@ -60,6 +60,7 @@ _EAGER = (
     "a graph shows what they are. A sum is too small then. Fix: train without run_eagerly=True"
 )
 
+_KEPT = "What the step keeps of its rows"
 _MAX_TERMS = 16  # of a number, as finding out about each takes time
 
 
@@ -84,7 +85,8 @@ class OwnLosses:
         self._are_means: set[Any] = set()  # keys of what is found to be a mean
         self._unrecorded: dict[Any, tf.Tensor] = {}  # what no tape has recorded, by graph and name
         self._rows = rows
-        self._pairs: OwnPairs | None = None
+        self._has_own_loss = False
+        self._pairs = OwnPairs(step, rows, lambda _, own: own)
         self._layers = RelatedLayers(step, rows)
         self._gradients = OwnGradients(step)
         self._gather: Gather = lambda _, rows: rows
@@ -122,7 +124,7 @@ class OwnLosses:
         """
 
         def call(*args: Any, **kwargs: Any) -> tf.Tensor:
-            if self._pairs is None:
+            if not self._has_own_loss:
                 self._layers.look_at((args, kwargs))
             elif self._pairs.relates_rows((args, kwargs)):
                 return loss(*args, **kwargs)
@@ -134,7 +136,7 @@ class OwnLosses:
 
     def of_all_ranks(self, values: Any, who: str) -> Any | None:
         """See `OwnPairs.of_all_ranks`; `None` if the model's steps are Keras' own."""
-        return None if self._pairs is None else self._pairs.of_all_ranks(values, who)
+        return self._pairs.of_all_ranks(values, who) if self._has_own_loss else None
 
     @contextlib.contextmanager
     def opened(self, model: keras.Model, gather: Gather) -> Iterator[None]:
@@ -146,11 +148,11 @@ class OwnLosses:
                 and returns those of all ranks.
         """
         self._gather = gather
-        has_own_loss = computes_own_loss(model) and self._step.engine.size > 1
-        self._pairs = OwnPairs(self._step, self._rows, gather) if has_own_loss else None
+        self._has_own_loss = computes_own_loss(model) and self._step.engine.size > 1
+        self._pairs = OwnPairs(self._step, self._rows, gather)
         self._model = type(model).__name__
         self._loss = f"The loss that the step of {self._model} differentiates"
-        if has_own_loss and tf.executing_eagerly():
+        if self._has_own_loss and tf.executing_eagerly():
             self._tell(_EAGER, type(model).__name__)
         with contextlib.ExitStack() as stack:
             stack.enter_context(
@@ -251,11 +253,13 @@ class OwnLosses:
             return None
         if self._rows.row_wise(value) is None:
             return None
+        if not value.dtype.is_floating:  # made-up rows show little of integers and flags
+            return self._pairs.of_rows(value, _KEPT)
         with self._rows.computing_again():
             found = self._find(value, "")
             if isinstance(found, GlobalValue):
                 return found.as_mean(value)
-            if not value.dtype.is_floating or (found is None and tensor_key(value) not in self._are_means):
+            if found is None and tensor_key(value) not in self._are_means:
                 return None
             own = value if found is None else found.as_mean(value)
             return self._step.engine.allreduce([self._step.weighted(own)])[0]
@@ -344,7 +348,7 @@ class OwnLosses:
                 parts = self._parts_of(found, rows, inlined(value), means)
                 if any(parts.is_changed(each) for each in self._unrecorded.values() if each.graph is graph):
                     return None  # a copy would have the gradients that no tape takes
-                of_all_ranks = OfAllRanks(self._step, parts, inlined, lambda own: self._gather(who, own))
+                of_all_ranks = OfAllRanks(self._step, parts, inlined, lambda own: self._gather(who or _KEPT, own))
                 return GlobalValue(parts.value, of_all_ranks, inlined)
             except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
                 return None

@@ -66,6 +66,13 @@ class OwnPairs:
         """
         if not self.relates_rows(values):
             return None
+        made = self.of_rows(values, who)
+        if made is None and self._step.engine.rank == 0:
+            once.warning(_NOT_OF_ALL.format(who))
+        return made
+
+    def of_rows(self, values: Any, who: str) -> Any | None:
+        """See `of_all_ranks`; whether the values relate rows or not."""
         leaves = keras.tree.flatten(values)
         masks = [get_keras_mask(each) for each in leaves]
         own = {id(each): each for each in (*leaves, *masks) if self._is_of_rows(each)}
@@ -81,8 +88,6 @@ class OwnPairs:
                 of_all = OfAllRanks(self._step, cut, inlined, lambda rows: self._gather(who, rows))
                 made = {key: of_all(each) for key, each in copies.items()}
             except (LookupError, TypeError, ValueError, tf.errors.OpError):
-                if self._step.engine.rank == 0:
-                    once.warning(_NOT_OF_ALL.format(who))
                 return None
         for leaf, mask in zip(leaves, masks, strict=True):
             if id(leaf) in made and mask is not None:
