@@ -82,6 +82,7 @@ SLOW = (
     "jit_compile_is_off_where_messages_are_sent_before",
     "jit_compile_of_a_recurrent_model",
     "kinds_of_arrays",
+    "layers_that_relate_rows_are_named",
     "losses_by_hand_in_functions_of_networks",
     "losses_of_padded_sequences",
     "losses_of_whole_batches",
