@@ -39,12 +39,12 @@ class Preemption(Preempt):
     """
 
     def __init__(self, exit_code: int = 75, signals: Sequence[str] = ("SIGTERM", "SIGUSR1")) -> None:
-        named = [signals] if isinstance(signals, str) else list(signals)
         is_code = isinstance(exit_code, int) and 0 < exit_code < 256
-        if not is_code or isinstance(signals, str) or not set(named) <= set(signal.Signals.__members__):
+        are_named = not isinstance(signals, str) and set(signals) <= set(signal.Signals.__members__)
+        if not (is_code and are_named):
             raise StrategyError(
                 f"An argument of Preemption is invalid. Received: exit_code={exit_code!r}, signals={signals!r}. "
                 "Expected a number from 1 to 255, as 0 says that the training has ended, and names as "
                 '("SIGTERM", "SIGUSR1"). Fix: change it.'
             )
-        super().__init__(exit_code, named)
+        super().__init__(exit_code, signals)

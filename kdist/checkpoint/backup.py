@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -141,6 +142,9 @@ class Backup(AllRanksCallback):
         self._storage.end(delete=self.delete_checkpoint)
         if self.delete_checkpoint:
             own_progress.fit_ends(self.backup_dir)
+            if self.is_chief:
+                with contextlib.suppress(OSError):  # it is gone, or has another call's directory in it
+                    os.rmdir(self.backup_dir)
         self.session.engine.barrier()  # all ranks see the deletion afterwards
 
     def clean_up(self) -> None:

@@ -27,7 +27,6 @@ Checkpoint = Mapping[str, State]
 
 FORMAT = 2
 NUM_KEPT = 2
-_OF_FIT = re.compile(r"fit-\d+")  # in the directory of a script's first `fit`
 _NAME = re.compile(r"checkpoint-(\d{8,})")
 _UNFINISHED, _BEING_DELETED = ".checkpoint-being-written", ".checkpoint-being-deleted"
 _ARRAYS, _STATE = "arrays.npz", "state.json"
@@ -117,8 +116,6 @@ class CheckpointDirectory:
         self.lock.release()
         with contextlib.suppress(OSError):
             self.path.rmdir()
-            if _OF_FIT.fullmatch(self.path.name):
-                self.path.parent.rmdir()
 
     def _all(self) -> list[Path]:
         if not self.path.is_dir():

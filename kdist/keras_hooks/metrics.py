@@ -15,7 +15,7 @@ from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
 from kdist._tf_internals import is_compiled_by_xla
 from kdist.keras_hooks.patching import patched
-from kdist.keras_hooks.trainer import is_output_loss, loss_tracker
+from kdist.keras_hooks.trainer import computes_own_loss, is_output_loss, loss_tracker
 
 _BUILT_FOR = "kdist_built_for"
 
@@ -260,7 +260,7 @@ def weighted_scalars(
         elif sample_weight is not None and not tf.executing_eagerly() and is_output_loss(model, self):
             # The output's length, as fixed in the graph: in one process it weighs all steps equally.
             sample_weight = tf.cast(sample_weight, self.dtype) * tf.cast(weight(), self.dtype)
-        elif sample_weight is not None and _are_wide(values, sample_weight, weight()):
+        elif sample_weight is not None and _may_be_wider_elsewhere(model, values, sample_weight, weight()):
             values, sample_weight = equally_wide([values, sample_weight])
         return original(self, values, sample_weight=sample_weight)
 
@@ -279,10 +279,13 @@ def weighted_scalars(
         yield
 
 
-def _are_wide(values: Any, weights: Any, of_step: tf.Tensor) -> bool:
+def _may_be_wider_elsewhere(model: keras.Model, values: Any, weights: Any, of_step: tf.Tensor) -> bool:
     """Returns whether values have weights of their own within each row, and ranks may differ in their number.
 
+    An eager step of the user's may pass them on some ranks only, and a message would wait for the others.
+
     Args:
+        model: `keras.Model` of the step.
         values: what a metric is given.
         weights: the same.
         of_step: tensor of the step; in its branches and functions, and with XLA, no message is sent.
@@ -291,7 +294,9 @@ def _are_wide(values: Any, weights: Any, of_step: tf.Tensor) -> bool:
         return False
     if get_keras_mask(values) is not None or is_compiled_by_xla():
         return False
-    return tf.executing_eagerly() or (None in values.shape[1:] and values.graph is of_step.graph)
+    if tf.executing_eagerly():
+        return not computes_own_loss(model)
+    return bool(None in values.shape[1:] and values.graph is of_step.graph)
 
 
 def flat_logs(logs: Any) -> Any:

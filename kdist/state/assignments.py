@@ -45,7 +45,8 @@ class Assignments:
     Weights, optimizers' variables and metrics are left alone, and so are variables that are set to values in which
     the ranks cannot differ: a counter of steps, the weights of a teacher that follow the student's. A variable's
     `aggregation` says how it is merged. Without one, increments of integers are summed, statistics of Keras' own layers
-    are averaged, and others are averaged with a warning.
+    are averaged, and others are computed for the rows of all ranks as they are assigned. Where that is not found out,
+    they are averaged with a warning.
 
     Args:
         model: `keras.Model`.

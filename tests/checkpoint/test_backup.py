@@ -118,6 +118,14 @@ def test_each_fit_of_a_script_resumes_its_own_checkpoints_in_one_directory(tmp_p
     assert not (tmp_path / "backup").exists()
 
 
+def test_a_directory_that_is_called_like_those_of_later_fits_leaves_the_users_folder(tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    fit(kdist.callbacks.BackupAndRestore(folder / "fit-3"))
+    assert folder.is_dir()
+    assert not (folder / "fit-3").exists()
+
+
 def test_the_best_weights_of_early_stopping_are_kept_with_scalars_among_them(tmp_path):
     def made():
         keras.utils.set_random_seed(0)

@@ -227,6 +227,8 @@ class OwnLosses:
 
         Where nothing is found out about it, it counts as a sum over rows.
 
+        Collective: every rank must call this, in the same order.
+
         Args:
             value: symbolic tensor.
             who: see `as_mean`.

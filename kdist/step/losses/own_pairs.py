@@ -48,7 +48,7 @@ class OwnPairs:
 
         Nothing is found out where a step is traced for a number of rows.
         """
-        leaves = [each for each in keras.tree.flatten(values) if self._is_of_rows(each) and can_relate_rows(each)]
+        leaves = [each for each in keras.tree.flatten(values) if self._rows.is_of_rows(each) and can_relate_rows(each)]
         key = tuple(map(tensor_key, leaves))
         if key not in self._are_related:
             row_wise = self._rows.row_wise(leaves[0]) if leaves and self._rows.of(leaves[0]) else None
@@ -72,10 +72,13 @@ class OwnPairs:
         return made
 
     def of_rows(self, values: Any, who: str) -> Any | None:
-        """See `of_all_ranks`; whether the values relate rows or not."""
+        """See `of_all_ranks`; whether the values relate rows or not, and without a warning.
+
+        Collective: every rank must call this, in the same order.
+        """
         leaves = keras.tree.flatten(values)
         masks = [get_keras_mask(each) for each in leaves]
-        own = {id(each): each for each in (*leaves, *masks) if self._is_of_rows(each)}
+        own = {id(each): each for each in (*leaves, *masks) if self._rows.is_of_rows(each)}
         row_wise = self._rows.row_wise(next(iter(own.values())))
         known, means = self._without_rows()
         inlined = Inlined(self._step.depends_on_rows, [*means, *known])
@@ -93,11 +96,6 @@ class OwnPairs:
             if id(leaf) in made and mask is not None:
                 set_keras_mask(made[id(leaf)], made.get(id(mask), mask))
         return keras.tree.pack_sequence_as(values, [made.get(id(each), each) for each in leaves])
-
-    def _is_of_rows(self, value: Any) -> bool:
-        graph = tf.compat.v1.get_default_graph()
-        is_own = tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor) and value.graph is graph
-        return is_own and self._step.depends_on_rows(value)
 
     def _without_rows(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         return self._rows.known(), list(self._rows.means.values())

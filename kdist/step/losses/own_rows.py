@@ -50,6 +50,11 @@ class OwnRows:
         """Returns what does not count as computed from rows, though it is."""
         return [self._step.weight, self._step.share, *self._statistics]
 
+    def is_of_rows(self, value: Any) -> bool:
+        """Returns whether a value is a tensor of the graph that is being traced, and is computed from rows."""
+        is_own = isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value) and value.graph is _graph()
+        return is_own and self._step.depends_on_rows(value)
+
     def of(self, value: tf.Tensor) -> MeansAndSums | None:
         """Returns the rows of which a tensor is computed, if others can be made up for them.
 

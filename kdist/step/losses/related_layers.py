@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from kdist._tf_internals import is_compiled_by_xla
 from kdist.reports.log import once
 from kdist.state.rows.mixed_rows import first_mixed
 from kdist.step.losses.own_rows import OwnRows
@@ -38,14 +36,12 @@ class RelatedLayers:
         Args:
             values: structure of tensors and others that Keras' step passes to a compiled loss.
         """
-        graph = tf.compat.v1.get_default_graph()
-        leaves = [
-            each
-            for each in keras.tree.flatten(values)
-            if isinstance(each, tf.Tensor) and tf.is_symbolic_tensor(each) and each.graph is graph
-        ]
-        is_alone = self._step.engine.size == 1 or self._step.engine.rank != 0
-        found = None if is_alone or not leaves or is_compiled_by_xla() else self._rows.at_hand(leaves[0])
-        mixed = None if found is None else first_mixed(found, leaves, self._rows.known())
+        if self._step.engine.size == 1 or self._step.engine.rank != 0:
+            return
+        outputs = [each for each in keras.tree.flatten(values) if self._rows.is_of_rows(each)]
+        if not outputs or self._rows.is_in_branch(outputs[0]):
+            return
+        found = self._rows.at_hand(outputs[0])
+        mixed = None if found is None else first_mixed(found, outputs, self._rows.known())
         if mixed is not None:
             once.warning(_RELATED.format(mixed.name))
