@@ -33,6 +33,7 @@ KINDS = ("kill", "crash", "stop", "raise", "preempt")
 NUM_FAULTS = 5  # of a training
 NUM_STEPS = 18  # of a whole training
 SAVED_EACH = 2  # steps
+LONGEST_DELAY = 0.15  # seconds after a step, in which a few more are made
 MAX_COMMANDS = NUM_FAULTS + 1
 FOLDER = "KDIST_TEST_FAULTS"  # an environment variable of all processes of a training
 
@@ -64,7 +65,7 @@ def plan_of(seed: int) -> Plan:
     for _ in range(NUM_FAULTS):
         kind, rank = draws.choice(KINDS), draws.randrange(2)
         # An attempt has the steps that are left, so early ones are likelier to come.
-        step, delay = draws.randrange(draws.randrange(1, NUM_STEPS)), draws.random() ** 2
+        step, delay = draws.randrange(draws.randrange(1, NUM_STEPS)), LONGEST_DELAY * draws.random() ** 2
         ways.append(f"{kind}@{rank}:{step}+{delay:.3f}")
     return Plan(ENGINES[seed % 3], seed // 3 % 2 == 1, tuple(ways))
 
