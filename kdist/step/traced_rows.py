@@ -30,8 +30,6 @@ class TracedRows:
         self._can_trace_again = False
         self._is_asked = False
         self._has_failed = False
-        self._has_waited = False
-        self._made: list[tuple[Any, Any]] = []  # variables, and their initial values
 
     def traced(self, trace: Callable[[], Any], renew: Callable[[], None]) -> Any:
         """Traces the step, without running it, and again if the number of rows is to be hidden or cannot be.
@@ -40,22 +38,19 @@ class TracedRows:
             trace: callable that traces it and returns the result.
             renew: callable after which `trace` traces a new function.
         """
-        self._can_trace_again, self._is_asked, self._has_failed, self._made = not self.is_final, False, False, []
+        self._can_trace_again, self._is_asked, self._has_failed = not self.is_final, False, False
         try:
             result = trace()
         except Exception:
             if not self._has_failed:
                 raise
-            is_first = self._waits()  # as a sharded optimizer copies weights, which have no values before the end
-            if not (self._set_values() and is_first):
-                self.are_unknown, self.is_final = False, True
-            self._has_waited = self._has_waited or is_first
+            self.are_unknown, self.is_final = False, True
         else:
-            if not (self._is_asked and self._set_values()):
+            if not self._is_asked:
                 return result
-            self.are_unknown = self._has_waited = True
+            self.are_unknown = True
         finally:
-            self._can_trace_again, self._made = False, []
+            self._can_trace_again = False
         renew()
         return self.traced(trace, renew)
 
@@ -67,14 +62,9 @@ class TracedRows:
         """Returns whether the step, of which something is to be computed now, is traced again, as it then can be.
 
         Args:
-            knows_number: bool, whether the graph knows the number of rows, which is then hidden. Variables that this
-                trace has made have no values before its end, either. Other traces may make others, again and again.
+            knows_number: bool, whether the graph knows the number of rows, which is then hidden.
         """
-        with tf.init_scope():
-            waits = self._waits()
-        self._is_asked = self._is_asked or (
-            self._can_trace_again and (waits or (knows_number and not self.are_unknown))
-        )
+        self._is_asked = self._is_asked or (self._can_trace_again and knows_number and not self.are_unknown)
         return self._is_asked
 
     @property
@@ -82,30 +72,11 @@ class TracedRows:
         """Whether something has asked for the step to be traced again: what this trace finds does not count."""
         return self._is_asked
 
-    def _waits(self) -> bool:
-        """Returns whether the trace has made variables that have no values, for the first time."""
-        return not self._has_waited and any(not variable.is_initialized() for variable, _ in self._made)
-
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """A context in which a step is traced, or runs eagerly."""
         try:
-            with tf.variable_creator_scope(self._noted):
-                yield
+            yield
         except Exception:
             self._has_failed = self.are_unknown and not tf.executing_eagerly()
             raise
-
-    def _noted(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        variable = next_creator(**kwargs)
-        if self._can_trace_again:
-            self._made.append((variable, kwargs.get("initial_value")))
-        return variable
-
-    def _set_values(self) -> bool:
-        """Sets variables that a trace has made, which would get values when it runs; returns whether that is known."""
-        waiting = [(variable, value) for variable, value in self._made if not variable.is_initialized()]
-        are_known = all(callable(value) for _, value in waiting)
-        for variable, value in waiting if are_known else ():
-            variable.assign(value())
-        return are_known

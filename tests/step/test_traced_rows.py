@@ -1,4 +1,4 @@
-"""When a step is traced again: without the number of its rows, with it, or with values for what the trace has made."""
+"""When a step is traced again: without the number of its rows, or with it."""
 
 import pytest
 import tensorflow as tf
@@ -75,48 +75,3 @@ def test_an_error_of_the_steps_own_is_raised_as_it_is():
         steps.traced()
     assert raised.value.__context__ is None
     assert steps.traces == [True, False]
-
-
-def test_variables_that_a_trace_has_made_get_their_values():
-    made = []
-
-    def makes(rows):
-        if not made:
-            made.append(tf.Variable(lambda: tf.fill((2,), 3.0)))
-        rows.is_traced_again(knows_number=False)
-        return made[0] * 2
-
-    steps = Steps(makes)
-    assert steps.traced()().numpy().tolist() == [6.0, 6.0]
-    assert steps.traces == [False, False, True]  # TensorFlow traces a function that has made variables once more
-
-
-def test_a_step_that_makes_variables_in_each_trace_is_traced_twice_at_most():
-    made = []
-
-    def makes(rows):
-        made.append(tf.Variable(lambda: 1.0))
-        rows.is_traced_again(knows_number=False)
-        return tf.constant(0.0)
-
-    with pytest.raises(ValueError, match="singleton"):  # TensorFlow's own error about such a function
-        Steps(makes).traced()
-    assert len(made) <= 4
-
-
-def test_a_step_that_reads_what_its_trace_has_made_is_traced_again_without_the_number():
-    made = []
-
-    def reads(rows):
-        if not made:
-            made.append(tf.Variable(lambda: 3.0))
-        with tf.init_scope():
-            if not made[0].is_initialized():
-                raise ValueError("no value")
-        return made[0] * 1
-
-    steps = Steps(reads)
-    steps.rows.hide_from_now_on()
-    assert float(steps.traced()()) == 3
-    assert steps.traces == [True, True]
-    assert steps.rows.are_unknown

@@ -1,0 +1,30 @@
+"""Variables that a step makes while it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from kdist._tf_internals import ResourceVariable
+
+
+def variable_with_value(kwargs: Mapping[str, Any]) -> tf.Variable | None:
+    """Returns a variable that has its value, though a function is being traced that makes it, or `None`.
+
+    TensorFlow gives such a variable its value when the function runs, and traces the function once more. But gradients
+    and losses of all rows are found out, and slots are made in parts, in the first trace: they read variables there.
+
+    Args:
+        kwargs: mapping, the arguments of a variable creator. `None` is returned if their initial value is no function,
+            or is computed of the graph's tensors.
+    """
+    if not (callable(kwargs.get("initial_value")) and tf.inside_function()):
+        return None
+    arguments = {name: value for name, value in kwargs.items() if name not in ("use_resource", "collections")}
+    try:
+        with tf.init_scope():
+            return ResourceVariable(**arguments)
+    except (TypeError, ValueError, NotImplementedError):  # how TensorFlow refuses a tensor of another graph
+        return None
