@@ -98,9 +98,11 @@ def _watch_keras(info: ClusterInfo) -> None:
     if keras.config.backend() != "tensorflow":
         return  # the scope refuses it
     try:
+        from kdist.data.graphs.eager_order import count_iterations
         from kdist.keras_hooks.trainer import watch_first_fit
 
         watch_first_fit(functools.partial(_is_reported, info))
+        count_iterations()  # before the scope, too
     except Exception:  # of an unknown Keras; the user's import of it must not fail
         _LOG.debug("a fit outside of the scope is not seen", exc_info=True)
 

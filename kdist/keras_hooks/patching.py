@@ -49,11 +49,13 @@ _TUNER = "keras_tuner.src"
 _MODEL = _TRAINER_CLASSES  # a layer that is a trainer, too
 _OPTIMIZER = "keras.optimizers.Optimizer"
 _TENSORFLOW = "kdist._tf_internals"
+_JOB = "a job of several ranks"
 _LIFE, _SCOPE, _VERB, _FIT, _PASS, _STEP = "a model's life", "a scope", "a verb", "a fit", "a pass", "a step"
 
 PATCHES = (
     Patch(_TRAINER_CLASSES, ("__init__", *VERBS), "class", _SCOPE, "see models made or used in it, or in `kdist plan`"),
-    Patch(_TRAINER_CLASSES, ("fit",), "class", "a job's first `fit` outside of a scope", "warn of it"),
+    Patch(_TRAINER_CLASSES, ("fit",), "class", _JOB, "warn of one outside of a scope"),
+    Patch("tensorflow.data.Dataset", DATASET_METHODS, "class", _JOB, "count iterations"),
     Patch(_MODEL, VERBS, "instance", _LIFE, "agree, broadcast state, shard data"),
     Patch(_MODEL, ("train_step", "test_step", "predict_step"), "instance", _LIFE, "run a rank's share"),
     Patch(_MODEL, ("_make_function", "_maybe_symbolic_build"), "instance", _LIFE, "call graphs and build"),

@@ -20,7 +20,7 @@ from kdist.keras_hooks.metrics import summed_variables
 from kdist.keras_hooks.optimizers import innermost, optimizers_of
 from kdist.keras_hooks.own_steps import OwnSteps
 from kdist.keras_hooks.patching import VERBS, original
-from kdist.keras_hooks.signatures import comparable, named_arguments
+from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import (
     EPOCH_LOGS,
     MAKE_FUNCTION,
@@ -128,7 +128,7 @@ class ReplicatedModel:
             self._own_steps.patch()
         session.warn_of_other_settings()
         session.end_interrupted_pass()
-        session.feed.begin_verb(name, comparable(named_arguments(inspect.signature(run).bind(*args, **kwargs))))
+        session.feed.begin_verb(name, named_arguments(inspect.signature(run).bind(*args, **kwargs)))
         if not is_outermost:
             session.agree()  # a callback may have loaded weights on this rank
         self._compiled_steps.disable_keras_compilation()

@@ -119,6 +119,31 @@ def with_inputs(dataset: Any) -> Iterator[Any]:
         yield from with_inputs(each)
 
 
+def is_nondeterministic_op(dataset: Any) -> bool:
+    """Returns whether the last operation of a dataset may order elements differently on each rank."""
+    op = attributes(dataset)
+    if kind(dataset) in ("Random", "Shuffle"):
+        return int(getattr(op, "seed", 0)) == int(getattr(op, "seed2", 0)) == 0
+    return getattr(op, "deterministic", "default") == "false"
+
+
+def reshuffles(dataset: Any) -> bool:
+    """Returns whether the last operation of a dataset is a shuffle with another order in each iteration."""
+    return kind(dataset) == "Shuffle" and getattr(attributes(dataset), "reshuffle_each_iteration", None) is not False
+
+
+def seeded_shuffles(dataset: Any) -> list[Any]:
+    """Returns the shuffles of a dataset that have a seed, and another order in each iteration; inputs first."""
+    return [each for each in inputs_first(dataset) if reshuffles(each) and not is_nondeterministic_op(each)]
+
+
+def inputs_first(dataset: Any) -> Iterator[Any]:
+    """Yields a dataset and those that it is made of, from the beginning to the end."""
+    for each in inputs(dataset):
+        yield from inputs_first(each)
+    yield dataset
+
+
 def functions(dataset: Any) -> list[Any]:
     """Returns the traced functions of the last operation of a dataset, as concrete functions."""
     return [function.function for function in dataset._functions()]
@@ -158,6 +183,12 @@ INPUTS = "inputs"
 
 GENERATOR, GENERATORS_BY_NODE = ORDERS = "generator", "generators by node"
 """The keys in `resources_of` of what makes the orders of a dataset's shuffles."""
+
+IS_LOOKED_AT = "is looked at"
+"""The key in `resources_of` of a dataset that kdist iterates by itself."""
+
+SKIPPED = "skipped"
+"""The key of how many orders of a seeded shuffle have been made by hand, as rank 0 has it; see `eager_order.py`."""
 
 
 def resources_of(dataset: Any) -> dict[Any, Any]:

@@ -2,7 +2,7 @@
 
 An unseeded shuffle has another order on each rank: a sample is then seen twice, another never. A seeded shuffle has
 another order, too, after one rank has iterated the dataset by itself. Seeded shuffles that reshuffle therefore get a
-seed generator of kdist's, which is kept with the user's dataset and starts with the first order.
+seed generator of kdist's, which is kept with the user's dataset. It leaves out the orders that rank 0 has made by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdist.data.graphs.dataset_internals import GENERATORS_BY_NODE, flat_structure, from_variant, resources_of
+from kdist.data.graphs.dataset_internals import (
+    GENERATORS_BY_NODE,
+    SKIPPED,
+    flat_structure,
+    from_variant,
+    resources_of,
+    seeded_shuffles,
+)
 from kdist.data.graphs.graph_def import called_functions, graph_of, node_lists, other_tasks_nodes, rename_functions
 from kdist.errors import DataError
 
@@ -66,7 +73,7 @@ def draws_unseeded(graph: Any) -> bool:
 def make_deterministic(dataset: tf.data.Dataset, seed: int, fixed_seeds: Sequence[int] = ()) -> tf.data.Dataset:
     """Returns a dataset in which unseeded shuffles have a seed, and all ops are deterministic and run in this process.
 
-    Seeded shuffles start with their first order, however often the user's dataset was iterated.
+    Seeded shuffles continue after the orders that rank 0 has made by hand.
 
     Args:
         dataset: `tf.data.Dataset`.
@@ -162,11 +169,15 @@ def _set_generators(dataset: Any, nodes: Any, reshuffling: list[Any]) -> list[An
     """Replaces the seed generators of seeded shuffles; returns the datasets that hold the new ones."""
     by_name = {node.name: node for node in nodes}
     kept = resources_of(dataset).setdefault(GENERATORS_BY_NODE, {})
-    for node in reshuffling:
+    skipped = [resources_of(each).get(SKIPPED, 0) for each in seeded_shuffles(dataset)]
+    if len(skipped) != len(reshuffling):  # others are in the graph than in Python
+        skipped = [max(skipped, default=0)] * len(reshuffling)
+    for node, count in zip(reshuffling, skipped, strict=True):
         first, position = _SEED_INPUTS[node.op]
         if node.name not in kept:
             seeds = [tf.make_ndarray(by_name[name].attr["value"].tensor) for name in node.input[first : first + 2]]
             kept[node.name] = shuffle_with((seeds[0], seeds[1]), tf.data.Dataset.range(1), 1, reshuffle=True)
+            skip_orders(kept[node.name], count)
         _replace_input(nodes, node, position, _seed_nodes(kept[node.name])[2])
     return list(kept.values())
 
@@ -194,6 +205,17 @@ def shuffle_with(
         **flat_structure(dataset),
     )
     return from_variant(variant, dataset, owner)
+
+
+def skip_orders(shuffled: tf.data.Dataset, count: int) -> None:
+    """Makes orders of a shuffle that nobody uses.
+
+    Args:
+        shuffled: `tf.data.Dataset`, of `shuffle_with`.
+        count: int, how many.
+    """
+    for _ in range(count):
+        iter(shuffled)
 
 
 def _replace_input(nodes: Any, node: Any, position: Any, source: Any, *, in_function: bool = False) -> None:

@@ -1,6 +1,7 @@
 """Pipelines of `tf.data` that the user iterates by hand, in one order on all ranks.
 
-What is made of their first elements (a vocabulary, statistics, a sample for `predict`) is then equal on all ranks.
+What is made of their first elements (a vocabulary, statistics, a sample for `predict`) is then equal on all ranks. And
+the next `fit` has the order that it has in one process: each iteration of a seeded shuffle makes its next order.
 """
 
 from __future__ import annotations
@@ -10,18 +11,85 @@ import contextlib
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from kdist.data.graphs.dataset_internals import ORDERS, resources_of, with_inputs
-from kdist.data.graphs.determinism import derived_seed
+from kdist.data.graphs.dataset_internals import (
+    GENERATOR,
+    GENERATORS_BY_NODE,
+    IS_LOOKED_AT,
+    ORDERS,
+    SKIPPED,
+    resources_of,
+    seeded_shuffles,
+    with_inputs,
+)
+from kdist.data.graphs.determinism import derived_seed, skip_orders
 from kdist.data.graphs.pipeline import Pipeline, is_away, nondeterministic_parts
+from kdist.data.graphs.replay import orders_of
 from kdist.errors import DataError
 from kdist.keras_hooks.patching import DATASET_METHODS, patched
 
 _log = logging.getLogger("kdist")
+
+_BY_HAND = "iterations by hand"
+
+
+def count_iterations() -> None:
+    """Counts from now on how often seeded shuffles are iterated by hand.
+
+    A loop that iterates a `repeat` of a shuffle counts as one iteration, in whichever repetition it ends.
+    """
+
+    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def counted(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            if tf.executing_eagerly() and IS_LOOKED_AT not in resources_of(dataset):
+                for each in seeded_shuffles(dataset):
+                    kept = resources_of(each)
+                    kept[_BY_HAND] = kept.get(_BY_HAND, 0) + 1
+            return method(dataset, *args, **kwargs)
+
+        counted.patches = patches  # type: ignore[attr-defined]  # as long as there is the method
+        return counted
+
+    patches = contextlib.ExitStack()
+    for name in DATASET_METHODS:
+        patches.enter_context(patched(tf.data.Dataset, name, counting(getattr(tf.data.Dataset, name))))
+
+
+def iterations_by_hand(arguments: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Returns how often each seeded shuffle of the datasets among a verb's arguments was iterated by hand."""
+    counts = {
+        name: [resources_of(each).get(_BY_HAND, 0) for each in seeded_shuffles(value)]
+        for name, value in arguments.items()
+        if isinstance(value, tf.data.Dataset)
+    }
+    return {name: numbers for name, numbers in counts.items() if any(numbers)}
+
+
+def skip_orders_made_by_hand(arguments: Mapping[str, Any], counts: Mapping[str, list[int]]) -> None:
+    """Lets the datasets among a verb's arguments continue with the orders after those that were made by hand.
+
+    Args:
+        arguments: mapping, the verb's arguments.
+        counts: mapping, what `iterations_by_hand` returns on rank 0: one rank may have iterated alone.
+    """
+    for name, numbers in counts.items():
+        dataset = arguments.get(name)
+        shuffles = seeded_shuffles(dataset) if isinstance(dataset, tf.data.Dataset) else []
+        more = []
+        for each, count in zip(shuffles, numbers, strict=False):
+            kept = resources_of(each)
+            more.append(count - kept.get(SKIPPED, 0))
+            kept[SKIPPED] = count
+            if GENERATOR in kept:
+                skip_orders(orders_of(kept[GENERATOR]), more[-1])
+        for each in with_inputs(dataset) if any(more) else ():
+            for generator in resources_of(each).get(GENERATORS_BY_NODE, {}).values():
+                skip_orders(generator, max(more))
 
 
 @contextlib.contextmanager

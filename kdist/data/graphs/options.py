@@ -11,7 +11,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.data.graphs.dataset_internals import asked_parallelism, functions, is_known, kind, with_inputs
+from kdist.data.graphs.dataset_internals import (
+    IS_LOOKED_AT,
+    asked_parallelism,
+    functions,
+    is_known,
+    kind,
+    resources_of,
+    with_inputs,
+)
 from kdist.data.graphs.graph_def import node_lists
 from kdist.data.graphs.inspection import is_stateless, leaves_maps_to_tensorflow
 
@@ -32,6 +40,13 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
+
+
+def looked_at(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns an untuned dataset whose iterations are kdist's own, not the user's; see `eager_order.py`."""
+    made = untuned(dataset)
+    resources_of(made)[IS_LOOKED_AT] = True
+    return made
 
 
 def prefetched(dataset: tf.data.Dataset) -> tf.data.Dataset:

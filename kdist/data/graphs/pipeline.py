@@ -8,18 +8,25 @@ from __future__ import annotations
 import collections
 import logging
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from kdist.data.graphs import dataset_internals as internals
-from kdist.data.graphs.dataset_internals import attributes, functions, kind, with_inputs
+from kdist.data.graphs.dataset_internals import (
+    attributes,
+    functions,
+    inputs_first,
+    is_nondeterministic_op,
+    kind,
+    reshuffles,
+    with_inputs,
+)
 from kdist.data.graphs.determinism import derived_seed, draws_unseeded, is_nondeterministic, make_deterministic
 from kdist.data.graphs.graph_def import graph_of, is_of_other_task, other_tasks_nodes, own_task
 from kdist.data.graphs.inspection import is_stateless
 from kdist.data.graphs.random_ops import with_rank_seeds
-from kdist.data.graphs.replay import can_be_replayed, is_nondeterministic_op, replay, reshuffles
+from kdist.data.graphs.replay import can_be_replayed, replay
 from kdist.errors import DataError
 
 APPLIED = "applied"
@@ -34,7 +41,7 @@ class Pipeline:
     Shuffles without a seed get one and parallel ops become deterministic. Where the user's dataset has a new order at
     each iteration, so has this one. An order that is the same in all iterations (`reshuffle_each_iteration=False`, a
     cache) is the same in all datasets made of the shuffle, a training part and a validation part. A seeded shuffle has
-    the orders that it would have in one process, the first one first: iterations by the user do not count. Known
+    the orders that it would have in one process, after those that rank 0 has made by hand. Known
     operations at the end are made again one by one; the graph before them is rewritten only where it must be.
 
     Args:
@@ -254,7 +261,7 @@ def _fixed_seeds(dataset: Any) -> list[tuple[int, int]]:
     """
     found: dict[int, int] = {}
     visits, num_equal = [], collections.Counter[str]()
-    for each in _inputs_first(dataset):
+    for each in inputs_first(dataset):
         if kind(each) == "Shuffle" and is_nondeterministic_op(each):
             if id(each) not in found:
                 shuffled = " ".join(_description(part) for part in with_inputs(each))
@@ -269,9 +276,3 @@ def _description(dataset: Any) -> str:
     bounds = [str(getattr(op, name, "")) for name in ("start", "stop", "step")]
     lengths = [str(leaf.shape) for leaf in getattr(op, "tensors", ()) if hasattr(leaf, "shape")]
     return " ".join([type(dataset).__name__, str(dataset.element_spec), *bounds, *lengths])
-
-
-def _inputs_first(dataset: Any) -> Iterator[Any]:
-    for each in internals.inputs(dataset):
-        yield from _inputs_first(each)
-    yield dataset

@@ -8,8 +8,16 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.data.graphs import dataset_internals as internals
-from kdist.data.graphs.dataset_internals import attributes, flat_structure, from_variant, functions, kind
-from kdist.data.graphs.determinism import shuffle_with
+from kdist.data.graphs.dataset_internals import (
+    attributes,
+    flat_structure,
+    from_variant,
+    functions,
+    is_nondeterministic_op,
+    kind,
+    reshuffles,
+)
+from kdist.data.graphs.determinism import shuffle_with, skip_orders
 
 
 def replay(step: Any, dataset: Any, seed: int = 0) -> Any:
@@ -30,19 +38,6 @@ def can_be_replayed(step: Any) -> bool:
     # A dataset that such a function captured may be shuffled, which only its graph shows.
     captured = [tensor for function in functions(step) for tensor in function.captured_inputs]
     return kind(step) not in ("Filter", "FlatMap") or all(tensor.dtype != tf.variant for tensor in captured)
-
-
-def is_nondeterministic_op(dataset: Any) -> bool:
-    """Returns whether the last operation of a dataset may order elements differently on each rank."""
-    op = attributes(dataset)
-    if kind(dataset) in ("Random", "Shuffle"):
-        return int(getattr(op, "seed", 0)) == int(getattr(op, "seed2", 0)) == 0
-    return getattr(op, "deterministic", "default") == "false"
-
-
-def reshuffles(dataset: Any) -> bool:
-    """Returns whether the last operation of a dataset is a shuffle with another order in each iteration."""
-    return kind(dataset) == "Shuffle" and getattr(attributes(dataset), "reshuffle_each_iteration", None) is not False
 
 
 def _replay_map(step: Any, dataset: Any, seed: int) -> Any:
@@ -86,8 +81,16 @@ def _seed_generator(step: Any) -> Any:
     kept = internals.resources_of(step)
     if internals.GENERATOR not in kept:
         op = attributes(step)
-        kept[internals.GENERATOR] = tf.raw_ops.AnonymousSeedGenerator(seed=op.seed, seed2=op.seed2, reshuffle=True)
+        made = tf.raw_ops.AnonymousSeedGenerator(seed=op.seed, seed2=op.seed2, reshuffle=True)
+        kept[internals.GENERATOR] = made
+        skip_orders(orders_of(made), kept.get(internals.SKIPPED, 0))
     return kept[internals.GENERATOR].handle
+
+
+def orders_of(generator: Any) -> tf.data.Dataset:
+    """Returns a dataset each of whose iterations makes an order of a seed generator."""
+    number = tf.data.Dataset.range(1)
+    return shuffle_with((1, 1), number, 1, reshuffle=True, generator=generator.handle, owner=generator)
 
 
 def _replay_flat_map(step: Any, dataset: Any, seed: int) -> Any:

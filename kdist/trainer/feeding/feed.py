@@ -10,11 +10,12 @@ from typing import Any
 
 import keras
 
+from kdist.data.graphs.eager_order import iterations_by_hand, skip_orders_made_by_hand
 from kdist.data.input_checks import check_inputs
 from kdist.data.make_source import SourceAdapter, has_fixed_shapes, holds_random_state, make_source
 from kdist.data.source import Source
 from kdist.errors import MismatchError, ScopeError
-from kdist.keras_hooks.signatures import CLASS_WEIGHT
+from kdist.keras_hooks.signatures import CLASS_WEIGHT, comparable
 from kdist.reports.log import once
 from kdist.state.comparison import refuse_differences
 from kdist.state.random_state import input_seed
@@ -144,20 +145,24 @@ class Feed:
             self._training = iterator
         return iterator
 
-    def begin_verb(self, verb: str, given: dict[str, str]) -> None:
+    def begin_verb(self, verb: str, arguments: dict[str, Any]) -> None:
         """Compares the arguments of a verb over the ranks, and broadcasts random states; see `agree_random_state`.
+
+        A dataset continues after the orders of its seeded shuffles that rank 0 has made by hand.
 
         Collective: every rank must call this, in the same order.
 
         Args:
             verb: str, the verb.
-            given: dict, its arguments as text.
+            arguments: dict, its arguments by name.
 
         Raises:
             MismatchError: if the ranks call other verbs, or with other arguments.
         """
         what = f"the arguments of {verb}"
-        by_rank = self._agree(what, given)
+        gathered = self._agree(what, [comparable(arguments), iterations_by_hand(arguments)])
+        by_rank, by_hand = ([each[part] for each in gathered] for part in (0, 1))
+        skip_orders_made_by_hand(arguments, by_hand[0])
 
         def refuse(name: str, rank: int) -> None:
             if name.startswith(CLASS_WEIGHT):  # compared before the data, from which it usually follows

@@ -244,6 +244,45 @@ def shuffled_batches() -> None:
         compare({"weights": plain.get_weights()}, {"weights": ours.inner.get_weights()})
 
 
+@feature
+def shuffles_that_were_iterated_by_hand() -> None:
+    """Batches that were looked at, layers that were adapted; in a graph that is rewritten whole, too."""
+    x, y = rows("even")
+    half = len(x) // 2
+
+    def part(number: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((x, y)).skip(number * half).take(half)
+
+    def shuffled(kind: str) -> tf.data.Dataset:
+        if kind == "interleaved":
+            data = tf.data.Dataset.range(2).shuffle(2, seed=1).shuffle(2, seed=4).interleave(part, cycle_length=1)
+        else:
+            data = tf.data.Dataset.from_tensor_slices((x, y))
+        return data.shuffle(len(x), seed=2).batch(size() * BATCH)
+
+    for kind in ("slices", "interleaved"):
+        data = {"plain": shuffled(kind), "ours": shuffled(kind)}
+        for each in data.values():
+            for _ in each.take(1):
+                pass
+
+        def script(_: int, data: dict[str, tf.data.Dataset] = data) -> dict[str, Any]:
+            given = data["ours" if tf.distribute.has_strategy() else "plain"]
+            normalization = keras.layers.Normalization()
+            normalization.adapt(given.map(lambda x, y: x))
+            model = mlp()
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            logs = [model.fit(given, epochs=2, verbose=0).history["loss"]]
+            if kdist.rank() == 1:  # alone
+                next(iter(given))
+            for _ in range(2):
+                given.reduce(0, lambda count, _: count + 1)
+            logs.append(model.fit(given.map(lambda x, y: (x + 1, y)), validation_data=given, verbose=0).history["loss"])
+            return {"logs": logs, "mean": normalization.mean, "weights": model.get_weights()}
+
+        both(script, scale_batch=False)
+
+
 if importlib.util.find_spec("torch"):
 
     @feature
