@@ -37,12 +37,15 @@ def case_what_a_rank_starts_is_not_that_rank() -> None:
     if kdist.rank() == 0:
         code = "import kdist\nwith kdist.scope(): print('opened')"
         alone = {**os.environ, "KDIST_STRATEGY": "single"}
-        refused, opened = (
-            subprocess.run([sys.executable, "-c", code], env=env, timeout=120, capture_output=True, text=True)
-            for env in (None, alone)
+        refused, spawned, opened = (
+            subprocess.run([sys.executable, "-c", code, word], env=env, timeout=120, capture_output=True, text=True)
+            for word, env in (("", None), ("--multiprocessing-fork", None), ("", alone))
         )
         assert refused.returncode, refused
+        assert spawned.returncode, spawned
         assert "was started by that rank" in refused.stderr, refused
+        assert "KDIST_STRATEGY=single" in refused.stderr, refused
+        assert '`if __name__ == "__main__":`' in spawned.stderr, spawned
         assert opened.stdout == "opened\n", opened
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import MutableMapping
 
 from kdist.cluster.info import ClusterInfo
@@ -28,11 +29,15 @@ def take_rank(info: ClusterInfo, env: MutableMapping[str, str]) -> None:
     rank = f"{info.launcher} {info.rank} {info.size}"
     taken, _, process = env.get(_VARIABLE, "").rpartition(" ")
     if taken == rank and process != str(os.getpid()):
+        fix = (
+            "start it with KDIST_STRATEGY=single in its environment, as subprocess.run([...], env={**os.environ, "
+            f'"KDIST_STRATEGY": "single"}}), or without the launcher\'s variables and {_VARIABLE}.'
+        )
+        if any("multiprocessing" in word for word in sys.orig_argv):  # it imports the script that has started it
+            fix = 'put what opens the scope under `if __name__ == "__main__":`, as for every such pool of processes.'
         raise ClusterError(
             "This process has the variables of a rank, and was started by that rank. Received: those of rank "
             f"{info.rank} of {info.size} ({info.launcher}), which process {process} is; this is process {os.getpid()}. "
-            "Expected one process a rank: the others wait for no second one. Fix: start it with KDIST_STRATEGY=single "
-            'in its environment, as subprocess.run([...], env={**os.environ, "KDIST_STRATEGY": "single"}), or without '
-            f"the launcher's variables and {_VARIABLE}."
+            f"Expected one process a rank: the others wait for no second one. Fix: {fix}"
         )
     env[_VARIABLE] = f"{rank} {os.getpid()}"

@@ -132,11 +132,11 @@ def refuse_other_rows(verb: str, name: str, rank: int) -> None:
     """
     if kind := {_ROWS: "rows", _SEEDS: "seeds"}.get(name):
         raise MismatchError(
-            "Each rank has other data. The likely cause is a `train_test_split` without `random_state`, or an "
-            "`image_dataset_from_directory`, a shuffle or random numbers without a seed, before the scope. Received: "
-            f"other {kind} in `{verb}` on rank {rank} than on rank 0 (KDIST_LOG=debug logs them). Expected the same "
-            "data on all ranks: kdist shards it. Fix: pass a seed (`random_state=0`, `seed=0`, `default_rng(0)`), or "
-            "make the data inside kdist.scope(); where each rank has data of its own, kdist.scope(auto_shard=False)."
+            "Each rank has other data. The likely cause is a `train_test_split` without `random_state`; a shuffle, "
+            "an `image_dataset_from_directory` or random numbers without a seed before the scope; or arrays that are "
+            f"split by rank (`x[rank::size]`). Received: other {kind} in `{verb}` on rank {rank} than on rank 0. "
+            "Expected the same data on all ranks: kdist shards it. Fix: pass a seed (`random_state=0`) and all rows, "
+            "or make the data inside kdist.scope(); where each rank has its own, kdist.scope(auto_shard=False)."
         )
 
 

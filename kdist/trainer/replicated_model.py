@@ -54,6 +54,7 @@ from kdist.trainer.callback_list import replicated_callbacks
 from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
 from kdist.trainer.feeding.given_rows import given_rows, with_one_row, with_unknown_numbers
 from kdist.trainer.metric_reset import MetricReset
+from kdist.trainer.other_libraries import refuse_parts_of_horovod
 from kdist.trainer.predictions import as_dense, gather_rows
 from kdist.trainer.session import ReplicatedSession
 
@@ -128,6 +129,8 @@ class ReplicatedModel:
             self._own_steps.patch()
         session.warn_of_other_settings()
         session.end_interrupted_pass()
+        if is_outermost:
+            refuse_parts_of_horovod(optimizers_of(self._model), kwargs.get("callbacks"))
         session.feed.begin_verb(name, named_arguments(inspect.signature(run).bind(*args, **kwargs)))
         if not is_outermost:
             session.agree()  # a callback may have loaded weights on this rank
@@ -154,6 +157,7 @@ class ReplicatedModel:
         # The first call with an optimizer does what the other verbs do at each call.
         is_first = self._is_first_on_batch(name)
         if is_first:
+            refuse_parts_of_horovod(optimizers_of(self._model), None)
             session.feed.agree_random_state(name)
             if name == "predict_on_batch":  # Keras does not build the model here
                 built = self._model.built
