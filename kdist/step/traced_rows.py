@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdist.strategies.variables import variable_with_value
+
 
 class TracedRows:
     """Whether the graphs of one kind of a model's steps know the number of their rows.
@@ -30,15 +32,22 @@ class TracedRows:
         self._can_trace_again = False
         self._is_asked = False
         self._has_failed = False
+        self._makes_values = False
+        self._has_made = False
 
-    def traced(self, trace: Callable[[], Any], renew: Callable[[], None]) -> Any:
+    def traced(self, trace: Callable[[], Any], renew: Callable[[], None], *, is_first: bool = True) -> Any:
         """Traces the step, without running it, and again if the number of rows is to be hidden or cannot be.
+
+        As TensorFlow does, it traces a step once more that has made variables: Keras and users ask whether there are
+        any, as an optimizer asks whether it is built.
 
         Args:
             trace: callable that traces it and returns the result.
             renew: callable after which `trace` traces a new function.
+            is_first: bool, whether the step may make variables, which have their values at once.
         """
         self._can_trace_again, self._is_asked, self._has_failed = not self.is_final, False, False
+        self._makes_values, self._has_made = is_first, False
         try:
             result = trace()
         except Exception:
@@ -46,13 +55,14 @@ class TracedRows:
                 raise
             self.are_unknown, self.is_final = False, True
         else:
-            if not self._is_asked:
+            if not (self._is_asked or self._has_made):
                 return result
-            self.are_unknown = True
+            self.are_unknown = self.are_unknown or self._is_asked
+            is_first = is_first and not self._has_made
         finally:
-            self._can_trace_again = False
+            self._can_trace_again = self._makes_values = False
         renew()
-        return self.traced(trace, renew)
+        return self.traced(trace, renew, is_first=is_first)
 
     def hide_from_now_on(self) -> None:
         """Traces the step without the number of its rows from the next trace on, if that is possible."""
@@ -76,7 +86,13 @@ class TracedRows:
     def tracing(self) -> Iterator[None]:
         """A context in which a step is traced, or runs eagerly."""
         try:
-            yield
+            with tf.variable_creator_scope(self._with_value):
+                yield
         except Exception:
             self._has_failed = self.are_unknown and not tf.executing_eagerly()
             raise
+
+    def _with_value(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        made = variable_with_value(kwargs) if self._makes_values else None
+        self._has_made = self._has_made or made is not None
+        return next_creator(**kwargs) if made is None else made

@@ -29,7 +29,6 @@ from kdist.strategies.devices import has_gpu
 from kdist.strategies.differentiable import ReplicaStep, sum_over_ranks
 from kdist.strategies.ordered_sums import ordered_sums
 from kdist.strategies.update_chain import UpdateChain
-from kdist.strategies.variables import variable_with_value
 
 
 class AllReduceStrategy(Strategy):
@@ -232,10 +231,10 @@ class AllReduceExtended(StrategyExtendedV1):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         colocate_with = kwargs.pop("colocate_with", None)
-        device = getattr(colocate_with, "device", None)
-        with contextlib.nullcontext() if device is None else tf.device(device):
-            made = variable_with_value(kwargs)
-            return next_creator(**kwargs) if made is None else made
+        if colocate_with is None or not hasattr(colocate_with, "device"):
+            return next_creator(**kwargs)
+        with tf.device(colocate_with.device):
+            return next_creator(**kwargs)
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         del colocate_with_variable  # every variable is in this process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +14,8 @@ from kdist._tf_internals import ResourceVariable
 def variable_with_value(kwargs: Mapping[str, Any]) -> tf.Variable | None:
     """Returns a variable that has its value, though a function is being traced that makes it, or `None`.
 
-    TensorFlow gives such a variable its value when the function runs, and traces the function once more. But gradients
-    and losses of all rows are found out, and slots are made in parts, in the first trace: they read variables there.
+    TensorFlow gives such a variable its value when the function runs. But gradients and losses of all rows are found
+    out, and slots are made in parts, while the function is traced: they read variables.
 
     Args:
         kwargs: mapping, the arguments of a variable creator. `None` is returned if their initial value is no function,
@@ -22,9 +23,11 @@ def variable_with_value(kwargs: Mapping[str, Any]) -> tf.Variable | None:
     """
     if not (callable(kwargs.get("initial_value")) and tf.inside_function()):
         return None
-    arguments = {name: value for name, value in kwargs.items() if name not in ("use_resource", "collections")}
+    unknown = ("collections", "colocate_with", "use_resource")
+    arguments = {name: value for name, value in kwargs.items() if name not in unknown}
+    device = getattr(kwargs.get("colocate_with"), "device", None)
     try:
-        with tf.init_scope():
+        with tf.init_scope(), contextlib.nullcontext() if device is None else tf.device(device):
             return ResourceVariable(**arguments)
     except (TypeError, ValueError, NotImplementedError):  # how TensorFlow refuses a tensor of another graph
         return None

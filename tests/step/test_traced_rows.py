@@ -1,4 +1,4 @@
-"""When a step is traced again: without the number of its rows, or with it."""
+"""When a step is traced again: without the number of its rows, with it, or after a trace that made variables."""
 
 import pytest
 import tensorflow as tf
@@ -75,3 +75,52 @@ def test_an_error_of_the_steps_own_is_raised_as_it_is():
         steps.traced()
     assert raised.value.__context__ is None
     assert steps.traces == [True, False]
+
+
+def test_a_step_that_makes_variables_is_traced_once_more_with_them():
+    made, values = [], []
+
+    def makes(rows):
+        is_first = not made
+        if is_first:
+            made.append(tf.Variable(lambda: tf.fill((2,), 3.0)))
+        with tf.init_scope():
+            values.append(made[0].numpy().tolist())
+        return made[0] * (1 if is_first else 2)
+
+    steps = Steps(makes)
+    assert steps.traced()().numpy().tolist() == [6.0, 6.0], "what is kept is a trace that has made nothing"
+    assert values == [[3.0, 3.0]] * 2
+    steps.renew()
+    steps.traced()
+    assert steps.traces == [False, False, False]
+
+
+def test_a_step_that_makes_variables_in_each_trace_is_refused_by_tensorflow():
+    made = []
+
+    def makes(rows):
+        made.append(tf.Variable(lambda: 1.0))
+        return tf.constant(0.0)
+
+    with pytest.raises(ValueError, match="singleton"):
+        Steps(makes).traced()
+    assert len(made) <= 3
+
+
+def test_variables_of_a_trace_that_has_failed_are_kept():
+    made = []
+
+    def fails(rows):
+        if not made:
+            made.append(tf.Variable(lambda: 3.0))
+        if rows.are_unknown:
+            raise TypeError("no number")
+        if len(made) == 1:
+            made.append(tf.Variable(lambda: 4.0))
+        return made[0] * made[1]
+
+    steps = Steps(fails)
+    steps.rows.hide_from_now_on()
+    assert float(steps.traced()()) == 12
+    assert steps.traces == [True, False, False]

@@ -1,58 +1,41 @@
-"""Variables that a step makes have their values while it is traced, and it is traced once."""
+"""Variables that have their values while a function that makes them is traced."""
 
-import keras
-import pytest
 import tensorflow as tf
 
-from kdist.engines.single import SingleEngine
-from kdist.strategies.all_reduce import AllReduceStrategy
+from kdist.strategies.variables import variable_with_value
 
 
-@pytest.fixture
-def scope():
-    with AllReduceStrategy(SingleEngine()).scope():
-        yield
-
-
-def traced(make):
-    """Returns how often TensorFlow traces a function that makes a variable once, the value then, and the result."""
-    made, values = [], []
+def made(**kwargs):
+    """Returns what is made in a function, and its value in the trace."""
+    found = []
 
     @tf.function
     def function():
-        if not made:
-            made.append(make(tf.constant(2.0)))
+        tensor = tf.constant(2.0)
+        variable = variable_with_value({name: value(tensor) for name, value in kwargs.items()})
         with tf.init_scope():
-            values.append(made[0].numpy().tolist() if made[0].is_initialized() else None)
-        return made[0] + 1
+            found.append((variable, None if variable is None else variable.numpy().tolist()))
 
-    return function().numpy().tolist(), values
-
-
-def test_a_variable_has_its_value_at_once(scope):
-    assert traced(lambda tensor: tf.Variable(lambda: tf.fill((2,), 3.0))) == ([4.0, 4.0], [[3.0, 3.0]])
+    function.get_concrete_function()
+    ((variable, value),) = found
+    return variable, value
 
 
-def test_a_value_that_is_computed_of_the_graph_waits_for_it(scope):
-    for make in (lambda tensor: tf.Variable(lambda: tensor * 3), lambda tensor: tf.Variable(tensor * 3)):
-        result, values = traced(make)
-        assert (result, values[0]) == (7.0, None)
+def test_a_value_is_there_at_once():
+    variable, value = made(initial_value=lambda _: lambda: tf.fill((2,), 3.0), name=lambda _: "three")
+    assert (variable.name, value, variable.numpy().tolist()) == ("three:0", [3.0, 3.0], [3.0, 3.0])
 
 
-def test_outside_of_the_scope_it_is_tensorflows():
-    assert traced(lambda tensor: tf.Variable(lambda: 3.0)) == (4.0, [None, 3.0])
+def test_it_is_where_another_variable_is():
+    place = tf.Variable(1.0)
+    variable, _ = made(initial_value=lambda _: lambda: 3.0, colocate_with=lambda _: place)
+    assert variable.device == place.device
 
 
-def test_an_optimizer_makes_its_slots_in_one_trace(scope):
-    weight, optimizer, traces = keras.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5, momentum=0.5), []
+def test_a_value_of_the_graph_waits_for_it():
+    assert made(initial_value=lambda tensor: lambda: tensor * 3) == (None, None)
+    assert made(initial_value=lambda tensor: tensor * 3) == (None, None)
 
-    @tf.function
-    def step():
-        traces.append(optimizer.built)
-        optimizer.apply([tf.constant([1.0, 1.0])], [weight])
 
-    step()
-    step()
-    assert traces == [False]
-    assert weight.numpy().tolist() == [1 - 0.5 - 0.75, 2 - 0.5 - 0.75]
-    assert optimizer.variables[-1].value.device == weight.value.device
+def test_outside_of_a_function_nothing_is_made():
+    assert variable_with_value({"initial_value": lambda: 3.0}) is None

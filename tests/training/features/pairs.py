@@ -183,9 +183,9 @@ def gatherings() -> Iterator[list[Any]]:
     engine, found = open_engine(kdist.cluster_info()), []
     allgather = engine.allgather
 
-    def noted(tensors: Any) -> Any:
-        found.extend([] if tf.executing_eagerly() else tensors)
-        return allgather(tensors)
+    def noted(tensors: Any, lengths: Any = None) -> Any:  # with lengths: parts of weights
+        found.extend([] if tf.executing_eagerly() or lengths is not None else tensors)
+        return allgather(tensors, lengths)
 
     engine.__dict__["allgather"] = noted
     try:
