@@ -47,6 +47,7 @@ def program(
     standby: str = "",
     resizes: bool = False,
     heals: int | None = None,
+    stdin: str | None = None,
 ) -> tuple[str, ...]:
     """Returns the arguments that start a worker.
 
@@ -62,6 +63,7 @@ def program(
         standby: str, where each rank waits to be told to begin; by default it begins at once.
         resizes: bool, whether the supervisor may change the number of ranks.
         heals: int or `None`, the fewest ranks that run the script again when another one was killed.
+        stdin: str or `None`, the file that rank 0 opens as its standard input, if that is not the launcher's.
 
     Returns:
         A tuple of str.
@@ -73,6 +75,7 @@ def program(
     options += ("--standby", standby) if standby else ()
     options += ("--resizes",) if resizes else ()
     options += () if heals is None else ("--heals", str(heals))
+    options += () if stdin is None else ("--stdin", stdin)
     # mpirun would take what follows a word that is a colon for another program.
     places = [place for place, word in enumerate(command) if word == ":"]
     options += ("--colons", ",".join(map(str, places))) if places else ()
@@ -99,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         wait(options.standby)
     huge_pages.allow_later(os.environ, _STARTS_WITHIN)
     info = detect(os.environ)
+    if options.stdin and info.rank == 0:
+        _read_input_from(options.stdin)
     report_failure = None
     if options.running and info.local_size == info.size > 1 and first_failure.is_needed(os.environ):
         registration = first_failure.Registration(options.running, info.rank, info.size, os.environ)
@@ -180,6 +185,13 @@ def _ended_well(file: Path | None) -> None:
             request.remove(file.parent)  # `kdist run` may be on another host
 
 
+def _read_input_from(path: str) -> None:
+    with contextlib.suppress(OSError):  # `kdist run` has ended
+        file = os.open(path, os.O_RDONLY)
+        os.dup2(file, 0)
+        os.close(file)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kdist.launchers.worker", allow_abbrev=False)
     parser.add_argument("--output", metavar="DIR")
@@ -189,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--standby", metavar="HOST,...:PORT:TOKEN")
     parser.add_argument("--resizes", action="store_true")
     parser.add_argument("--heals", type=int, metavar="N")
+    parser.add_argument("--stdin", metavar="FILE")
     parser.add_argument("--colons", metavar="PLACE,...", default="")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER)
     parser.add_argument("command", nargs=argparse.REMAINDER)

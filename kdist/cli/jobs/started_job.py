@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kdist.cli.jobs import healed
 from kdist.cli.jobs.command import build, hosts_of, launcher_arguments
 from kdist.cli.jobs.message import tell
+from kdist.cli.jobs.standard_input import input_path
 from kdist.cli.jobs.watched import Watched
 from kdist.errors import LaunchError
 from kdist.launchers import process
@@ -88,12 +89,14 @@ def started(
             address = waiting.address
         placement = None if watched is None else watched.placement
         is_resized = placement is not None or what.options.heal is not None
+        stdin = input_path(is_on_several_hosts=what.is_on_several_hosts)
         program = what.program(
             output=output,
             running=running,
             supervised=what.name if watched is not None else "",
             resizes=is_resized,
             standby=address,
+            stdin=stdin,
         )
         command = build(what.options, program, running, what.node, placement)
         hosts = hosts_of(what.options) if placement is None else placement.hosts
@@ -109,7 +112,7 @@ def started(
         if standby and stderr is not None:  # the terminal shows the job that runs now
             stderr = muted = Muted(stderr)
             begin.callback(muted.unmute)
-        job = stack.enter_context(process.started(command, stderr, stdout, reads_input=not standby))
+        job = stack.enter_context(process.started(command, stderr, stdout, reads_input=not standby and stdin is None))
         monitor.watch_launcher(job.pid)
         yield StartedJob(
             command=command,
