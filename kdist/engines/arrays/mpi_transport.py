@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from kdist.errors import EngineError
 _LOG = logging.getLogger("kdist")
 
 _EXCHANGE_TAG = 1  # messages of `send` have 0
+_UNTIL_ALL_KNOW = 1.0  # seconds
 _WAIT_IS_LONG = 30.0  # seconds after which a rank that has finished logs that it waits for the others
 
 
@@ -184,6 +186,8 @@ class MPITransport:
             if not is_logged and time.monotonic() - started > _WAIT_IS_LONG:
                 is_logged = True
                 _LOG.warning("rank %d of %d has finished and waits for the other ranks", self.rank, self.size)
+        if "horovod" in sys.modules:
+            time.sleep(_UNTIL_ALL_KNOW)  # `hvd.init()` of the user's: the first rank that exits ends MPI on all
 
     def _exchange(self, sent: Sequence[Array], memory: Sequence[Array]) -> Sequence[Array]:
         """Sends an array to each rank, and receives one of each; see `scattering.Exchange`."""
