@@ -199,7 +199,7 @@ class NaNPolicy(EngineCallback):
 class _InspectReduced(Stage):
     """Checks the gradients of an update before it is applied."""
 
-    slot = "inspect reduced"
+    phase = "inspect reduced"
 
     def __init__(self, policy: NaNPolicy) -> None:
         self._policy = policy

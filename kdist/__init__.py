@@ -38,7 +38,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from kdist import _first_fit
+from kdist import _unscoped_fit
 
 if TYPE_CHECKING:
     from kdist import callbacks, errors, testing
@@ -123,4 +123,4 @@ def __dir__() -> list[str]:
 
 
 # One of several ranks must not train by itself in silence, nor print what all print. Elsewhere this does nothing.
-_first_fit.watch(os.environ)
+_unscoped_fit.watch(os.environ)

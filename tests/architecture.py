@@ -55,7 +55,7 @@ ROOMS = (
     "kdist._process",
     "kdist._arguments",
     "kdist._scope_context",
-    "kdist._first_fit",
+    "kdist._unscoped_fit",
     "kdist._strategy_scopes",
     "kdist._scope",
     "kdist",  # `__init__`: it names what the user sees

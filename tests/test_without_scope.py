@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist import _first_fit
+from kdist import _unscoped_fit
 from kdist.cluster.info import ClusterInfo
 from kdist.keras_hooks.trainer import watch_first_fit
 from kdist.reports.failure import EarlyHook
@@ -84,8 +84,8 @@ def test_a_command_of_kdist_is_no_script_that_exits():
 
 def test_in_one_process_nothing_is_registered(monkeypatch, caplog):
     before, fit, hook = list(sys.meta_path), keras.Model.fit, sys.breakpointhook
-    _first_fit.watch({})
-    _first_fit.watch({"TF_CONFIG": "not JSON"})
+    _unscoped_fit.watch({})
+    _unscoped_fit.watch({"TF_CONFIG": "not JSON"})
     assert sys.meta_path == before
     assert keras.Model.fit is fit
     assert not isinstance(sys.excepthook, EarlyHook)
@@ -110,12 +110,12 @@ def test_callbacks_of_a_fit_outside_are_seen_at_any_place():
 
 
 def test_after_the_warning_fit_is_kerass_own_again(monkeypatch):
-    monkeypatch.setattr(_first_fit, "own_scopes", OwnScopes())
+    monkeypatch.setattr(_unscoped_fit, "own_scopes", OwnScopes())
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x, fit = np.ones((2, 1)), keras.Model.fit
     with logged(logging.WARNING) as lines:
-        _first_fit._watch_keras(ClusterInfo(launcher="openmpi", size=2))
+        _unscoped_fit._watch_keras(ClusterInfo(launcher="openmpi", size=2))
         assert keras.Model.fit is not fit
         for _ in range(2):
             model.fit(x, x, verbose=0)
@@ -128,14 +128,14 @@ def test_a_function_is_called_after_an_import(tmp_path, monkeypatch):
     (tmp_path / "a_late_package.py").write_text("VALUE = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
     before, seen = list(sys.meta_path), []
-    _first_fit.after_import("a_late_package", lambda: seen.append(sys.modules["a_late_package"].VALUE))
+    _unscoped_fit.after_import("a_late_package", lambda: seen.append(sys.modules["a_late_package"].VALUE))
     assert importlib.util.find_spec("a_late_package") is not None  # a look is no import
     assert not seen
     module = importlib.import_module("a_late_package")
     assert seen == [1]
     assert sys.meta_path == before
     assert "exec_module" not in vars(module.__spec__.loader)
-    _first_fit.after_import("a_late_package", lambda: seen.append(2))
+    _unscoped_fit.after_import("a_late_package", lambda: seen.append(2))
     assert seen == [1, 2]
 
 

@@ -18,8 +18,8 @@ class Shard(NamedTuple):
         data: the user's structure (`x`, `(x, y)`, `(x, y, sample_weight)`, ...) with this rank's rows.
         rows: `int64` scalar, the number of this rank's rows. It is 0 on a rank without data in this step; `data` is
             then one padding row, with weight 0.
-        global_rows: `int64` scalar, the rows of all ranks in this step; -1 if a rank does not know it without
-            communication.
+        global_rows: `int64` scalar, the rows of all ranks in this step. A source sets -1 where only a message tells: a
+            step is then given `()`, and sums `rows`.
     """
 
     data: Any

@@ -12,7 +12,7 @@ from kdist.data.batch_selection import select_shards
 from kdist.data.graphs.dataset_internals import flat_structure, from_variant, resources_of
 from kdist.data.graphs.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
 from kdist.data.graphs.inspection import batch_sizes, calls_python, may_reshuffle
-from kdist.data.graphs.options import is_tuned, looked_at, prefetched, sharded_options
+from kdist.data.graphs.options import is_tuned, iterated_internally, prefetched, sharded_options
 from kdist.data.graphs.pipeline import Pipeline
 from kdist.data.graphs.reordering import chain_of
 from kdist.data.groups import element_of
@@ -101,7 +101,7 @@ class StreamSource(Source):
 
     def example(self) -> Any:
         """Returns the user's first batch, by a new iterator."""
-        for batch in looked_at(self._user_dataset.take(1)):
+        for batch in iterated_internally(self._user_dataset.take(1)):
             return batch
         raise empty_input_error("tf.data.Dataset")
 

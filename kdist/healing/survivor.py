@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from kdist.cluster import detect
-from kdist.healing.fresh import Fresh, has_gpu
+from kdist.healing.process_snapshot import ProcessSnapshot, has_gpu
 from kdist.reports import breakpoint_hook, failure
 from kdist.reports.scope_marks import own_scopes
-from kdist.restarts.healing import Peers, Shrunk, own_healing
+from kdist.restarts.healing import Peers, ShrinkResult, own_healing
 from kdist.restarts.progress import own_progress
 from kdist.restarts.report import Healing, Kind, own_reports
 
@@ -38,7 +38,7 @@ class Survivor:
     def __init__(self, least: int, hook: failure.FailureHook, become_chief: Callable[[], object]) -> None:
         self._least = least
         self._become_chief = become_chief
-        self._fresh = Fresh()
+        self._fresh = ProcessSnapshot()
         self._hook = hook
         own_healing.is_on = True
         atexit.register(_exit_at_once)  # registered first, called last
@@ -80,16 +80,16 @@ class Survivor:
             own_reports.healed(
                 Healing(shrunk.lost, shrunk.lost_first, shrunk.size, platform.node(), began, steps_lost, saved)
             )
-        self._fresh.set_back()
+        self._fresh.restore()
 
-    def _why_not(self, shrunk: Shrunk) -> str:
+    def _why_not(self, shrunk: ShrinkResult) -> str:
         if shrunk.why_not or not shrunk.lost:
             return shrunk.why_not or "no rank is gone"
         if shrunk.size < self._least:
-            return f"{shrunk.size} of at least {self._least} ranks is left"
+            return f"of at least {self._least} ranks {shrunk.size} {'is' if shrunk.size == 1 else 'are'} left"
         return ""
 
-    def _become(self, shrunk: Shrunk, peers: Peers) -> None:
+    def _become(self, shrunk: ShrinkResult, peers: Peers) -> None:
         """Gives this process its new number."""
         was_chief = own_reports.rank == 0
         # All ranks are on one host.
@@ -122,7 +122,7 @@ def _why_not() -> str:
     return "GPUs hold what a process has allocated until it ends" if has_gpu() else ""
 
 
-def _fall_back(hook: failure.FailureHook, shrunk: Shrunk, why: str) -> NoReturn:
+def _fall_back(hook: failure.FailureHook, shrunk: ShrinkResult, why: str) -> NoReturn:
     """Ends the job, so that it is started again."""
     if shrunk.rank > 0:
         time.sleep(_ABORTS_FIRST)

@@ -27,7 +27,7 @@ class MeasureStaleness(Stage):
         staleness: dictionary of int64 scalar tensors by optimizer: the updates since then; -1 without an update.
     """
 
-    slot = "inspect local"
+    phase = "inspect local"
 
     def __init__(self) -> None:
         self.versions: dict[int, tf.Tensor] = {}
@@ -56,7 +56,7 @@ class MeasureStaleness(Stage):
 class _DropStaleUpdates(Stage):
     """Drops updates whose staleness is above a bound (bounded staleness)."""
 
-    slot = "reduce"
+    phase = "reduce"
 
     def __init__(self, measured: MeasureStaleness, bound: int) -> None:
         self._measured = measured
@@ -76,7 +76,7 @@ class _DropStaleUpdates(Stage):
 class _ScaleStaleUpdates(Stage):
     """Divides the learning rate of each update by its staleness."""
 
-    slot = "scale rate"
+    phase = "scale rate"
 
     def __init__(self, measured: MeasureStaleness) -> None:
         self._measured = measured

@@ -179,7 +179,7 @@ class FailureHook:
         # Before the write, which may block for ever.
         if not (own_scopes.failed(text) and (self.may_report is None or self.may_report())):
             if own_scopes.directory is not None and self.rank > 0:  # what has no mark goes to its file alone
-                sys.stderr.write(text.replace(REPORT_PREFIX, "kdist, another rank having reported a failure: rank ", 1))
+                sys.stderr.write(text.replace(REPORT_PREFIX, "kdist (another rank failed first): rank ", 1))
             return False
         sys.stderr.write(BEGINS_LINE + text)  # one write, so that the lines of two ranks do not mix
         if not is_printed_here:

@@ -11,7 +11,7 @@ LEAST = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Shrunk:
+class ShrinkResult:
     """What is left of the ranks of a communicator.
 
     Attributes:
@@ -39,7 +39,7 @@ class Peers(Protocol):
     def has_lost(self) -> bool:
         """Returns whether a peer is known to be gone; any thread may ask."""
 
-    def shrink(self, why_not: str) -> Shrunk:
+    def shrink(self, why_not: str) -> ShrinkResult:
         """Returns who is left, once all of them ask; `why_not` says why this process cannot go on."""
 
     def abort(self, code: int) -> NoReturn:

@@ -25,8 +25,8 @@ from kdist.keras_hooks.variables import (
 )
 from kdist.state.graphs.increments import Increments
 from kdist.state.graphs.rank_dependence import RankDependence
-from kdist.state.rows.means_cut import is_weighted_sum
-from kdist.state.written import WAYS_OUT, Merge, Written, WrittenState
+from kdist.state.rows.reduction_frontier import is_weighted_sum
+from kdist.state.written import FIX, Merge, Written, WrittenState
 
 _KEPT = {
     "sum": "The ranks' increments are summed",
@@ -334,7 +334,7 @@ class Assignments:
                 written.variable,
                 self._engine,
                 "the step writes %r from each rank's own rows, and no `aggregation` says how they make the value of "
-                f"one process. {_KEPT[merge]}. {WAYS_OUT}",
+                f"one process. {_KEPT[merge]}. {FIX}",
             )
 
     def tell_of_differences(self) -> None:

@@ -18,7 +18,7 @@ Merge = Literal["sum", "mean", "first", "count"]
 """The sum of the increments; the mean by rows; rank 0's value; the sum of the increments, if a rank knows that they
 count rows, else the common one."""
 
-WAYS_OUT = (
+FIX = (
     'Fix: give the variable an `aggregation` ("sum": the ranks\' increments are summed; "mean"; "only_first_replica"), '
     "or compute the new value of the global batch with `kdist.all_gather` or `kdist.all_reduce` in the layer, or, if "
     'each rank is to keep its own value, `keras.Variable(..., synchronization="on_read")`'

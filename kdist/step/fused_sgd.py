@@ -26,7 +26,7 @@ class FusedSGD(Stage):
     Keras updates `tf.IndexedSlices`, other dtypes, and subclasses that override `update_step`.
     """
 
-    slot = "update"
+    phase = "update"
 
     def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
         """Runs the update with the fused kernels."""

@@ -23,7 +23,7 @@ from kdist.step.vote_message import VoteMessage
 from kdist.strategies.update_chain import UpdateChain
 
 
-class Weigh(Stage):
+class WeightGradients(Stage):
     """Multiplies the loss by the rank's weight where the step calls `scale_loss`, else each gradient.
 
     The weight is the rank's rows over the global rows. The loss is the better place, and Keras' own step calls
@@ -31,7 +31,7 @@ class Weigh(Stage):
     rank's gradients zeros.
     """
 
-    slot = "weigh"
+    phase = "weigh"
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -96,7 +96,7 @@ class Weigh(Stage):
 class Reduce(Stage):
     """Sums gradients over the ranks in every step."""
 
-    slot = "reduce"
+    phase = "reduce"
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from kdist.step.update import Stage, Update
 class ScaleRate(Stage):
     """Scales the rate of each update."""
 
-    slot = "scale rate"
+    phase = "scale rate"
 
     def __init__(self, scale_of: Callable[[keras.optimizers.Optimizer], RateScale | None]) -> None:
         self._scale_of = scale_of
@@ -34,7 +34,7 @@ class ScaleRate(Stage):
 class UnscaledRate(Stage):
     """The stage of an update on one of the user's batches, as in `train_on_batch`: the rate is the user's."""
 
-    slot = "scale rate"
+    phase = "scale rate"
 
     def __init__(self, rate_of: Callable[[keras.optimizers.Optimizer], EffectiveRate]) -> None:
         self._rate_of = rate_of

@@ -17,10 +17,10 @@ from kdist.keras_hooks.metrics import weighted_scalars, wrapped_updates
 from kdist.keras_hooks.random_seeds import folded_seeds
 from kdist.keras_hooks.trainer import computes_own_loss, seed_generators
 from kdist.state.random_state import folded_draws
+from kdist.step.losses.custom_losses import CustomLosses
 from kdist.step.losses.global_loss import GlobalLoss
-from kdist.step.losses.own_losses import OwnLosses
 from kdist.step.losses.own_metrics import OwnMetrics
-from kdist.step.losses.own_rows import OwnRows
+from kdist.step.losses.step_rows import StepRows
 from kdist.step.traced_rows import TracedRows
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.strategies.differentiable import sum_over_ranks
@@ -51,8 +51,8 @@ class Step:
         weights: list, the trainable variables of the model on which the step is open.
         loss_is_weighted: bool, whether the backward pass starts from the loss times the weight, so that gradients are
             this rank's terms.
-        own_rows: `OwnRows`.
-        own_losses: `OwnLosses`.
+        own_rows: `StepRows`.
+        own_losses: `CustomLosses`.
     """
 
     has_joint_metrics = True  # local SGD counts by rank, and sums the states of all metrics
@@ -74,8 +74,8 @@ class Step:
                 self.data = keras.tree.map_structure(lambda x: None if x is None else tf.identity(x), shard.data)
         self.global_rows = tf.cast(tf.reshape(global_rows, ()), tf.int64)
         self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(self.global_rows, tf.float64)
-        self.own_rows = OwnRows(self)
-        self.own_losses = OwnLosses(self, self.own_rows)
+        self.own_rows = StepRows(self)
+        self.own_losses = CustomLosses(self, self.own_rows)
         self._traced_rows = traced_rows
 
     @property

@@ -64,7 +64,7 @@ class TracedRows:
         renew()
         return self.traced(trace, renew, is_first=is_first)
 
-    def hide_from_now_on(self) -> None:
+    def hide_row_count(self) -> None:
         """Traces the step without the number of its rows from the next trace on, if that is possible."""
         self.are_unknown = self.are_unknown or not self.is_final
 

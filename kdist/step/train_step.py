@@ -19,7 +19,7 @@ from kdist.state.votes import Votes
 from kdist.state.written import WrittenState
 from kdist.step.buffers import BufferSync
 from kdist.step.fused_sgd import FusedSGD
-from kdist.step.reduce import Reduce, Weigh
+from kdist.step.reduce import Reduce, WeightGradients
 from kdist.step.scale_rate import ScaleRate, UnscaledRate
 from kdist.step.step import Step
 from kdist.step.traced_rows import TracedRows
@@ -130,9 +130,9 @@ class TrainStep(ForwardStep):
         self._updates = updates
 
     def stages(self, buffers: BufferSync) -> list[Stage]:
-        """Returns the stages of each update, in the order of `SLOTS`; those of callbacks are sorted in."""
+        """Returns the stages of each update, in the order of `PHASES`; those of callbacks are sorted in."""
         return [
-            Weigh(self),
+            WeightGradients(self),
             self._reduction(buffers),
             (ScaleRate if self._scaled else UnscaledRate)(self._rate_of),
             FusedSGD(),

@@ -15,7 +15,7 @@ from kdist.keras_hooks.optimizers import innermost, trained_variables
 from kdist.keras_hooks.patching import patched
 from kdist.step.step import Step
 
-SLOTS = ("weigh", "inspect local", "reduce", "inspect reduced", "scale rate", "update")
+PHASES = ("weigh", "inspect local", "reduce", "inspect reduced", "scale rate", "update")
 """The order of all stages. Keras' own `apply` comes after the last."""
 
 Terms = Callable[[Sequence[Any]], list[Any]]
@@ -51,10 +51,10 @@ class Stage(abc.ABC):
     """One stage of the pipeline.
 
     Attributes:
-        slot: str, one of `SLOTS`; stages of one slot run in the order in which they were added.
+        phase: str, one of `PHASES`; stages of one phase run in the order in which they were added.
     """
 
-    slot: str
+    phase: str
 
     @abc.abstractmethod
     def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
@@ -75,7 +75,7 @@ class UpdatePipeline:
     """The stages of all updates of one step, run by one wrapper for each optimizer.
 
     Args:
-        stages: sequence of `Stage`; those of one slot run in this order.
+        stages: sequence of `Stage`; those of one phase run in this order.
         step: `Step` of a rank, or `None` in one process.
         updates: list, to which each update of the step's own graph adds its optimizer and its variables; not one that
             a branch may leave out.
@@ -87,7 +87,7 @@ class UpdatePipeline:
         self._step = step
         self._updates = [] if updates is None else updates
         self._graph: tf.Graph | None = None  # that of the step
-        self.stages = sorted(stages, key=lambda stage: SLOTS.index(stage.slot))
+        self.stages = sorted(stages, key=lambda stage: PHASES.index(stage.phase))
         self._is_running = False
         self._collected: list[tuple[keras.optimizers.Optimizer, list[tuple[Any, Any]]]] | None = None
 

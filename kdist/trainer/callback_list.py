@@ -216,7 +216,7 @@ class _GatheredCallbacks:
             by_label[label] = ALL_RANKS_CALLBACKS[label.partition("#")[0]](**settings[label])
         for label, callback in by_label.items():
             callback.apply_settings(settings[label])
-        return [by_label[label] for label in sorted(by_label)]
+        return sorted((by_label[label] for label in sorted(by_label)), key=lambda each: each.position)
 
 
 def _all_ranks_by_label(given: list[Any]) -> dict[str, AllRanksCallback]:

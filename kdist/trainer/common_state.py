@@ -20,9 +20,9 @@ from kdist.sharding.table import table_loads
 from kdist.state.broadcast import broadcast_differing, broadcast_state, checksums_of, gathered_checksums
 from kdist.state.comparison import check_equal, describe_model, gather_values, refuse_differences, whole_weights
 from kdist.state.part import Placement, StatePart
-from kdist.state.written import WAYS_OUT, WrittenState
+from kdist.state.written import FIX, WrittenState
 
-_SAME_STATE = f"Expected steps and callbacks that write the same on all of them. {WAYS_OUT}"
+_SAME_STATE = f"Expected steps and callbacks that write the same on all of them. {FIX}"
 _SAME_WEIGHTS = (
     "Expected callbacks that write the same weights on all of them. Fix: write them on every rank; or on some, by "
     "`model.set_weights` or `model.load_weights`, after which the others get them"

@@ -44,7 +44,7 @@ class OwnLoops:
         self._extended = strategy.extended
         self._engine = strategy.engine
         self._begun: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
-        self._is_untold: tf.Variable | None = None
+        self._is_first_update: tf.Variable | None = None
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -155,10 +155,10 @@ class OwnLoops:
         """Logs on the chief, in its first update, what is done with the gradients, and whether all ranks' are equal."""
         if self._engine.rank > 0:
             return
-        if self._is_untold is None:
+        if self._is_first_update is None:
             with tf.init_scope():
-                self._is_untold = tf.Variable(True, trainable=False)
-        is_untold = self._is_untold
+                self._is_first_update = tf.Variable(True, trainable=False)
+        is_untold = self._is_first_update
 
         def tell() -> tf.Tensor:
             equal = [_is_close(mean, mine) for mean, mine in zip(means, own, strict=True)]

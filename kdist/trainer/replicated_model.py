@@ -216,7 +216,7 @@ class ReplicatedModel:
     def _make_function(self, step: Callable[..., Any]) -> StepFunction:
         rows = self._traced_rows["test_step" if step == self._model.test_step else "train_step"]
         if computes_own_loss(self._model):
-            rows.hide_from_now_on()
+            rows.hide_row_count()
         return StepFunction(self._model, functools.partial(self._original(MAKE_FUNCTION), step), rows)
 
     def _make_predict_function(self, *args: Any, **kwargs: Any) -> Any:

@@ -88,7 +88,7 @@ def test_one_of_several_ranks_reports(tmp_path):
     raised = "\n".join([*ranks, r"raise ValueError('a\ud800')"])
     first, second = (script(tmp_path, "os._exit(code)", 2, raised) for _ in "ab")
     assert first.output.startswith("\n[kdist] rank 2 of 4 on host"), "it begins a line"
-    assert second.output.startswith("kdist, another rank having reported a failure: rank 2 of 4 on host")
+    assert second.output.startswith("kdist (another rank failed first): rank 2 of 4 on host")
     assert REPORT_PREFIX not in second.output
     assert first.output.count("ValueError: a") == second.output.count("ValueError: a") == 1
     assert r"ValueError: a\ud800" in (tmp_path / "report").read_text()

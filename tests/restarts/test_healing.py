@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kdist.cli.jobs import healed
-from kdist.healing.fresh import Fresh
+from kdist.healing.process_snapshot import ProcessSnapshot
 from kdist.restarts import progress, report
 from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.report import Healing, Kind
@@ -61,7 +61,7 @@ def test_what_cannot_be_healed_is_started_again(tmp_path):
     assert [each["steps_lost"] for each in attempts[0]["healings"]] == [0, 0]
     assert said.count("training resumes from the memory of rank 0's host") == 3
     assert (
-        "was killed, and the others cannot go on in their processes: 1 of at least 2 ranks is left; the job is started "
+        "was killed, and the others cannot go on in their processes: of at least 2 ranks 1 is left; the job is started "
         "again, attempt 2" in said
     )
     assert "rank3.err, that of the other ranks beside it" in said  # the last rank 1 of the first attempt
@@ -158,7 +158,7 @@ def test_progress_goes_on_with_the_next_chief(tmp_path, monkeypatch):
 def test_a_script_finds_its_process_as_before(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    fresh, path = Fresh(), list(sys.path)
+    fresh, path = ProcessSnapshot(), list(sys.path)
     folder = tmp_path / "scripts"
     folder.mkdir()
     Path(folder, "a_module_of_the_scripts.py").write_text("")
@@ -166,7 +166,7 @@ def test_a_script_finds_its_process_as_before(tmp_path, monkeypatch):
     os.chdir(folder)
     import a_module_of_the_scripts  # noqa: F401
 
-    fresh.set_back()
+    fresh.restore()
     assert "a_module_of_the_scripts" not in sys.modules
     assert {"json", "pytest", "kdist"} <= set(sys.modules)
     assert sys.path == path

@@ -57,10 +57,10 @@ def test_a_step_that_reads_the_number_is_traced_with_it_from_then_on():
         return tf.constant(int(rows.is_traced_again(knows_number=True)))
 
     steps = Steps(reads)
-    steps.rows.hide_from_now_on()
+    steps.rows.hide_row_count()
     assert int(steps.traced()()) == 0
     steps.renew()
-    steps.rows.hide_from_now_on()
+    steps.rows.hide_row_count()
     steps.traced()
     assert steps.traces == [True, False, False]
 
@@ -70,7 +70,7 @@ def test_an_error_of_the_steps_own_is_raised_as_it_is():
         raise ValueError("mine")
 
     steps = Steps(fails)
-    steps.rows.hide_from_now_on()
+    steps.rows.hide_row_count()
     with pytest.raises(ValueError, match="mine") as raised:
         steps.traced()
     assert raised.value.__context__ is None
@@ -121,6 +121,6 @@ def test_variables_of_a_trace_that_has_failed_are_kept():
         return made[0] * made[1]
 
     steps = Steps(fails)
-    steps.rows.hide_from_now_on()
+    steps.rows.hide_row_count()
     assert float(steps.traced()()) == 12
     assert steps.traces == [True, False, False]

@@ -1,19 +1,19 @@
-"""The update pipeline: stages run in the order of their slots, whoever adds them, and Keras' own update comes last."""
+"""The update pipeline: stages run in the order of their phases, whoever adds them, and Keras' own update comes last."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.step.update import SLOTS, Stage, UpdatePipeline
+from kdist.step.update import PHASES, Stage, UpdatePipeline
 
 
 class Noting(Stage):
-    def __init__(self, slot, seen, factor=1.0):
-        self.slot, self._seen, self._factor = slot, seen, factor
+    def __init__(self, phase, seen, factor=1.0):
+        self.phase, self._seen, self._factor = phase, seen, factor
 
     def __call__(self, update, proceed):
-        self._seen.append(self.slot)
+        self._seen.append(self.phase)
         update.gradients = [gradient * self._factor for gradient in update.gradients]
         return proceed()
 
@@ -29,12 +29,12 @@ def built(variable, **settings):
     return optimizer
 
 
-@pytest.mark.parametrize("order", [SLOTS, SLOTS[::-1], SLOTS[3:] + SLOTS[:3]])
-def test_the_order_is_that_of_the_slots(order, variable):
+@pytest.mark.parametrize("order", [PHASES, PHASES[::-1], PHASES[3:] + PHASES[:3]])
+def test_the_order_is_that_of_the_phases(order, variable):
     seen, optimizer = [], built(variable)
-    with UpdatePipeline([Noting(slot, seen) for slot in order]).opened([optimizer]):
+    with UpdatePipeline([Noting(phase, seen) for phase in order]).opened([optimizer]):
         optimizer.apply_gradients([(tf.constant([1.0, 1.0]), variable)])
-    assert seen == list(SLOTS)
+    assert seen == list(PHASES)
     np.testing.assert_array_equal(variable, [0.0, 1.0])
 
 

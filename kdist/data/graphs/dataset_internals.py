@@ -184,7 +184,7 @@ INPUTS = "inputs"
 GENERATOR, GENERATORS_BY_NODE = ORDERS = "generator", "generators by node"
 """The keys in `resources_of` of what makes the orders of a dataset's shuffles."""
 
-IS_LOOKED_AT = "is looked at"
+IS_INTERNAL = "is looked at"
 """The key in `resources_of` of a dataset that kdist iterates by itself."""
 
 SKIPPED = "skipped"

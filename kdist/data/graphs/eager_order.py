@@ -19,7 +19,7 @@ import tensorflow as tf
 from kdist.data.graphs.dataset_internals import (
     GENERATOR,
     GENERATORS_BY_NODE,
-    IS_LOOKED_AT,
+    IS_INTERNAL,
     ORDERS,
     SKIPPED,
     resources_of,
@@ -27,7 +27,7 @@ from kdist.data.graphs.dataset_internals import (
     with_inputs,
 )
 from kdist.data.graphs.determinism import derived_seed, skip_orders
-from kdist.data.graphs.pipeline import Pipeline, is_away, nondeterministic_parts
+from kdist.data.graphs.pipeline import Pipeline, is_bound_to_other_task, nondeterministic_parts
 from kdist.data.graphs.replay import orders_of
 from kdist.errors import DataError
 from kdist.keras_hooks.patching import DATASET_METHODS, patched
@@ -46,7 +46,7 @@ def count_iterations() -> None:
     def counting(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def counted(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            if tf.executing_eagerly() and IS_LOOKED_AT not in resources_of(dataset):
+            if tf.executing_eagerly() and IS_INTERNAL not in resources_of(dataset):
                 for each in seeded_shuffles(dataset):
                     kept = resources_of(each)
                     kept[_BY_HAND] = kept.get(_BY_HAND, 0) + 1
@@ -131,7 +131,7 @@ def _in_one_order(dataset: Any, seed: int, num_iterated: collections.Counter[str
         return None
     parts = " ".join(nondeterministic_parts(dataset))
     is_sloppy = dataset.options().deterministic is False
-    if not parts and not is_sloppy and not is_away(dataset):
+    if not parts and not is_sloppy and not is_bound_to_other_task(dataset):
         return None
     options = tf.data.Options()
     options.deterministic = True

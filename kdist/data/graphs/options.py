@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.data.graphs.dataset_internals import (
-    IS_LOOKED_AT,
+    IS_INTERNAL,
     asked_parallelism,
     functions,
     is_known,
@@ -42,10 +42,10 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def looked_at(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def iterated_internally(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns an untuned dataset whose iterations are kdist's own, not the user's; see `eager_order.py`."""
     made = untuned(dataset)
-    resources_of(made)[IS_LOOKED_AT] = True
+    resources_of(made)[IS_INTERNAL] = True
     return made
 
 

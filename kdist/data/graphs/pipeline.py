@@ -145,7 +145,7 @@ def apply_to_first(step: Any, dataset: tf.data.Dataset, rank: int, *, parallel: 
     return dataset.map(apply, calls, deterministic=None if calls is None else True)
 
 
-def is_away(dataset: Any) -> bool:
+def is_bound_to_other_task(dataset: Any) -> bool:
     """Returns whether a pipeline, or a Python function in it, is bound to the name of the host before its cluster."""
     return is_of_other_task(dataset) or any(_calls_away(each) for each in with_inputs(dataset))
 

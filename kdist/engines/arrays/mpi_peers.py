@@ -7,7 +7,7 @@ import os
 from typing import Any, NoReturn
 
 from kdist.errors import EngineError
-from kdist.restarts.healing import Shrunk
+from kdist.restarts.healing import ShrinkResult
 
 
 class MPIPeers:
@@ -67,7 +67,7 @@ class MPIPeers:
         except self._mpi.Exception as error:
             return self._is_loss(error)
 
-    def shrink(self, why_not: str) -> Shrunk:
+    def shrink(self, why_not: str) -> ShrinkResult:
         """Returns who is left.
 
         Collective: every rank that is left must call this. It waits for them; one that is lost meanwhile is left out.
@@ -93,7 +93,7 @@ class MPIPeers:
         lost = self._mpi.Group.Difference(before, communicator.Get_group())
         all_lost = list(range(lost.Get_size()))
         world = self._mpi.COMM_WORLD.Get_group()
-        return Shrunk(
+        return ShrinkResult(
             communicator,
             communicator.Get_rank(),
             communicator.Get_size(),

@@ -13,7 +13,7 @@ from kdist.state.graphs.rank_dependence import computed_of
 
 
 @dataclasses.dataclass(frozen=True)
-class OfRows:
+class RowReduction:
     """A tensor that a graph computes from rows, of which it is known what it is of the rows of all ranks.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from kdist.state.graphs.rank_dependence import computed_of
-from kdist.state.graphs.recomputed import OfRows, check_repeatable
+from kdist.state.graphs.recomputed import RowReduction, check_repeatable
 from kdist.state.graphs.row_free import RowFree
 from kdist.state.rows.means_and_sums import OF_EACH, Kind, MeansAndSums, has_rows, takes_all_rows
 
@@ -33,7 +33,7 @@ class Aggregates:
 
     Attributes:
         value: the tensor.
-        listed: list of `OfRows`, in the order of the graph.
+        listed: list of `RowReduction`, in the order of the graph.
 
     Raises:
         LookupError: if the number relates rows in another way, or that is not known.
@@ -51,7 +51,7 @@ class Aggregates:
         self._fixed = [each for each in fixed if tf.is_symbolic_tensor(each)]
         self._means = {each.name for each in means if tf.is_symbolic_tensor(each)}
         self._is_fixed = RowFree(self._fixed, found.depends_on_rows)
-        self.listed: list[OfRows] = []
+        self.listed: list[RowReduction] = []
         self._names: set[str] = set()  # of aggregates
         self._changed: set[str] = set()  # of what is computed from aggregates
         if self._is_known(value) or not value.shape.is_fully_defined():
@@ -119,7 +119,7 @@ class Aggregates:
     def _list(self, tensor: tf.Tensor, kind: Literal["mean", "sum"], count: tf.Tensor | None = None) -> None:
         if tensor.name not in self._names:
             self._names.add(tensor.name)
-            self.listed.append(OfRows(tensor, kind, count))
+            self.listed.append(RowReduction(tensor, kind, count))
 
     def _kind(self, tensor: tf.Tensor) -> Kind | None:
         fixed = [*self._fixed, *(each.tensor for each in self.listed)]

@@ -7,22 +7,22 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.state.graphs.inlined import Inlined
-from kdist.step.losses.of_all_ranks import OfAllRanks
+from kdist.step.losses.global_recomputation import GlobalRecomputation
 
 
 class GlobalValue:
     """The value of the global batch, and what a rank differentiates for it.
 
-    The number is computed again from what all ranks have; see `OfAllRanks`. Its gradients by what the rank has computed
-    for it are those of the number that all ranks have.
+    The number is computed again from what all ranks have; see `GlobalRecomputation`. Its gradients by what the rank
+    has computed for it are those of the number that all ranks have.
 
     Args:
         value: tensor, the number, as `of_all_ranks` knows it.
-        of_all_ranks: `OfAllRanks` of what the number is computed of.
+        of_all_ranks: `GlobalRecomputation` of what the number is computed of.
         inlined: `Inlined`, by which the number was made of the step's.
     """
 
-    def __init__(self, value: tf.Tensor, of_all_ranks: OfAllRanks, inlined: Inlined) -> None:
+    def __init__(self, value: tf.Tensor, of_all_ranks: GlobalRecomputation, inlined: Inlined) -> None:
         self._value = of_all_ranks(value)
         taken = [(tensor, own) for tensor, own in of_all_ranks.taken if tensor.dtype.is_floating]
         identities = [own for _, own in taken]

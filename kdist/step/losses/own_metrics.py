@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.step.losses.own_losses import OwnLosses
-from kdist.step.losses.own_step import OwnStep
+from kdist.step.losses.custom_losses import CustomLosses
+from kdist.step.losses.loss_step import LossStep
 from kdist.strategies.global_batch import GlobalBatch
 
 
@@ -17,11 +17,11 @@ class OwnMetrics:
 
     Args:
         step: the open step.
-        losses: `OwnLosses` of the step.
+        losses: `CustomLosses` of the step.
         batch: `GlobalBatch` of the step.
     """
 
-    def __init__(self, step: OwnStep, losses: OwnLosses, batch: GlobalBatch) -> None:
+    def __init__(self, step: LossStep, losses: CustomLosses, batch: GlobalBatch) -> None:
         self._step = step
         self._losses = losses
         self._batch = batch

@@ -8,8 +8,8 @@ import keras
 
 from kdist.reports.log import once
 from kdist.state.rows.mixed_rows import first_mixed
-from kdist.step.losses.own_rows import OwnRows
-from kdist.step.losses.own_step import OwnStep
+from kdist.step.losses.loss_step import LossStep
+from kdist.step.losses.step_rows import StepRows
 
 _RELATED = (
     "The outputs of the model relate rows, by the operation {!r}: it takes the rows of each rank, where one process "
@@ -23,10 +23,10 @@ class RelatedLayers:
 
     Args:
         step: the open step.
-        rows: `OwnRows` of the step.
+        rows: `StepRows` of the step.
     """
 
-    def __init__(self, step: OwnStep, rows: OwnRows) -> None:
+    def __init__(self, step: LossStep, rows: StepRows) -> None:
         self._step = step
         self._rows = rows
 

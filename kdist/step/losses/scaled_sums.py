@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from kdist.step.losses.own_step import OwnStep
+from kdist.step.losses.loss_step import LossStep
 
 
 class ScaledSums:
@@ -17,7 +17,7 @@ class ScaledSums:
         terms: sequence of pairs: a sum over rows, and its factor in the number.
     """
 
-    def __init__(self, step: OwnStep, terms: Sequence[tuple[tf.Tensor, float]]) -> None:
+    def __init__(self, step: LossStep, terms: Sequence[tuple[tf.Tensor, float]]) -> None:
         self._step = step
         self._terms = terms
 

@@ -12,11 +12,11 @@ from kdist.keras_hooks.losses import get_keras_mask, set_keras_mask
 from kdist.reports.log import once
 from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.rank_dependence import tensor_key
-from kdist.state.rows.row_cut import RowCut
+from kdist.state.rows.row_frontier import RowFrontier
 from kdist.state.rows.row_wise import can_relate_rows
-from kdist.step.losses.of_all_ranks import OfAllRanks
-from kdist.step.losses.own_rows import OwnRows
-from kdist.step.losses.own_step import OwnStep
+from kdist.step.losses.global_recomputation import GlobalRecomputation
+from kdist.step.losses.loss_step import LossStep
+from kdist.step.losses.step_rows import StepRows
 
 _NOT_OF_ALL = (
     "{} is given what relates rows of this rank, and kdist cannot compute it for the rows of all ranks. It counts what "
@@ -27,17 +27,17 @@ _NOT_OF_ALL = (
 Gather = Callable[[str, list[tf.Tensor]], list[tf.Tensor]]
 
 
-class OwnPairs:
+class StepPairs:
     """Computes what relates rows again, from the rows of all ranks.
 
     Args:
         step: the open step.
-        rows: `OwnRows` of the step.
+        rows: `StepRows` of the step.
         gather: callable that takes what a value is, for messages, and rows of this rank that it is computed from, and
             returns those of all ranks.
     """
 
-    def __init__(self, step: OwnStep, rows: OwnRows, gather: Gather) -> None:
+    def __init__(self, step: LossStep, rows: StepRows, gather: Gather) -> None:
         self._step = step
         self._rows = rows
         self._gather = gather
@@ -87,8 +87,8 @@ class OwnPairs:
                 if row_wise is None:
                     raise LookupError(who)
                 copies = {key: inlined(each) for key, each in own.items()}
-                cut = RowCut(list(copies.values()), row_wise, known, means)
-                of_all = OfAllRanks(self._step, cut, inlined, lambda rows: self._gather(who, rows))
+                cut = RowFrontier(list(copies.values()), row_wise, known, means)
+                of_all = GlobalRecomputation(self._step, cut, inlined, lambda rows: self._gather(who, rows))
                 made = {key: of_all(each) for key, each in copies.items()}
             except (LookupError, TypeError, ValueError, tf.errors.OpError):
                 return None

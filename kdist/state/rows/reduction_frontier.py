@@ -8,7 +8,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from kdist.state.graphs.rank_dependence import computed_of, tensor_key
-from kdist.state.graphs.recomputed import OfRows, check_repeatable
+from kdist.state.graphs.recomputed import RowReduction, check_repeatable
 
 Known = Mapping[Any, tuple[tf.Tensor, Literal["mean", "sum"]]]
 """Tensors, and what they are of the rows, by the tensors' keys."""
@@ -18,7 +18,7 @@ _QUOTIENTS = ("Div", "RealDiv", "DivNoNan")
 _MAX_CHANGED = 20000  # a network may have many gradients
 
 
-class MeansCut:
+class ReductionFrontier:
     """The known means and sums on all ways to some tensors, which are computed from nothing else of a rank's rows.
 
     Args:
@@ -28,7 +28,7 @@ class MeansCut:
 
     Attributes:
         value: the first tensor.
-        listed: list of `OfRows`, what the tensors are computed of.
+        listed: list of `RowReduction`, what the tensors are computed of.
 
     Raises:
         LookupError: if they are computed from something else, or by what cannot be computed again.
@@ -36,7 +36,7 @@ class MeansCut:
 
     def __init__(self, values: Sequence[tf.Tensor], known: Known, depends_on_rows: Callable[[tf.Tensor], bool]) -> None:
         self.value = values[0]
-        self.listed: list[OfRows] = []
+        self.listed: list[RowReduction] = []
         self._changed: set[str] = set()
         pending, seen = list(values), set()
         while pending:
@@ -45,7 +45,7 @@ class MeansCut:
                 continue
             seen.add(tensor.name)
             if tensor_key(tensor) in known:
-                self.listed.append(OfRows(*known[tensor_key(tensor)]))
+                self.listed.append(RowReduction(*known[tensor_key(tensor)]))
                 continue
             check_repeatable(tensor.op)
             self._changed |= {each.name for each in tensor.op.outputs}

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from kdist.state.graphs.rank_dependence import computed_of, tensor_key
 from kdist.state.graphs.recomputed import Recomputed
-from kdist.state.rows.means_cut import MeansCut, is_computed_of, is_weighted_sum
+from kdist.state.rows.reduction_frontier import ReductionFrontier, is_computed_of, is_weighted_sum
 
 SUMS = {
     "one": lambda a, b, x: a,
@@ -74,7 +74,7 @@ def test_what_is_computed_of_known_tensors():
 @pytest.mark.parametrize("name", ["a sum", "by a norm", "clipped"])
 def test_it_is_computed_again_from_the_known_tensors_alone(name):
     def check(value, known, depends_on_rows):
-        cut = MeansCut([value], known, depends_on_rows)
+        cut = ReductionFrontier([value], known, depends_on_rows)
         assert {each.kind for each in cut.listed} == {"mean"}
         recomputed = Recomputed(cut.is_changed)
         recomputed.values |= {each.tensor.name: 2 * tf.ones(3) for each in cut.listed}
@@ -96,4 +96,4 @@ def test_it_is_computed_again_from_the_known_tensors_alone(name):
 @pytest.mark.parametrize("name", ["a constant", "with rows"])
 def test_what_is_of_no_known_tensor_or_of_more_is_not(name):
     with pytest.raises(LookupError):
-        traced(SUMS[name], lambda value, known, depends_on_rows: MeansCut([value], known, depends_on_rows))
+        traced(SUMS[name], lambda value, known, depends_on_rows: ReductionFrontier([value], known, depends_on_rows))

@@ -8,11 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.state.graphs.inlined import Inlined
-from kdist.state.graphs.recomputed import OfRows, Recomputed
+from kdist.state.graphs.recomputed import Recomputed, RowReduction
 from kdist.state.rows.aggregates import Aggregates
-from kdist.state.rows.means_cut import MeansCut
-from kdist.state.rows.row_cut import RowCut
-from kdist.step.losses.own_step import OwnStep
+from kdist.state.rows.reduction_frontier import ReductionFrontier
+from kdist.state.rows.row_frontier import RowFrontier
+from kdist.step.losses.loss_step import LossStep
 
 _WIDE = {
     tf.float16: tf.float32,
@@ -21,7 +21,7 @@ _WIDE = {
 }
 
 
-class OfAllRanks:
+class GlobalRecomputation:
     """What a step would have computed if its rank had had the rows of all ranks.
 
     Each sum and mean over rows is that of all ranks, as by `kdist.all_reduce`, and rows are those of all, as by
@@ -41,8 +41,8 @@ class OfAllRanks:
 
     def __init__(
         self,
-        step: OwnStep,
-        parts: Aggregates | RowCut | MeansCut,
+        step: LossStep,
+        parts: Aggregates | RowFrontier | ReductionFrontier,
         inlined: Inlined,
         gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> None:
@@ -52,7 +52,7 @@ class OfAllRanks:
         own = [recomputed.take(each) for each in rows]
         recomputed.values |= dict(zip([each.name for each in rows], gather(own) if rows else (), strict=True))
         self.taken = recomputed.taken
-        pending: list[OfRows] = []
+        pending: list[RowReduction] = []
         for each in parts.listed:
             if parts.is_changed(each.tensor):
                 self._send(pending, same_on_all=False)
@@ -64,7 +64,7 @@ class OfAllRanks:
         """Returns what a tensor, of which `parts` were found, would have been."""
         return self._recomputed(tensor)
 
-    def _send(self, pending: list[OfRows], *, same_on_all: bool) -> None:
+    def _send(self, pending: list[RowReduction], *, same_on_all: bool) -> None:
         """Adds up means, sums and numbers of rows over the ranks, in one message.
 
         Collective: every rank must call this, in the same order.

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from kdist.state.graphs.rank_dependence import tensor_key
-from kdist.state.graphs.recomputed import OfRows, check_repeatable
+from kdist.state.graphs.recomputed import RowReduction, check_repeatable
 from kdist.state.rows.row_wise import RowWise
 
 _MAX_ROWS, _MAX_CHANGED = 16, 2000  # as where a gradient is what relates rows
 
 
-class RowCut:
+class RowFrontier:
     """The last tensors of a graph that hold rows which are each computed from one, on all ways to some tensors.
 
     What comes after them can be computed again from the rows of all ranks, whatever it is.
@@ -26,7 +26,7 @@ class RowCut:
 
     Attributes:
         value: the first tensor.
-        listed: list of `OfRows`, what they are computed of.
+        listed: list of `RowReduction`, what they are computed of.
 
     Raises:
         LookupError: if something that they are computed by cannot be computed again.
@@ -40,7 +40,7 @@ class RowCut:
         means: Sequence[tf.Tensor],
     ) -> None:
         self.value = values[0]
-        self.listed: list[OfRows] = []
+        self.listed: list[RowReduction] = []
         self._changed: set[str] = set()
         known = {tensor_key(each) for each in means}
         *_, free = (rows.follow(each, fixed, means) for each in values)
@@ -51,11 +51,11 @@ class RowCut:
                 continue
             seen.add(tensor.name)
             if tensor_key(tensor) in known:
-                self.listed.append(OfRows(tensor, "mean"))
+                self.listed.append(RowReduction(tensor, "mean"))
             elif rows(tensor):
-                self.listed.append(OfRows(tensor, "rows"))
+                self.listed.append(RowReduction(tensor, "rows"))
             elif rows.is_shape(tensor):
-                self.listed.append(OfRows(tensor, "shape"))
+                self.listed.append(RowReduction(tensor, "shape"))
             else:
                 check_repeatable(tensor.op)
                 self._changed |= {each.name for each in tensor.op.outputs}

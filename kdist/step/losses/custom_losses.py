@@ -19,16 +19,16 @@ from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.rows.aggregates import Aggregates
 from kdist.state.rows.means import is_mean
 from kdist.state.rows.means_and_sums import Kind, MeansAndSums
-from kdist.state.rows.row_cut import RowCut
+from kdist.state.rows.row_frontier import RowFrontier
 from kdist.state.rows.row_wise import RowWise
+from kdist.step.losses.global_recomputation import GlobalRecomputation
 from kdist.step.losses.global_value import GlobalValue
-from kdist.step.losses.of_all_ranks import OfAllRanks
-from kdist.step.losses.own_gradients import OwnGradients
-from kdist.step.losses.own_pairs import Gather, OwnPairs
-from kdist.step.losses.own_rows import Means, OwnRows
-from kdist.step.losses.own_step import OwnStep
+from kdist.step.losses.loss_step import LossStep
 from kdist.step.losses.related_layers import RelatedLayers
 from kdist.step.losses.scaled_sums import ScaledSums
+from kdist.step.losses.step_gradients import StepGradients
+from kdist.step.losses.step_pairs import Gather, StepPairs
+from kdist.step.losses.step_rows import Means, StepRows
 
 _NO_MEAN = (
     "{} is computed from this rank's rows, and is no mean, no sum, and not computed from means and sums over them as "
@@ -64,7 +64,7 @@ _KEPT = "What the step keeps of its rows"
 _MAX_TERMS = 16  # of a number, as finding out about each takes time
 
 
-class OwnLosses:
+class CustomLosses:
     """Makes the mean over the ranks of what a step computes by hand that of the global batch.
 
     What counts as a mean over the rank's rows is weighted by the rank's share of the rows. A sum over rows is divided
@@ -73,10 +73,10 @@ class OwnLosses:
 
     Args:
         step: the open step.
-        rows: `OwnRows` of the step.
+        rows: `StepRows` of the step.
     """
 
-    def __init__(self, step: OwnStep, rows: OwnRows) -> None:
+    def __init__(self, step: LossStep, rows: StepRows) -> None:
         self._step = step
         self._model = self._loss = ""
         self._found: dict[Any, ScaledSums | GlobalValue | None] = {}
@@ -86,9 +86,9 @@ class OwnLosses:
         self._unrecorded: dict[Any, tf.Tensor] = {}  # what no tape has recorded, by graph and name
         self._rows = rows
         self._has_own_loss = False
-        self._pairs = OwnPairs(step, rows, lambda _, own: own)
+        self._pairs = StepPairs(step, rows, lambda _, own: own)
         self._layers = RelatedLayers(step, rows)
-        self._gradients = OwnGradients(step)
+        self._gradients = StepGradients(step)
         self._gather: Gather = lambda _, rows: rows
 
     def is_gradient(self, value: tf.Tensor) -> bool:
@@ -135,7 +135,7 @@ class OwnLosses:
         return call
 
     def of_all_ranks(self, values: Any, who: str) -> Any | None:
-        """See `OwnPairs.of_all_ranks`; `None` if the model's steps are Keras' own."""
+        """See `StepPairs.of_all_ranks`; `None` if the model's steps are Keras' own."""
         return self._pairs.of_all_ranks(values, who) if self._has_own_loss else None
 
     @contextlib.contextmanager
@@ -149,7 +149,7 @@ class OwnLosses:
         """
         self._gather = gather
         self._has_own_loss = computes_own_loss(model) and self._step.engine.size > 1
-        self._pairs = OwnPairs(self._step, self._rows, gather)
+        self._pairs = StepPairs(self._step, self._rows, gather)
         self._model = type(model).__name__
         self._loss = f"The loss that the step of {self._model} differentiates"
         if self._has_own_loss and tf.executing_eagerly():
@@ -350,12 +350,14 @@ class OwnLosses:
                 parts = self._parts_of(found, rows, inlined(value), means)
                 if any(parts.is_changed(each) for each in self._unrecorded.values() if each.graph is graph):
                     return None  # a copy would have the gradients that no tape takes
-                of_all_ranks = OfAllRanks(self._step, parts, inlined, lambda own: self._gather(who or _KEPT, own))
+                of_all_ranks = GlobalRecomputation(
+                    self._step, parts, inlined, lambda own: self._gather(who or _KEPT, own)
+                )
                 return GlobalValue(parts.value, of_all_ranks, inlined)
             except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
                 return None
 
-    def _parts_of(self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, means: Means) -> Aggregates | RowCut:
+    def _parts_of(self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, means: Means) -> Aggregates | RowFrontier:
         """Returns of what a number is to be computed again.
 
         Raises:
@@ -366,7 +368,7 @@ class OwnLosses:
             return Aggregates(value, found, fixed, numbers)
         if not value.shape.is_fully_defined():
             raise LookupError(value.name)
-        cut = RowCut([value], rows, fixed, numbers)
+        cut = RowFrontier([value], rows, fixed, numbers)
         if not found.can_run(value, [*fixed, *numbers]):
             raise LookupError(value.name)  # as where it has the number of a rank's rows written into it
         return cut

@@ -13,13 +13,13 @@ from kdist.data.batch import Rows
 from kdist.state.graphs.rank_dependence import computed_of, tensor_key
 from kdist.state.rows.means_and_sums import MeansAndSums
 from kdist.state.rows.row_wise import RowWise
-from kdist.step.losses.own_step import OwnStep
+from kdist.step.losses.loss_step import LossStep
 
 Means = dict[Any, tf.Tensor]
 """Tensors that count as means over the rank's rows, by graph and name."""
 
 
-class OwnRows:
+class StepRows:
     """Knows the data of a step, and the tensors that do not count as computed from its rows.
 
     Args:
@@ -29,7 +29,7 @@ class OwnRows:
         means: dict, tensors that count as means over the rank's rows.
     """
 
-    def __init__(self, step: OwnStep) -> None:
+    def __init__(self, step: LossStep) -> None:
         self._step = step
         self.means: Means = {}
         self._statistics: list[tf.Tensor] = []

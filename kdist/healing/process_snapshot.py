@@ -14,13 +14,13 @@ from kdist._user_code import is_users
 _PACKAGE = __name__.partition(".")[0]
 
 
-class Fresh:
+class ProcessSnapshot:
     """The state of a process before its script, which is set back before the script runs again."""
 
     def __init__(self) -> None:
         self._path, self._directory = list(sys.path), os.getcwd()
 
-    def set_back(self) -> None:
+    def restore(self) -> None:
         """Sets it back, and lets go of what the script has made.
 
         What a script sets for good in the process stays set: environment variables, signal handlers, `atexit`. So does

@@ -9,7 +9,7 @@ import tensorflow as tf
 from kdist.engines.engine import Engine
 
 
-class OwnStep(Protocol):
+class LossStep(Protocol):
     """The open step.
 
     Attributes:

@@ -9,7 +9,7 @@ from keras import ops
 from kdist.state.graphs.rank_dependence import computed_of
 from kdist.state.graphs.recomputed import Recomputed
 from kdist.state.rows.means_and_sums import MeansAndSums
-from kdist.state.rows.row_cut import RowCut
+from kdist.state.rows.row_frontier import RowFrontier
 from kdist.state.rows.row_wise import RowWise
 
 ROWS = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
@@ -27,7 +27,7 @@ def found(compute):
 
         data = MeansAndSums([x], [0], depends_on_rows)
         value = compute(x)
-        cut = RowCut([value], RowWise(data), [], [])
+        cut = RowFrontier([value], RowWise(data), [], [])
         recomputed = Recomputed(cut.is_changed)
         for each in cut.listed:
             kinds.append((each.kind, each.tensor.op.type))

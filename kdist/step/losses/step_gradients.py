@@ -10,15 +10,15 @@ import tensorflow as tf
 from kdist._tf_internals import is_compiled_by_xla
 from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.rank_dependence import tensor_key
-from kdist.state.rows.means_cut import MeansCut, is_computed_of, is_weighted_sum
+from kdist.state.rows.reduction_frontier import ReductionFrontier, is_computed_of, is_weighted_sum
+from kdist.step.losses.global_recomputation import GlobalRecomputation
 from kdist.step.losses.global_value import GlobalValue
-from kdist.step.losses.of_all_ranks import OfAllRanks
-from kdist.step.losses.own_step import OwnStep
+from kdist.step.losses.loss_step import LossStep
 
 _ERRORS = (LookupError, TypeError, ValueError, tf.errors.OpError)  # of what cannot be computed again
 
 
-class OwnGradients:
+class StepGradients:
     """Knows a rank's parts of gradients, and computes again what a step has computed from them otherwise than by a sum.
 
     A part is one whose mean by rows is the global gradient; or, where the step has weighted its loss, a term of it.
@@ -27,7 +27,7 @@ class OwnGradients:
         step: the open step.
     """
 
-    def __init__(self, step: OwnStep) -> None:
+    def __init__(self, step: LossStep) -> None:
         self._step = step
         self._known: dict[Any, tuple[tf.Tensor, Literal["mean", "sum"]]] = {}
 
@@ -54,7 +54,7 @@ class OwnGradients:
             return None
         inlined = self._inlined()
         try:
-            of_all_ranks = OfAllRanks(self._step, self._cut([value], means), inlined, lambda rows: rows)
+            of_all_ranks = GlobalRecomputation(self._step, self._cut([value], means), inlined, lambda rows: rows)
             return GlobalValue(value, of_all_ranks, inlined)
         except _ERRORS:
             return None
@@ -88,7 +88,7 @@ class OwnGradients:
         if made:
             try:
                 cut = self._cut(list(made.values()), means)
-                of_all_ranks = OfAllRanks(self._step, cut, self._inlined(), lambda rows: rows)
+                of_all_ranks = GlobalRecomputation(self._step, cut, self._inlined(), lambda rows: rows)
                 made = {place: of_all_ranks(each) for place, each in made.items()}
             except _ERRORS:
                 return None
@@ -113,9 +113,9 @@ class OwnGradients:
         is_in_step = value.graph is graph and not is_compiled_by_xla() and self._step.depends_on_rows(value)
         return is_in_step and is_computed_of(value, self._known)
 
-    def _cut(self, values: Sequence[tf.Tensor], means: Mapping[Any, tf.Tensor]) -> MeansCut:
+    def _cut(self, values: Sequence[tf.Tensor], means: Mapping[Any, tf.Tensor]) -> ReductionFrontier:
         known: dict[Any, tuple[tf.Tensor, Literal["mean", "sum"]]] = {key: (x, "mean") for key, x in means.items()}
-        return MeansCut(values, known | self._known, self._step.depends_on_rows)
+        return ReductionFrontier(values, known | self._known, self._step.depends_on_rows)
 
     def _inlined(self) -> Inlined:
         return Inlined(self._step.depends_on_rows, ())
