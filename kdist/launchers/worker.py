@@ -187,7 +187,8 @@ def _ended_well(file: Path | None) -> None:
 
 def _read_input_from(path: str) -> None:
     with contextlib.suppress(OSError):  # `kdist run` has ended
-        file = os.open(path, os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe whose writer has ended would block
+        os.set_blocking(file, True)
         os.dup2(file, 0)
         os.close(file)
 

@@ -210,6 +210,11 @@ class Step:
                 stack.enter_context(
                     wrapped_updates(model, metrics.update_of_all, metrics.update_of_sums if has_other_rows else None)
                 )
-            stack.enter_context(folded_seeds(seed_generators(model), self._rank, lambda: batch.is_in_call))
-            stack.enter_context(folded_draws(self._rank, lambda: batch.is_in_call, self._extended.next_seed))
+            is_graph = not tf.executing_eagerly()
+
+            def is_alike() -> bool:  # what a variable that the step makes begins with, too
+                return batch.is_in_call or (is_graph and tf.executing_eagerly())
+
+            stack.enter_context(folded_seeds(seed_generators(model), self._rank, is_alike))
+            stack.enter_context(folded_draws(self._rank, is_alike, self._extended.next_seed))
             yield

@@ -23,11 +23,13 @@ def variable_with_value(kwargs: Mapping[str, Any]) -> tf.Variable | None:
     """
     if not (callable(kwargs.get("initial_value")) and tf.inside_function()):
         return None
+    if kwargs.get("experimental_enable_variable_lifting") is False:
+        return None
     unknown = ("collections", "colocate_with", "use_resource")
     arguments = {name: value for name, value in kwargs.items() if name not in unknown}
     device = getattr(kwargs.get("colocate_with"), "device", None)
     try:
         with tf.init_scope(), contextlib.nullcontext() if device is None else tf.device(device):
-            return ResourceVariable(**arguments)
+            return ResourceVariable(**{"distribute_strategy": tf.distribute.get_strategy(), **arguments})
     except (TypeError, ValueError, NotImplementedError):  # how TensorFlow refuses a tensor of another graph
         return None

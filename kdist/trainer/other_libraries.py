@@ -9,7 +9,7 @@ from kdist.errors import StrategyError
 
 
 def refuse_parts_of_horovod(optimizers: Iterable[Any], callbacks: Any) -> None:
-    """Refuses Horovod's optimizers and callbacks: kdist does what they do, and Keras 3 has not what they call.
+    """Refuses Horovod's optimizers and callbacks, which call what Keras 3 has not.
 
     Args:
         optimizers: iterable of optimizers.
@@ -25,8 +25,7 @@ def refuse_parts_of_horovod(optimizers: Iterable[Any], callbacks: Any) -> None:
         module = next((base.__module__ for base in type(each).__mro__ if base.__module__.startswith("horovod.")), "")
         if module:
             raise StrategyError(
-                f"kdist.scope() does what Horovod's {name} does. Received: an object of {module}. Expected Keras' own "
+                f"Horovod's {name} does not run in kdist.scope(). Received: an object of {module}. Expected Keras' own "
                 "optimizers and callbacks: gradients are reduced, weights are broadcast, and metrics are those of all "
-                f"ranks. Fix: leave {name} out, and pass Keras' own optimizer; docs/migrating_from_horovod.md has a "
-                "line for each call of Horovod's."
+                f"ranks. Fix: leave {name} out, or use what docs/migrating_from_horovod.md names for it."
             )

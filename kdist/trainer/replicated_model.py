@@ -129,9 +129,10 @@ class ReplicatedModel:
             self._own_steps.patch()
         session.warn_of_other_settings()
         session.end_interrupted_pass()
+        arguments = named_arguments(inspect.signature(run).bind(*args, **kwargs))
         if is_outermost:
-            refuse_parts_of_horovod(optimizers_of(self._model), kwargs.get("callbacks"))
-        session.feed.begin_verb(name, named_arguments(inspect.signature(run).bind(*args, **kwargs)))
+            refuse_parts_of_horovod(optimizers_of(self._model), arguments.get("callbacks"))
+        session.feed.begin_verb(name, arguments)
         if not is_outermost:
             session.agree()  # a callback may have loaded weights on this rank
         self._compiled_steps.disable_keras_compilation()

@@ -160,7 +160,7 @@ class ReplicatedSession(TrainingSession):
 
     def data(self, epoch_step: int = 0) -> ShardedData:
         """Returns the position in the sharded data; see `TrainingSession.data`."""
-        return ShardedData(self.feed.training, epoch_step)
+        return ShardedData(self.feed.training, self.feed.orders, epoch_step)
 
     def is_last_step(self, epoch_step: int, params: Mapping[str, Any]) -> bool:
         """See `TrainingSession.is_last_step`."""

@@ -30,6 +30,16 @@ def test_rank_0_reads_to_the_end(given, read, tmp_path):
     assert "rank 1 reads ''" in done.output, done.output
 
 
+def test_a_named_pipe_whose_writer_has_ended_does_not_block(tmp_path):
+    script, pipe = tmp_path / "reads.py", tmp_path / "pipe"
+    script.write_text(SCRIPT)
+    os.mkfifo(pipe)
+    line = f"(echo of a pipe > {pipe}) & {sys.executable} -m kdist.cli.main run -np 2 --tee {script} < {pipe}"
+    done = spmd.execute(["bash", "-c", line], env=spmd.RANK_ENVIRONMENT, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    assert "rank 0 reads 'of a pipe" in done.output, done.output
+
+
 def test_what_the_launcher_passes_on(tmp_path):
     """A terminal, a file of which something has been read, and all but `/dev/null` where ranks are on other hosts."""
     path = tmp_path / "in.txt"

@@ -26,10 +26,25 @@ def test_a_value_is_there_at_once():
     assert (variable.name, value, variable.numpy().tolist()) == ("three:0", [3.0, 3.0], [3.0, 3.0])
 
 
-def test_it_is_where_another_variable_is():
-    place = tf.Variable(1.0)
-    variable, _ = made(initial_value=lambda _: lambda: 3.0, colocate_with=lambda _: place)
-    assert variable.device == place.device
+def test_it_is_as_it_was_asked_for():
+    place = type("Place", (), {"device": "/device:CPU:0"})
+    variable, _ = made(
+        initial_value=lambda _: lambda: 3.0,
+        colocate_with=lambda _: place,
+        trainable=lambda _: False,
+        aggregation=lambda _: tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        shape=lambda _: tf.TensorShape([]),
+        dtype=lambda _: tf.float64,
+    )
+    assert variable.device.endswith("CPU:0")
+    assert not variable.trainable
+    assert variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+    assert (variable.shape.rank, variable.dtype) == (0, tf.float64)
+
+
+def test_what_must_stay_in_the_graph_does():
+    lifting = "experimental_enable_variable_lifting"
+    assert made(initial_value=lambda _: lambda: 3.0, **{lifting: lambda _: False}) == (None, None)
 
 
 def test_a_value_of_the_graph_waits_for_it():

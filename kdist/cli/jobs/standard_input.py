@@ -13,8 +13,8 @@ def input_path(*, is_on_several_hosts: bool) -> str | None:
         is_on_several_hosts: bool, whether rank 0 may be on another host.
 
     Returns:
-        A path, or `None` where the launcher passes the input on: of a terminal, of a socket, to another host, and of a
-        file that has been read in part.
+        A path, or `None` where the launcher passes the input on: of a terminal, of a socket, to another host, of a file
+        that has been read in part, and of a pipe of another user.
     """
     try:
         own = os.fstat(0)
@@ -23,6 +23,7 @@ def input_path(*, is_on_several_hosts: bool) -> str | None:
     if os.path.samestat(own, os.stat(os.devnull)):
         return os.devnull
     is_whole = stat.S_ISREG(own.st_mode) and os.lseek(0, 0, os.SEEK_CUR) == 0
-    if is_on_several_hosts or not (is_whole or stat.S_ISFIFO(own.st_mode)):
+    path = f"/proc/{os.getpid()}/fd/0"
+    if is_on_several_hosts or not (is_whole or stat.S_ISFIFO(own.st_mode)) or not os.access(path, os.R_OK):
         return None
-    return f"/proc/{os.getpid()}/fd/0"
+    return path

@@ -134,7 +134,12 @@ def reshuffles(dataset: Any) -> bool:
 
 def seeded_shuffles(dataset: Any) -> list[Any]:
     """Returns the shuffles of a dataset that have a seed, and another order in each iteration; inputs first."""
-    return [each for each in inputs_first(dataset) if reshuffles(each) and not is_nondeterministic_op(each)]
+    return [each for each in inputs_first(dataset) if is_seeded_shuffle(each)]
+
+
+def is_seeded_shuffle(dataset: Any) -> bool:
+    """Returns whether the last operation of a dataset is such a shuffle."""
+    return reshuffles(dataset) and not is_nondeterministic_op(dataset)
 
 
 def inputs_first(dataset: Any) -> Iterator[Any]:
@@ -181,14 +186,14 @@ _MADE_OF = "made of"
 INPUTS = "inputs"
 """The key in `resources_of` of the datasets that an operation of kdist's own takes."""
 
-GENERATOR, GENERATORS_BY_NODE = ORDERS = "generator", "generators by node"
-"""The keys in `resources_of` of what makes the orders of a dataset's shuffles."""
+GENERATOR, GENERATORS_BY_NODE, SKIPPED_BY_NODE = ORDERS = "generator", "generators by node", "skipped by node"
+"""The keys in `resources_of` of what makes the orders of a dataset's shuffles, and of how many a node's has skipped."""
 
 IS_INTERNAL = "is looked at"
 """The key in `resources_of` of a dataset that kdist iterates by itself."""
 
-SKIPPED = "skipped"
-"""The key of how many orders of a seeded shuffle have been made by hand, as rank 0 has it; see `eager_order.py`."""
+BY_HAND, SKIPPED = "iterations by hand", "skipped"
+"""The keys of how many orders of a seeded shuffle have been made by hand: on this rank, and as rank 0 has said."""
 
 
 def resources_of(dataset: Any) -> dict[Any, Any]:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from kdist.data.graphs.dataset_internals import (
     GENERATORS_BY_NODE,
     SKIPPED,
+    SKIPPED_BY_NODE,
     flat_structure,
     from_variant,
     resources_of,
@@ -169,17 +170,30 @@ def _set_generators(dataset: Any, nodes: Any, reshuffling: list[Any]) -> list[An
     """Replaces the seed generators of seeded shuffles; returns the datasets that hold the new ones."""
     by_name = {node.name: node for node in nodes}
     kept = resources_of(dataset).setdefault(GENERATORS_BY_NODE, {})
-    skipped = [resources_of(each).get(SKIPPED, 0) for each in seeded_shuffles(dataset)]
-    if len(skipped) != len(reshuffling):  # others are in the graph than in Python
-        skipped = [max(skipped, default=0)] * len(reshuffling)
-    for node, count in zip(reshuffling, skipped, strict=True):
+    for node in reshuffling:
         first, position = _SEED_INPUTS[node.op]
         if node.name not in kept:
             seeds = [tf.make_ndarray(by_name[name].attr["value"].tensor) for name in node.input[first : first + 2]]
             kept[node.name] = shuffle_with((seeds[0], seeds[1]), tf.data.Dataset.range(1), 1, reshuffle=True)
-            skip_orders(kept[node.name], count)
         _replace_input(nodes, node, position, _seed_nodes(kept[node.name])[2])
+    skip_orders_by_node(dataset)
     return list(kept.values())
+
+
+def skip_orders_by_node(dataset: Any) -> None:
+    """Lets the shuffles of a graph that was made again leave out the orders that rank 0 has made by hand.
+
+    Args:
+        dataset: `tf.data.Dataset`, the user's. Nothing is done if its graph was not made again.
+    """
+    generators = resources_of(dataset).get(GENERATORS_BY_NODE, {})
+    counts = [resources_of(each).get(SKIPPED, 0) for each in seeded_shuffles(dataset)] if generators else []
+    if len(counts) != len(generators):  # others are in the graph than in Python
+        counts = [max(counts, default=0)] * len(generators)
+    skipped = resources_of(dataset).setdefault(SKIPPED_BY_NODE, {})
+    for (name, generator), count in zip(generators.items(), counts, strict=True):
+        skip_orders(generator, count - skipped.get(name, 0))
+        skipped[name] = count
 
 
 def shuffle_with(

@@ -11,30 +11,27 @@ import contextlib
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from kdist.data.graphs.dataset_internals import (
-    GENERATOR,
-    GENERATORS_BY_NODE,
+    BY_HAND,
     IS_INTERNAL,
     ORDERS,
-    SKIPPED,
+    inputs,
+    is_seeded_shuffle,
+    kind,
     resources_of,
-    seeded_shuffles,
     with_inputs,
 )
-from kdist.data.graphs.determinism import derived_seed, skip_orders
+from kdist.data.graphs.determinism import derived_seed
 from kdist.data.graphs.pipeline import Pipeline, is_bound_to_other_task, nondeterministic_parts
-from kdist.data.graphs.replay import orders_of
 from kdist.errors import DataError
 from kdist.keras_hooks.patching import DATASET_METHODS, patched
 
 _log = logging.getLogger("kdist")
-
-_BY_HAND = "iterations by hand"
 
 
 def count_iterations() -> None:
@@ -46,10 +43,8 @@ def count_iterations() -> None:
     def counting(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def counted(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            if tf.executing_eagerly() and IS_INTERNAL not in resources_of(dataset):
-                for each in seeded_shuffles(dataset):
-                    kept = resources_of(each)
-                    kept[_BY_HAND] = kept.get(_BY_HAND, 0) + 1
+            if tf.executing_eagerly():
+                _count_iteration(dataset)
             return method(dataset, *args, **kwargs)
 
         counted.patches = patches  # type: ignore[attr-defined]  # as long as there is the method
@@ -60,36 +55,20 @@ def count_iterations() -> None:
         patches.enter_context(patched(tf.data.Dataset, name, counting(getattr(tf.data.Dataset, name))))
 
 
-def iterations_by_hand(arguments: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Returns how often each seeded shuffle of the datasets among a verb's arguments was iterated by hand."""
-    counts = {
-        name: [resources_of(each).get(_BY_HAND, 0) for each in seeded_shuffles(value)]
-        for name, value in arguments.items()
-        if isinstance(value, tf.data.Dataset)
-    }
-    return {name: numbers for name, numbers in counts.items() if any(numbers)}
-
-
-def skip_orders_made_by_hand(arguments: Mapping[str, Any], counts: Mapping[str, list[int]]) -> None:
-    """Lets the datasets among a verb's arguments continue with the orders after those that were made by hand.
-
-    Args:
-        arguments: mapping, the verb's arguments.
-        counts: mapping, what `iterations_by_hand` returns on rank 0: one rank may have iterated alone.
-    """
-    for name, numbers in counts.items():
-        dataset = arguments.get(name)
-        shuffles = seeded_shuffles(dataset) if isinstance(dataset, tf.data.Dataset) else []
-        more = []
-        for each, count in zip(shuffles, numbers, strict=False):
+def _count_iteration(dataset: Any) -> None:
+    if IS_INTERNAL not in resources_of(dataset):
+        for each in _iterated_shuffles(dataset):
             kept = resources_of(each)
-            more.append(count - kept.get(SKIPPED, 0))
-            kept[SKIPPED] = count
-            if GENERATOR in kept:
-                skip_orders(orders_of(kept[GENERATOR]), more[-1])
-        for each in with_inputs(dataset) if any(more) else ():
-            for generator in resources_of(each).get(GENERATORS_BY_NODE, {}).values():
-                skip_orders(generator, max(more))
+            kept[BY_HAND] = kept.get(BY_HAND, 0) + 1
+
+
+def _iterated_shuffles(dataset: Any) -> list[Any]:
+    """Returns the seeded shuffles that an iteration makes an order of: not what comes later, or before a cache."""
+    if kind(dataset) == "Cache":
+        return []
+    first = inputs(dataset)[: 1 if kind(dataset) == "Concatenate" else None]
+    found = [shuffle for each in first for shuffle in _iterated_shuffles(each)]
+    return [*found, dataset] if is_seeded_shuffle(dataset) else found
 
 
 @contextlib.contextmanager
@@ -115,7 +94,10 @@ def one_order(seed: int) -> Iterator[None]:
     def replacement(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def of_ordered(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-            return method(ordered(dataset), *args, **kwargs)
+            replaced = ordered(dataset)
+            if replaced is not dataset:  # `count_iterations` does not see the user's
+                _count_iteration(dataset)
+            return method(replaced, *args, **kwargs)
 
         return of_ordered
 

@@ -12,6 +12,7 @@ from kdist.checkpoint.position import Position
 from kdist.state.part import State, StatePart
 from kdist.state.single_process import Place
 from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
+from kdist.trainer.feeding.orders_by_hand import OrdersByHand
 
 
 class ShardedData(StatePart):
@@ -23,8 +24,9 @@ class ShardedData(StatePart):
 
     name = "data"
 
-    def __init__(self, iterator: ShardedEpochIterator, epoch_step: int = 0) -> None:
+    def __init__(self, iterator: ShardedEpochIterator, orders: OrdersByHand, epoch_step: int = 0) -> None:
         self._iterator = iterator
+        self._orders = orders
         self._epoch_step = epoch_step
         self.place = Place(0, "its beginning")
 
@@ -36,6 +38,7 @@ class ShardedData(StatePart):
         return {
             "position": dataclasses.asdict(self._iterator.position(self._epoch_step)),
             "epoch step": self._epoch_step,
+            "orders by hand": self._orders.skipped(),
             "hooks": [name for name, _ in hooks],
             **{f"hook/{number}": np.frombuffer(states, np.uint8) for number, (_, states) in enumerate(hooks)},
         }
@@ -50,6 +53,7 @@ class ShardedData(StatePart):
         if before.kind != type(adapter.source).__name__ and before.epoch_step:
             self.place = Place(0, f"which starts again: its data was a {before.kind}, and is of another kind now")
             return
+        self._orders.skip(state.get("orders by hand", {}))  # a script may look at its data in the first attempt only
         now = self._iterator.resume(before)
         states = [state[f"hook/{number}"].tobytes() for number in range(len(state["hooks"]))]
         adapter.repeat_hooks(list(zip(state["hooks"], states, strict=True)))

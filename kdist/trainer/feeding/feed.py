@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 
-from kdist.data.graphs.eager_order import iterations_by_hand, skip_orders_made_by_hand
 from kdist.data.input_checks import check_inputs
 from kdist.data.make_source import SourceAdapter, has_fixed_shapes, holds_random_state, make_source
 from kdist.data.source import Source
@@ -22,12 +21,14 @@ from kdist.state.random_state import input_seed
 from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
 from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
+from kdist.trainer.feeding.orders_by_hand import OrdersByHand
 
 
 class Feed:
     """Makes this rank's shards of the data of each verb, and synchronises the random states that the data uses.
 
     Attributes:
+        orders: `OrdersByHand` of the running `fit`.
         widths_differ: bool, whether batches in the last `predict` may differ in other dimensions than the first.
     """
 
@@ -51,6 +52,7 @@ class Feed:
         self._random_state = ""  # at the beginning of the outermost verb, before a generator draws
         self._num_sources = 0
         self.widths_differ = False
+        self.orders = OrdersByHand()
 
     @contextlib.contextmanager
     def outermost_verb(self) -> Iterator[None]:
@@ -70,7 +72,7 @@ class Feed:
         try:
             yield
         finally:
-            self._training = outer  # frees the data
+            self._training, self.orders = outer, OrdersByHand()  # frees the data
 
     @property
     def training(self) -> ShardedEpochIterator:
@@ -160,9 +162,12 @@ class Feed:
             MismatchError: if the ranks call other verbs, or with other arguments.
         """
         what = f"the arguments of {verb}"
-        gathered = self._agree(what, [comparable(arguments), iterations_by_hand(arguments)])
-        by_rank, by_hand = ([each[part] for each in gathered] for part in (0, 1))
-        skip_orders_made_by_hand(arguments, by_hand[0])
+        orders = OrdersByHand(arguments)
+        gathered = self._agree(what, [comparable(arguments), orders.made()])
+        by_rank, made = ([each[part] for each in gathered] for part in (0, 1))
+        orders.skip(made[0])
+        if verb == "fit":
+            self.orders = orders
 
         def refuse(name: str, rank: int) -> None:
             if name.startswith(CLASS_WEIGHT):  # compared before the data, from which it usually follows

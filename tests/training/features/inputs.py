@@ -254,13 +254,15 @@ def shuffles_that_were_iterated_by_hand() -> None:
         return tf.data.Dataset.from_tensor_slices((x, y)).skip(number * half).take(half)
 
     def shuffled(kind: str) -> tf.data.Dataset:
-        if kind == "interleaved":
-            data = tf.data.Dataset.range(2).shuffle(2, seed=1).shuffle(2, seed=4).interleave(part, cycle_length=1)
+        if kind in ("interleaved", "in parallel"):
+            calls = {"num_parallel_calls": 1, "deterministic": True} if kind == "in parallel" else {}
+            parts = tf.data.Dataset.range(2).shuffle(2, seed=1).shuffle(2, seed=4)
+            data = parts.interleave(part, cycle_length=1, **calls)
         else:
             data = tf.data.Dataset.from_tensor_slices((x, y))
         return data.shuffle(len(x), seed=2).batch(size() * BATCH)
 
-    for kind in ("slices", "interleaved"):
+    for kind in ("slices", "interleaved", "in parallel"):
         data = {"plain": shuffled(kind), "ours": shuffled(kind)}
         for each in data.values():
             for _ in each.take(1):
