@@ -33,9 +33,8 @@ def take_rank(info: ClusterInfo, env: MutableMapping[str, str]) -> None:
             "start it with KDIST_STRATEGY=single in its environment, as subprocess.run([...], env={**os.environ, "
             f'"KDIST_STRATEGY": "single"}}), or without the launcher\'s variables and {_VARIABLE}.'
         )
-        if any(
-            word == "--multiprocessing-fork" or "from multiprocessing." in word for word in sys.orig_argv
-        ):  # it imports the script that has started it
+        # A process of a pool imports the script that has started it.
+        if any(word == "--multiprocessing-fork" or "from multiprocessing." in word for word in sys.orig_argv):
             fix = 'put what opens the scope under `if __name__ == "__main__":`, as for every such pool of processes.'
         raise ClusterError(
             "This process has the variables of a rank, and was started by that rank. Received: those of rank "

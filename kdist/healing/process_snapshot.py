@@ -15,13 +15,13 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class ProcessSnapshot:
-    """The state of a process before its script, which is set back before the script runs again."""
+    """The state of a process before its script, which is restored before the script runs again."""
 
     def __init__(self) -> None:
         self._path, self._directory = list(sys.path), os.getcwd()
 
     def restore(self) -> None:
-        """Sets it back, and lets go of what the script has made.
+        """Restores it, and frees what the script has made.
 
         What a script sets for good in the process stays set: environment variables, signal handlers, `atexit`. So does
         what TensorFlow refuses to change once it has begun: devices and threads.

@@ -38,7 +38,7 @@ class Survivor:
     def __init__(self, least: int, hook: failure.FailureHook, become_chief: Callable[[], object]) -> None:
         self._least = least
         self._become_chief = become_chief
-        self._fresh = ProcessSnapshot()
+        self._snapshot = ProcessSnapshot()
         self._hook = hook
         own_healing.is_on = True
         atexit.register(_exit_at_once)  # registered first, called last
@@ -80,7 +80,7 @@ class Survivor:
             own_reports.healed(
                 Healing(shrunk.lost, shrunk.lost_first, shrunk.size, platform.node(), began, steps_lost, saved)
             )
-        self._fresh.restore()
+        self._snapshot.restore()
 
     def _why_not(self, shrunk: ShrinkResult) -> str:
         if shrunk.why_not or not shrunk.lost:

@@ -38,8 +38,8 @@ class BufferSync:
             model,
             *(step.engine, data, state, kind),
             is_traced_alike=is_traced_alike,
-            is_gradient=step.own_losses.is_gradient,
-            of_all_ranks=step.own_losses.of_state,
+            is_gradient=step.custom_losses.is_gradient,
+            of_all_ranks=step.custom_losses.of_state,
             is_traced_again=step.is_asked_again,
         )
         self._sent: list[tuple[Written, Merge]] = []

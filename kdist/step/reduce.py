@@ -46,11 +46,11 @@ class WeightGradients(Stage):
         def scale_weighted_loss(loss: tf.Tensor) -> tf.Tensor:
             self._step.loss_is_weighted = self._any_was_weighted = True
             self._weighted.append(id(optimizer))
-            mean = self._step.own_losses.as_differentiated_mean(loss)
+            mean = self._step.custom_losses.as_differentiated_mean(loss)
             # A step may return the value in its logs, which are averaged over the ranks: only the gradient is weighted.
             weighted = scale_loss(mean * tf.cast(self._step.weight, loss.dtype))
             result = tf.custom_gradient(_with_gradient_of)(weighted, scale_loss(loss))
-            self._step.own_losses.note_differentiated_mean(result)
+            self._step.custom_losses.note_differentiated_mean(result)
             return result
 
         with patched(optimizer, "scale_loss", scale_weighted_loss):
@@ -61,7 +61,7 @@ class WeightGradients(Stage):
 
         Collective: every rank must call this, in the same order, of gradients that a step has computed from others.
         """
-        update.gradients = self._step.own_losses.applied(update.gradients)
+        update.gradients = self._step.custom_losses.applied(update.gradients)
         update.terms = self._zeros_if_idle if self._take_weighted_loss(update.optimizer) else self._weighted_each
         return proceed()
 

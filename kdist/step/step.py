@@ -52,7 +52,7 @@ class Step:
         loss_is_weighted: bool, whether the backward pass starts from the loss times the weight, so that gradients are
             this rank's terms.
         own_rows: `StepRows`.
-        own_losses: `CustomLosses`.
+        custom_losses: `CustomLosses`.
     """
 
     has_joint_metrics = True  # local SGD counts by rank, and sums the states of all metrics
@@ -75,7 +75,7 @@ class Step:
         self.global_rows = tf.cast(tf.reshape(global_rows, ()), tf.int64)
         self.weight = self.share = tf.cast(self.rows, tf.float64) / tf.cast(self.global_rows, tf.float64)
         self.own_rows = StepRows(self)
-        self.own_losses = CustomLosses(self, self.own_rows)
+        self.custom_losses = CustomLosses(self, self.own_rows)
         self._traced_rows = traced_rows
 
     @property
@@ -185,9 +185,9 @@ class Step:
         batch = GlobalBatch(self.engine, self, has_other_rows=has_other_rows)
 
         def global_loss(loss: Any) -> Any:
-            return self.own_losses.compiled(loss, GlobalLoss(loss, self, batch, has_other_rows=has_other_rows))
+            return self.custom_losses.compiled(loss, GlobalLoss(loss, self, batch, has_other_rows=has_other_rows))
 
-        metrics = OwnMetrics(self, self.own_losses, batch)
+        metrics = OwnMetrics(self, self.custom_losses, batch)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._extended.in_step(self))
@@ -199,13 +199,13 @@ class Step:
                     lambda: self.share,
                     joint=self.has_joint_metrics,
                     loss_weight=self._weight_of_loss,
-                    as_mean=self.own_losses.as_mean,
-                    as_sum=self.own_losses.as_sum,
+                    as_mean=self.custom_losses.as_mean,
+                    as_sum=self.custom_losses.as_sum,
                     equally_wide=batch.equally_wide,
                     is_of_all=lambda: batch.is_in_call,
                 )
             )
-            stack.enter_context(self.own_losses.opened(model, lambda who, rows: batch.call(who, list, rows)))
+            stack.enter_context(self.custom_losses.opened(model, lambda who, rows: batch.call(who, list, rows)))
             if self.has_joint_metrics:
                 stack.enter_context(
                     wrapped_updates(model, metrics.update_of_all, metrics.update_of_sums if has_other_rows else None)

@@ -54,9 +54,9 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
         )
     dtypes = {name: value.dtype for name, value in others.items()}
     others = {
-        name: step.own_losses.as_mean(tf.cast(value, tf.float64), f"The log {name!r} of the step")
+        name: step.custom_losses.as_mean(tf.cast(value, tf.float64), f"The log {name!r} of the step")
         if name in counts
-        else (step.own_losses.as_mean(value, f"The log {name!r} of the step") if value.shape.rank == 0 else value)
+        else (step.custom_losses.as_mean(value, f"The log {name!r} of the step") if value.shape.rank == 0 else value)
         for name, value in others.items()
         if value.dtype.is_floating or name in counts
     }

@@ -44,7 +44,7 @@ class TracedRows:
         Args:
             trace: callable that traces it and returns the result.
             renew: callable after which `trace` traces a new function.
-            is_first: bool, whether the step may make variables, which have their values at once.
+            is_first: bool, whether variables that the step makes have their values at once.
         """
         self._can_trace_again, self._is_asked, self._has_failed = not self.is_final, False, False
         self._makes_values, self._has_made = is_first, False

@@ -140,7 +140,7 @@ class ReplicatedModel:
             session.slots.load_state_dict({})  # the weights may be others
         with (
             session.running(name),
-            session.feed.running_fit() if name == "fit" else contextlib.nullcontext(),
+            session.feed.running_fit(arguments) if name == "fit" else contextlib.nullcontext(),
             session.effective_rates.keeping_data() if name == "fit" and not is_outermost else contextlib.nullcontext(),
             session.feed.outermost_verb() if is_outermost else contextlib.nullcontext(),
             replicated_callbacks(session, name, is_outermost),

@@ -189,7 +189,7 @@ INPUTS = "inputs"
 GENERATOR, GENERATORS_BY_NODE, SKIPPED_BY_NODE = ORDERS = "generator", "generators by node", "skipped by node"
 """The keys in `resources_of` of what makes the orders of a dataset's shuffles, and of how many a node's has skipped."""
 
-IS_INTERNAL = "is looked at"
+IS_INTERNAL = "is internal"
 """The key in `resources_of` of a dataset that kdist iterates by itself."""
 
 BY_HAND, SKIPPED = "iterations by hand", "skipped"

@@ -52,7 +52,7 @@ class Feed:
         self._random_state = ""  # at the beginning of the outermost verb, before a generator draws
         self._num_sources = 0
         self.widths_differ = False
-        self.orders = OrdersByHand()
+        self.orders = OrdersByHand({})
 
     @contextlib.contextmanager
     def outermost_verb(self) -> Iterator[None]:
@@ -66,13 +66,18 @@ class Feed:
                 self._strategy.draws.num_holding -= 1
 
     @contextlib.contextmanager
-    def running_fit(self) -> Iterator[None]:
-        """A context that is open while `fit` runs, which may call Keras' `fit` several times."""
-        outer, self._training = self._training, None
+    def running_fit(self, arguments: dict[str, Any]) -> Iterator[None]:
+        """A context that is open while `fit` runs, which may call Keras' `fit` several times.
+
+        Args:
+            arguments: dict, its arguments by name.
+        """
+        outer = self._training, self.orders
+        self._training, self.orders = None, OrdersByHand(arguments)
         try:
             yield
         finally:
-            self._training, self.orders = outer, OrdersByHand()  # frees the data
+            self._training, self.orders = outer  # frees the data
 
     @property
     def training(self) -> ShardedEpochIterator:
@@ -166,8 +171,6 @@ class Feed:
         gathered = self._agree(what, [comparable(arguments), orders.made()])
         by_rank, made = ([each[part] for each in gathered] for part in (0, 1))
         orders.skip(made[0])
-        if verb == "fit":
-            self.orders = orders
 
         def refuse(name: str, rank: int) -> None:
             if name.startswith(CLASS_WEIGHT):  # compared before the data, from which it usually follows

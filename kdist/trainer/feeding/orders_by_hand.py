@@ -26,7 +26,7 @@ class OrdersByHand:
         arguments: mapping, the verb's arguments.
     """
 
-    def __init__(self, arguments: Mapping[str, Any] = {}) -> None:  # is not changed
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._datasets = {name: value for name, value in arguments.items() if isinstance(value, tf.data.Dataset)}
 
     def made(self) -> dict[str, list[int]]:
