@@ -178,6 +178,8 @@ SEEDED = {
         .shuffle(8, seed=1)
         .filter(lambda x: x != 3)
     ),
+    "paired": lambda: Dataset.zip((shuffled := Dataset.range(9).shuffle(9, seed=3), shuffled)),
+    "one after itself": lambda: (shuffled := Dataset.range(9).shuffle(9, seed=3)).concatenate(shuffled),
 }
 
 

@@ -133,8 +133,8 @@ def reshuffles(dataset: Any) -> bool:
 
 
 def seeded_shuffles(dataset: Any) -> list[Any]:
-    """Returns the shuffles of a dataset that have a seed, and another order in each iteration; inputs first."""
-    return [each for each in inputs_first(dataset) if is_seeded_shuffle(each)]
+    """Returns each shuffle of a dataset that has a seed, and another order in each iteration; inputs first."""
+    return list({id(each): each for each in inputs_first(dataset) if is_seeded_shuffle(each)}.values())
 
 
 def is_seeded_shuffle(dataset: Any) -> bool:

@@ -170,12 +170,15 @@ def _set_generators(dataset: Any, nodes: Any, reshuffling: list[Any]) -> list[An
     """Replaces the seed generators of seeded shuffles; returns the datasets that hold the new ones."""
     by_name = {node.name: node for node in nodes}
     kept = resources_of(dataset).setdefault(GENERATORS_BY_NODE, {})
+    first_uses: dict[Any, str] = {}  # a dataset that is used twice has two nodes, which take turns at one generator
     for node in reshuffling:
         first, position = _SEED_INPUTS[node.op]
-        if node.name not in kept:
-            seeds = [tf.make_ndarray(by_name[name].attr["value"].tensor) for name in node.input[first : first + 2]]
-            kept[node.name] = shuffle_with((seeds[0], seeds[1]), tf.data.Dataset.range(1), 1, reshuffle=True)
-        _replace_input(nodes, node, position, _seed_nodes(kept[node.name])[2])
+        handles = [each.name for each in by_name[node.input[position]].attr["value"].tensor.resource_handle_val]
+        name = first_uses.setdefault(handles[0] if handles else node.name, node.name)
+        if name not in kept:
+            seeds = [tf.make_ndarray(by_name[each].attr["value"].tensor) for each in node.input[first : first + 2]]
+            kept[name] = shuffle_with((seeds[0], seeds[1]), tf.data.Dataset.range(1), 1, reshuffle=True)
+        _replace_input(nodes, node, position, _seed_nodes(kept[name])[2])
     skip_orders_by_node(dataset)
     return list(kept.values())
 
