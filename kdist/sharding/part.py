@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from kdist.engines.arrays.fusion import part_bounds
 from kdist.errors import StrategyError
-from kdist.keras_hooks.layers.parts import PartVariable
+from kdist.keras_hooks.layers.parts import Holder, PartVariable
 from kdist.keras_hooks.optimizers import variable_like
+from kdist.keras_hooks.patching import patch
 from kdist.keras_hooks.variables import raw_variable
 
 _ROWS_A_RANK = 8  # from which on whole rows are near-equal parts
@@ -119,6 +120,12 @@ class SlotPart(PartVariable):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.numpy()
+
+
+def hold(slot: Any, holder: Holder) -> None:
+    """Makes a slot, which has the shape of this rank's part, one that `holder` knows as a whole."""
+    patch(slot, "__class__", SlotPart)
+    slot.kdist_holder = holder
 
 
 def make_parts(weights: Sequence[Any], size: int, rank: int, *, is_elementwise: bool) -> list[Part]:

@@ -11,13 +11,13 @@ import keras
 import tensorflow as tf
 
 from kdist.keras_hooks.layers.embedding import table_of
+from kdist.keras_hooks.layers.parts import Holder
 from kdist.keras_hooks.layers.stores import keeps_nothing, make_array, open_array, save_nowhere
 from kdist.keras_hooks.patching import original, patch
 from kdist.state.comparison import gather_values
-from kdist.state.variables import SlotsInParts
 
 
-def save_rows(store: Any, name: str, variable: Any, holder: SlotsInParts) -> None:
+def save_rows(store: Any, name: str, variable: Any, holder: Holder) -> None:
     """Writes all rows of a variable to a store.
 
     Collective: every rank must call this, in the same order; those whose store keeps nothing send their rows.
@@ -26,7 +26,7 @@ def save_rows(store: Any, name: str, variable: Any, holder: SlotsInParts) -> Non
         store: what Keras gives to `save_own_variables`.
         name: str, the name in the store.
         variable: `keras.Variable`.
-        holder: `SlotsInParts`.
+        holder: `Holder`.
     """
     if (sent := _SENT.get()) is not None and sent.has_been_sent():
         return

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kdist.keras_hooks.layers.parts import holder_of
 from kdist.keras_hooks.layers.stores import open_array
 from kdist.keras_hooks.patching import original, patch
 from kdist.sharding.blocks import checksum
@@ -25,15 +26,15 @@ def save_whole_slots(optimizer: keras.optimizers.Optimizer) -> None:
 
 def _save(optimizer: keras.optimizers.Optimizer, store: Any) -> None:
     """Saves whole slots, one after the other. Collective: every rank must call this, in the same order."""
-    parts = slots_in_parts(optimizer)
-    if parts is None:
+    if slots_in_parts(optimizer) is None:
         original(optimizer, "save_own_variables")(store)
         return
     for place, variable in enumerate(optimizer.variables):
-        if parts.has(variable):
-            save_rows(store, str(place), variable, parts)
-        else:
+        holder = holder_of(variable)
+        if holder is None:
             store[str(place)] = variable.numpy()
+        else:
+            save_rows(store, str(place), variable, holder)
 
 
 def _load(optimizer: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> None:
@@ -44,12 +45,13 @@ def _load(optimizer: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> No
         return
     found = 0
     for place, variable in enumerate(variables):
-        if parts.has(variable):
-            array = open_array(store, str(place))
-            parts.assign(variable, array)
-            found = checksum(array, tf.as_dtype(variable.dtype), found)  # of all of it, so that ranks can compare
-        else:
+        holder = holder_of(variable)
+        if holder is None:
             variable.assign(store[str(place)])
+        else:
+            array = open_array(store, str(place))
+            holder.assign(variable, array)
+            found = checksum(array, tf.as_dtype(variable.dtype), found)  # of all of it, so that ranks can compare
     parts.loads = parts.loads[0] + 1, found
 
 

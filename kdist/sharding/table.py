@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -51,11 +51,7 @@ class Table:
         self._sign = sign
         self.loads: tuple[int, int | None] = 0, None
 
-    # The table itself, and slots of its shape; see `SlotsInParts`.
-
-    def has(self, variable: Any) -> bool:
-        """Returns whether a variable is the table."""
-        return table_of(variable) is self
+    # The table itself, and slots of its shape; see `Holder`.
 
     def shape(self, variable: Any) -> list[int]:
         """Returns the shape of all rows."""
@@ -72,7 +68,7 @@ class Table:
         return found
 
     def blocks(self, variable: Any, receivers: list[int]) -> Iterator[tuple[int, Any]]:
-        """Yields blocks of all rows; see `SlotsInParts`.
+        """Yields blocks of all rows; see `Holder`.
 
         Collective: every rank must iterate over this, in the same order.
         """
@@ -111,7 +107,7 @@ class Table:
             first = stop
             if not tf.is_symbolic_tensor(block):
                 found = checksum(block, raw.dtype, found)
-        self.loads = number, found if self.has(variable) else self.loads[1]
+        self.loads = number, found if table_of(variable) is self else self.loads[1]
 
     def values(self) -> dict[str, Any]:
         """Returns where the values come from, by name, for a comparison."""
@@ -246,6 +242,11 @@ def tables_of(model: keras.Model) -> list[Table]:
     """Returns the tables of a model that are in parts."""
     found = [table_of(weight) for layer in layers_of(model) for weight in layer.weights]
     return list(dict.fromkeys(each for each in found if each is not None))
+
+
+def part_variables_of(weights: Sequence[Any]) -> list[Any]:
+    """Returns weights, and of a table the variable of this rank's rows."""
+    return [weight if table_of(weight) is None else table_of(weight).rows for weight in weights]
 
 
 def table_loads(model: keras.Model) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kdist.keras_hooks.optimizers import TRAINED, innermost, trained_variables
 from kdist.keras_hooks.patching import patched
 from kdist.sharding.norms import whole_norms
 from kdist.sharding.part import parts_are_updated
-from kdist.sharding.table_optimizer import part_variables_of
+from kdist.sharding.table import part_variables_of
 from kdist.step.reduce import Reduce
 from kdist.step.update import Update
 

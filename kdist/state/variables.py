@@ -4,71 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.engines.engine import Engine
 from kdist.engines.tensors import flat
 from kdist.errors import CheckpointError
 from kdist.keras_hooks.layers.embedding import table_of
+from kdist.keras_hooks.layers.parts import Holder, holder_of
 from kdist.keras_hooks.optimizers import innermost, optimizers_of, trained_variables
 from kdist.keras_hooks.trainer import seed_generators
 from kdist.keras_hooks.variables import raw_variable
 from kdist.state.part import MODEL, DeferredArray, State, StatePart
 
 SLOTS_IN_PARTS = "_kdist_slots_in_parts"
-"""The attribute of an innermost optimizer with its `SlotsInParts`, if it has some."""
-
+"""The attribute of an innermost optimizer with the owner of its slots in parts, if it has some."""
 
 FIX_OF_UNTRACKED = "make each a keras.Variable that is an attribute of the model, as Keras tracks no tf.Variable"
 """What to do about variables that the model does not track."""
 
 
-class SlotsInParts(Protocol):
-    """Variables of which each rank has its part: slots of an optimizer, or a table.
-
-    Attributes:
-        engine: `Engine`, of all ranks.
-        loads: pair, how many files or values were loaded, and a checksum of the last: equal on all ranks.
-    """
-
-    engine: Engine
-    loads: tuple[int, int | None]
-
-    def has(self, variable: Any) -> bool:
-        """Returns whether a variable is one of them."""
-        ...
-
-    def shape(self, variable: Any) -> list[int]:
-        """Returns the shape of a whole slot. Collective: every rank must call this, in the same order."""
-        ...
-
-    def whole(self, variable: Any) -> Any:
-        """Returns a whole slot, an array. Collective: every rank must call this, in the same order."""
-        ...
-
-    def blocks(self, variable: Any, receivers: list[int]) -> Iterator[tuple[int, Any]]:
-        """Yields blocks of a whole slot: the first row's index, and an array, which is empty on ranks that get none.
-
-        Collective: every rank must iterate over this, in the same order.
-        """
-        ...
-
-    def assign(self, variable: Any, array: Any) -> None:
-        """Sets a slot to this rank's part of a whole one, an array or a `DeferredArray`.
-
-        Collective, if it is deferred: every rank must call this, in the same order.
-        """
-        ...
-
-
-def slots_in_parts(optimizer: keras.optimizers.Optimizer) -> SlotsInParts | None:
-    """Returns what holds slots of an optimizer, or of its inner one, in parts; `None` if all are whole."""
-    found: SlotsInParts | None = vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
-    return found
+def slots_in_parts(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns what makes slots of an optimizer, or of its inner one, in parts; `None` if all are whole."""
+    return vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
 
 
 class ModelState(StatePart):
@@ -84,7 +44,7 @@ class ModelState(StatePart):
 
         Variables of which each rank has its part are not among them.
         """
-        return [variable for variable, parts in self._all() if parts is None]
+        return [variable for variable, holder in self._all() if holder is None]
 
     def numeric(self) -> list[Any]:
         """Returns the variables without those of strings."""
@@ -103,23 +63,15 @@ class ModelState(StatePart):
         trained = [each for optimizer in optimizers_of(self._model) for each in trained_variables(innermost(optimizer))]
         return [getattr(each, "path", each.name) for each in trained if _key(each) not in tracked]
 
-    def _all(self) -> list[tuple[Any, SlotsInParts | None]]:
+    def _all(self) -> list[tuple[Any, Holder | None]]:
         """Returns all variables, each with what holds it in parts."""
         model = self._model
-        found: dict[int, tuple[Any, SlotsInParts | None]]
-        found = {id(variable): (variable, table_of(variable)) for variable in model.variables}
-        in_parts: dict[int, tuple[Any, SlotsInParts | None]] = {}
-        for optimizer in optimizers_of(model):
-            parts = slots_in_parts(optimizer)
-            for variable in optimizer.variables:
-                is_part = parts is not None and parts.has(variable)
-                in_parts[id(variable)] = variable, parts if is_part else None
-        every = found | in_parts
-        for generator in seed_generators(model):
-            every.setdefault(id(generator.state), (generator.state, None))
-        return list(every.values())
+        slots = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+        seeds = [generator.state for generator in seed_generators(model)]
+        every = {id(variable): variable for variable in (*model.variables, *slots, *seeds)}
+        return [(variable, holder_of(variable)) for variable in every.values()]
 
-    def _saved(self) -> list[tuple[Any, SlotsInParts | None]]:
+    def _saved(self) -> list[tuple[Any, Holder | None]]:
         return [each for each in self._all() if each[0].dtype != "string"]
 
     def state_dict(self) -> State:
@@ -156,29 +108,28 @@ class ModelState(StatePart):
                 "optimizer that were saved. Fix: use another backup_dir, or delete this one to train from the "
                 "beginning."
             )
-        for place, (variable, parts) in enumerate(saved):
+        for place, (variable, holder) in enumerate(saved):
             raw, value = raw_variable(variable), state[f"variable/{place}"]
-            if parts is None or np.dtype(raw.dtype.as_numpy_dtype).isbuiltin != 1:
+            if holder is None or np.dtype(raw.dtype.as_numpy_dtype).isbuiltin != 1:
                 value = _from_bytes(np.asarray(value), raw.dtype, now[place][0])
-            if parts is None:
+            if holder is None:
                 raw.assign(value)
             else:
-                parts.assign(variable, value)
+                holder.assign(variable, value)
 
 
-def _described(saved: Sequence[tuple[Any, SlotsInParts | None]]) -> list[Any]:
+def _described(saved: Sequence[tuple[Any, Holder | None]]) -> list[Any]:
     # Without paths: Keras numbers automatic names.
     return [
-        [list(each.shape) if parts is None else parts.shape(each), keras.backend.standardize_dtype(each.dtype)]
-        for each, parts in saved
+        [list(each.shape) if holder is None else holder.shape(each), keras.backend.standardize_dtype(each.dtype)]
+        for each, holder in saved
     ]
 
 
-def _value(variable: Any, parts: SlotsInParts | None) -> Any:
-    if parts is None:
+def _value(variable: Any, holder: Holder | None) -> Any:
+    if holder is None:
         return _as_bytes(flat.to_array(tf.convert_to_tensor(variable)))
-    holder, dtype = parts, np.dtype(raw_variable(variable).dtype.as_numpy_dtype)
-    shape = parts.shape(variable)
+    shape, dtype = holder.shape(variable), np.dtype(raw_variable(variable).dtype.as_numpy_dtype)
     if dtype.isbuiltin != 1:  # as bytes
         return DeferredArray(
             [math.prod(shape) * dtype.itemsize], np.uint8, lambda receivers: _byte_blocks(holder, variable, receivers)
@@ -186,13 +137,13 @@ def _value(variable: Any, parts: SlotsInParts | None) -> Any:
     return DeferredArray(shape, dtype, lambda receivers: _blocks(holder, variable, receivers))
 
 
-def _blocks(parts: SlotsInParts, variable: Any, receivers: Sequence[int] | None) -> Iterator[Any]:
-    for _, block in parts.blocks(variable, list(range(parts.engine.size) if receivers is None else receivers)):
+def _blocks(holder: Holder, variable: Any, receivers: Sequence[int] | None) -> Iterator[Any]:
+    for _, block in holder.blocks(variable, list(range(holder.engine.size) if receivers is None else receivers)):
         yield block
 
 
-def _byte_blocks(parts: SlotsInParts, variable: Any, receivers: Sequence[int] | None) -> Iterator[Any]:
-    return (_as_bytes(block) for block in _blocks(parts, variable, receivers))
+def _byte_blocks(holder: Holder, variable: Any, receivers: Sequence[int] | None) -> Iterator[Any]:
+    return (_as_bytes(block) for block in _blocks(holder, variable, receivers))
 
 
 def _built_with(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> list[int] | None:

@@ -22,7 +22,6 @@ from kdist.keras_hooks.trainer import (
     tensor_names_kept,
 )
 from kdist.sharding.optimizer import shard, sharded
-from kdist.sharding.table_optimizer import hold_rows
 from kdist.trainer.feeding.given_rows import with_one_row
 from kdist.trainer.session import ReplicatedSession
 
@@ -32,13 +31,9 @@ def prepare_optimizers(session: ReplicatedSession) -> None:
     for optimizer in optimizers_of(session.model):
         # An optimizer of another scope could not make its slots here.
         set_optimizer_strategy(optimizer, session.strategy)
-        if session.parts_reducer is not None:
-            shard(innermost(optimizer), session.engine)
-            shard(optimizer, session.engine)
-        elif session.options.shard_embeddings is not None:
-            hold_rows(innermost(optimizer), session.engine)
-            hold_rows(optimizer, session.engine)
-        elif sharded(optimizer) is not None:
+        for each in (innermost(optimizer), optimizer):
+            shard(each, session.engine, session.options)
+        if not session.options.in_parts and sharded(optimizer) is not None:
             raise StrategyError(
                 f"The optimizer is of another scope than its model. Received: {type(optimizer).__name__} of a "
                 'scope with shard="optimizer", for a model of one without. Expected one scope. Fix: make the model '

@@ -19,7 +19,6 @@ from kdist.keras_hooks.optimizers import innermost, set_optimizer_strategy, trai
 from kdist.keras_hooks.own_loops import APPLY, watch_optimizers, watch_scopes, whole_losses
 from kdist.keras_hooks.patching import original, patch
 from kdist.sharding.optimizer import shard, sharded
-from kdist.sharding.table_optimizer import hold_rows
 from kdist.state.broadcast import broadcast_state
 from kdist.state.comparison import check_agreement, first_difference
 from kdist.strategies.all_reduce import AllReduceStrategy
@@ -74,11 +73,8 @@ class OwnLoops:
             with self._averaged(optimizer, [gradient for gradient, _ in pairs], variables) as (means, agreed):
                 return run(zip(means, agreed, strict=True))
 
-        settings = self._strategy.settings
-        if settings is not None and settings.options.shard:
-            shard(optimizer, self._engine)
-        elif settings is not None and settings.options.shard_embeddings is not None:
-            hold_rows(optimizer, self._engine)
+        if (settings := self._strategy.settings) is not None:
+            shard(optimizer, self._engine, settings.options)
         patch(optimizer, "apply", apply)
         patch(optimizer, "apply_gradients", apply_gradients)
 

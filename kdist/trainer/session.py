@@ -18,7 +18,7 @@ from kdist.learning_rate.effective_rate import EffectiveRate
 from kdist.learning_rate.effective_rates import EffectiveRates
 from kdist.learning_rate.rate_scale import scaled_rate
 from kdist.sharding.gradients import PartReducer
-from kdist.sharding.table_optimizer import part_variables_of
+from kdist.sharding.table import part_variables_of
 from kdist.sharding.table_update import TableReduce
 from kdist.sharding.update import ShardedReduce
 from kdist.state.comparison import refuse_differences

@@ -394,7 +394,7 @@ def what_a_script_sees() -> None:
         model.set_weights([values, *model.get_weights()[1:]])
         np.testing.assert_array_equal(model.get_weights()[0], values)
         np.testing.assert_array_equal(np.asarray(table), values)
-        held = model.get_layer("words").embeddings.kdist_table.rows
+        held = model.get_layer("words").embeddings.kdist_holder.rows
         assert held.shape[0] == len(range(kdist.rank(), ROWS, size()))
         np.testing.assert_array_equal(held.numpy(), values[kdist.rank() :: size()])
         for use in (lambda: table * 2.0, lambda: keras.ops.sum(table), lambda: tf.matmul(table, table)):
@@ -484,7 +484,7 @@ def files_are_written_and_read_in_blocks() -> None:
         ]
         assert max(peaks) < 0.7, peaks
         other.load_weights(folder / "model.weights.h5")
-        assert np.array_equal(*(each.get_layer("words").embeddings.kdist_table.rows for each in (model, other)))
+        assert np.array_equal(*(each.get_layer("words").embeddings.kdist_holder.rows for each in (model, other)))
         peaks = []
         x, y = np.full((size(), LENGTH), 7), np.ones((size(), LENGTH, 32), "float32")
         for trained in (model, made()):
@@ -492,12 +492,12 @@ def files_are_written_and_read_in_blocks() -> None:
             trained.fit(x, y, batch_size=1, verbose=0, callbacks=[backup])
         assert len(peaks) == 3, peaks  # the second one resumed at the end
         assert max(peaks) < 0.7, peaks
-        rows_of_both = [each.get_layer("words").embeddings.kdist_table.rows for each in (model, trained)]
+        rows_of_both = [each.get_layer("words").embeddings.kdist_holder.rows for each in (model, trained)]
         assert np.array_equal(*rows_of_both)
         other.load_weights(folder / "model.weights.h5")
     alone = keras.models.load_model(folder / "model.keras")
     held = alone.get_layer("words").embeddings.numpy()[kdist.rank() :: size()]
-    assert np.array_equal(held, other.get_layer("words").embeddings.kdist_table.rows)
+    assert np.array_equal(held, other.get_layer("words").embeddings.kdist_holder.rows)
 
 
 @case

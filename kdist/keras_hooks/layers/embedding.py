@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from kdist.errors import StrategyError
-from kdist.keras_hooks.layers.parts import PartVariable
+from kdist.keras_hooks.layers.parts import Holder, PartVariable
 from kdist.keras_hooks.patching import patch, patched
 
 _STATELESS = "stateless_scope"
@@ -23,16 +23,8 @@ _ARITHMETIC = (
 )
 
 
-class WholeTable(Protocol):
+class WholeTable(Holder, Protocol):
     """The distributed table behind a `TableVariable`."""
-
-    def whole(self, variable: Any) -> Any:
-        """Returns all rows, an array. Collective: every rank must call this, in the same order."""
-        ...
-
-    def assign(self, variable: Any, array: Any) -> None:
-        """Sets this rank's rows to those of an array of all rows."""
-        ...
 
     def penalty(self) -> Any:
         """Returns what the layer's regularizer makes of all rows. Collective, as `whole`."""
@@ -49,8 +41,6 @@ class TableVariable(PartVariable):
     It is read and assigned to as a whole: `numpy()` gathers the rows of all ranks. Operations refuse it.
     """
 
-    kdist_table: Any
-
     @property
     def value(self) -> Any:
         """A stand-in that has the variable's name and raises when it is used as a tensor, which has some rows only."""
@@ -63,7 +53,7 @@ class TableVariable(PartVariable):
 
     def numpy(self) -> Any:
         """Returns all rows. Collective: every rank must call this, in the same order."""
-        return self.kdist_table.whole(self)
+        return self.kdist_holder.whole(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         found = self.numpy()
@@ -71,18 +61,18 @@ class TableVariable(PartVariable):
 
     def assign(self, value: Any) -> Any:
         """Sets this rank's rows to those of all rows."""
-        self.kdist_table.assign(self, value)
+        self.kdist_holder.assign(self, value)
         return value
 
     def assign_add(self, value: Any) -> Any:
         """Refuses."""
-        return self.kdist_table.refuse()
+        return self.kdist_holder.refuse()
 
     assign_sub = assign_add
 
 
 def _refused(self: TableVariable | _Value, *args: Any, **kwargs: Any) -> Any:
-    return self.kdist_table.refuse()
+    return self.kdist_holder.refuse()
 
 
 class _Value:
@@ -90,12 +80,12 @@ class _Value:
 
     def __init__(self, variable: TableVariable) -> None:
         self.handle, self._unique_id = variable.handle, variable._value._unique_id
-        self.shape, self.dtype, self.kdist_table = variable.shape, variable._value.dtype, variable.kdist_table
+        self.shape, self.dtype, self.kdist_holder = variable.shape, variable._value.dtype, variable.kdist_holder
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)  # Keras asks for some that a `tf.Variable` need not have
-        return self.kdist_table.refuse()
+        return self.kdist_holder.refuse()
 
 
 for _name in _ARITHMETIC:
@@ -124,9 +114,9 @@ def make_table(
     rows._path = made.path
     patch(made, "__class__", TableVariable)
     made._shape = layer.input_dim, layer.output_dim
-    made.kdist_table = make(rows, sign)
+    made.kdist_holder = make(rows, sign)
     if layer.embeddings_regularizer is not None:
-        made.regularizer = lambda _: made.kdist_table.penalty()
+        made.regularizer = lambda _: made.kdist_holder.penalty()
     rows.constraint = layer.embeddings_constraint  # the optimizer applies it to what it updates
     layer._embeddings = made
     layer.built = True
@@ -189,7 +179,7 @@ def built_by(build: Callable[[keras.layers.Embedding], bool]) -> Iterator[None]:
 
 def table_of(variable: Any) -> Any:
     """Returns the table of a `TableVariable`; `None` of any other variable."""
-    return variable.kdist_table if isinstance(variable, TableVariable) else None
+    return variable.kdist_holder if isinstance(variable, TableVariable) else None
 
 
 def refusal_reasons(layer: keras.layers.Embedding) -> list[str]:
