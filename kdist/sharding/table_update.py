@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.engines.engine import Engine
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import TRAINED, innermost, trained_variables
 from kdist.keras_hooks.patching import patched
@@ -22,8 +21,7 @@ class TableReduce(Reduce):
     """Sums gradients over the ranks; the later stages and Keras update this rank's rows of each table."""
 
     def _reduce_and(self, update: Update, proceed: Callable[[], Any]) -> Any:
-        # Moving averages are of all weights of the optimizer.
-        if not any(table_of(each) for each in [*update.variables, *trained_variables(innermost(update.optimizer))]):
+        if not self._has_parts(update):
             return super()._reduce_and(update, proceed)
         if not update.optimizer.built:
             variables = self._variables_of_all_ranks(update.variables)
@@ -31,11 +29,27 @@ class TableReduce(Reduce):
                 update.optimizer.build(variables)
         return super()._reduce_and(update, lambda: self._update(update, proceed))
 
+    def _has_parts(self, update: Update) -> bool:
+        # Moving averages are of all weights of the optimizer.
+        return any(table_of(each) for each in [*update.variables, *trained_variables(innermost(update.optimizer))])
+
     def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
-        send = super()._send
-        return sums_with_tables(update, places, self._step.engine, lambda places: send(update, places, exact))
+        tables = {place: table_of(update.variables[place]) for place in places}
+        whole = [place for place in places if tables[place] is None]
+        sums, others = self._send_whole(update, whole, exact)
+        by_place = dict(zip(whole, sums, strict=True))
+        of_tables = [place for place in places if tables[place] is not None]
+        terms = update.terms([update.gradients[place] for place in of_tables])
+        for place, term in zip(of_tables, terms, strict=True):
+            by_place[place] = tables[place].sum_of_gradients(term, self._step.engine)
+        return [by_place[place] for place in places], others
+
+    def _send_whole(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
+        """Returns what `_send` does, of weights that are whole on each rank."""
+        return super()._send(update, places, exact)
 
     def _update(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        """Runs the later stages, and Keras' update, with what this rank updates in place of the weights."""
         weights, inner = update.variables, innermost(update.optimizer)
         are_parts = [
             table_of(weight) is not None
@@ -51,33 +65,3 @@ class TableReduce(Reduce):
             result = proceed()
         update.variables = weights
         return result
-
-
-def sums_with_tables(
-    update: Update,
-    places: Sequence[int],
-    engine: Engine,
-    send: Callable[[Sequence[int]], tuple[list[Any], list[Any]]],
-) -> tuple[list[Any], list[Any]]:
-    """Returns sums of gradients over the ranks, of a table in parts those of this rank's rows.
-
-    Collective: every rank must call this, in the same order.
-
-    Args:
-        update: `Update`.
-        places: sequence of ints, the indices of the gradients.
-        engine: `Engine`.
-        send: callable that takes the indices of weights that are no tables, and returns their sums and others.
-
-    Returns:
-        The sums, and the others that `send` returned.
-    """
-    tables = {place: table_of(update.variables[place]) for place in places}
-    dense = [place for place in places if tables[place] is None]
-    sums, others = send(dense)
-    by_place = dict(zip(dense, sums, strict=True))
-    in_parts = [place for place in places if tables[place] is not None]
-    terms = update.terms([update.gradients[place] for place in in_parts])
-    for place, term in zip(in_parts, terms, strict=True):
-        by_place[place] = tables[place].sum_of_gradients(term, engine)
-    return [by_place[place] for place in places], others

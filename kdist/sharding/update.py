@@ -15,7 +15,6 @@ from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import (
     TRAINED,
     accumulates_as_keras,
-    innermost,
     is_elementwise,
     is_update_due,
     iterations,
@@ -26,14 +25,13 @@ from kdist.sharding.norms import whole_norms
 from kdist.sharding.optimizer import ShardedOptimizer, sharded
 from kdist.sharding.part import parts_are_updated
 from kdist.sharding.part_updates import PartUpdates
-from kdist.sharding.table_update import sums_with_tables
-from kdist.step.reduce import Reduce
+from kdist.sharding.table_update import TableReduce
 from kdist.step.step import Step
 from kdist.step.update import Update
 from kdist.strategies.update_chain import UpdateChain
 
 
-class ShardedReduce(Reduce):
+class ShardedReduce(TableReduce):
     """Sums gradients so that each rank gets its parts; the later stages and Keras update these.
 
     Args:
@@ -45,31 +43,16 @@ class ShardedReduce(Reduce):
         super().__init__(*args)
         self._parts = parts
 
-    def _reduce_and(self, update: Update, proceed: Callable[[], Any]) -> Any:
-        sharded_optimizer = sharded(update.optimizer)
-        if sharded_optimizer is None:
-            raise StrategyError(
-                f'shard="optimizer" does not support an optimizer that was made outside of the scope. Received: '
-                f"{type(update.optimizer).__name__}, which is built. Expected one that is made in kdist.scope(). Fix: "
-                "move the line that makes it into the scope."
-            )
-        if not update.optimizer.built:
-            variables = self._variables_of_all_ranks(update.variables)
-            with tf.init_scope():
-                update.optimizer.build(variables)
-        return super()._reduce_and(update, lambda: self._update(sharded_optimizer, update, proceed))
+    def _has_parts(self, update: Update) -> bool:
+        _sharded(update.optimizer)  # which refuses others
+        return True
 
-    def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
-        sharded_optimizer = sharded(update.optimizer)
-        assert sharded_optimizer is not None  # noqa: S101  # checked in `_reduce_and`
+    def _send_whole(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
+        parts = _sharded(update.optimizer).parts_of([update.variables[place] for place in places])
+        return self._parts.sum([update.gradients[place] for place in places], parts, update.terms, exact)
 
-        def send(places: Sequence[int]) -> tuple[list[Any], list[Any]]:
-            parts = sharded_optimizer.parts_of([update.variables[place] for place in places])
-            return self._parts.sum([update.gradients[place] for place in places], parts, update.terms, exact)
-
-        return sums_with_tables(update, places, self._step.engine, send)
-
-    def _update(self, sharded_optimizer: ShardedOptimizer, update: Update, proceed: Callable[[], Any]) -> Any:
+    def _update(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        sharded_optimizer = _sharded(update.optimizer)
         weights, optimizer = update.variables, sharded_optimizer.optimizer
         update.variables = sharded_optimizer.part_variables(weights)
         updated = [each for each, gradient in zip(weights, update.gradients, strict=True) if gradient is not None]
@@ -84,7 +67,8 @@ class ShardedReduce(Reduce):
             parts_are_updated(),
             _in_turn(self._step, optimizer, None if has_averages else sharded_optimizer.updates_of(updated)),
             whole_norms(update.optimizer, are_parts, self._step.engine),
-            _updating_parts(update.optimizer, sharded_optimizer),
+            patched(optimizer, TRAINED, sharded_optimizer.part_variables()),
+            _own_weights_alone(optimizer),
         ):
             result = proceed()
         if has_averages and sets_weights is None:
@@ -105,6 +89,18 @@ class ShardedReduce(Reduce):
         return result
 
 
+def _sharded(optimizer: keras.optimizers.Optimizer) -> ShardedOptimizer:
+    """Returns what updates parts of the weights of an optimizer; raises for one that is made without it."""
+    found = sharded(optimizer)
+    if found is None:
+        raise StrategyError(
+            f'shard="optimizer" does not support an optimizer that was made outside of the scope. Received: '
+            f"{type(optimizer).__name__}, which is built. Expected one that is made in kdist.scope(). Fix: "
+            "move the line that makes it into the scope."
+        )
+    return found
+
+
 @contextlib.contextmanager
 def _in_turn(step: Step, optimizer: keras.optimizers.Optimizer, updates: PartUpdates | None) -> Iterator[None]:
     """Makes an optimizer update weights one after the other; without `PartUpdates` all parts are loaded."""
@@ -121,21 +117,13 @@ def _sets_weights(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 @contextlib.contextmanager
-def _updating_parts(outer: keras.optimizers.Optimizer, sharded_optimizer: ShardedOptimizer) -> Iterator[None]:
-    """Makes an optimizer update the parts of its weights."""
-    optimizer = innermost(outer)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(optimizer, TRAINED, sharded_optimizer.part_variables()))
-        if not is_elementwise(optimizer):
-            stack.enter_context(patched(optimizer, "update_step", _unless_empty(optimizer.update_step)))
-        yield
-
-
-def _unless_empty(update_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an optimizer's rule that leaves out weights of other ranks."""
+def _own_weights_alone(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Makes an optimizer leave out the weights that other ranks update."""
+    update_step = optimizer.update_step
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
         if math.prod(variable.shape):
             update_step(gradient, variable, learning_rate)
 
-    return update
+    with contextlib.nullcontext() if is_elementwise(optimizer) else patched(optimizer, "update_step", update):
+        yield
