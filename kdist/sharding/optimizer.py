@@ -28,12 +28,12 @@ from kdist.sharding.part_updates import PartUpdates
 from kdist.sharding.refusals import check_optimizer, check_shared_variables, check_table_optimizer, check_weights
 from kdist.sharding.slot_files import save_whole_slots
 from kdist.sharding.table import part_variables_of
-from kdist.state.variables import SLOTS_IN_PARTS, slots_in_parts
+from kdist.state.variables import SHARDED_SLOTS, sharded_slots
 from kdist.strategies.options import AllReduce
 
 
 class ShardedOptimizer:
-    """An optimizer with slots in parts, and the parts of its weights.
+    """An optimizer with sharded slots, and the parts of its weights.
 
     Of a table in parts (`shard_embeddings`) every rank updates the rows that it holds. With `cuts_weights`
     (`shard="optimizer"`) all other weights have parts, too: elementwise optimizers, almost all of Keras' own, update a
@@ -69,7 +69,7 @@ class ShardedOptimizer:
         patch(self.optimizer, "build", self._build)
         patch(self.optimizer, "finalize_variable_values", self._finalize)
         if self.cuts_weights:
-            vars(self.optimizer)[SLOTS_IN_PARTS] = self
+            vars(self.optimizer)[SHARDED_SLOTS] = self
 
     def part_variables(self, weights: Sequence[Any] | None = None) -> list[Any]:
         """Returns the variables that the optimizer updates in place of weights, by default of all its weights."""
@@ -170,11 +170,11 @@ class ShardedOptimizer:
             self.free()
         check_shared_variables(optimizer, [slot for slot, _ in slots])
         set_trained_variables(optimizer, weights)
-        vars(optimizer)[SLOTS_IN_PARTS] = self
+        vars(optimizer)[SHARDED_SLOTS] = self
 
     def _finalize(self, var_list: Any) -> None:
         """Sets weights to their moving averages. Collective: every rank must call this, in the same order."""
-        if SLOTS_IN_PARTS not in vars(self.optimizer):
+        if SHARDED_SLOTS not in vars(self.optimizer):
             original(self.optimizer, "finalize_variable_values")(var_list)
         elif self.optimizer.use_ema:
             for weight, average in moving_averages(self.optimizer):
@@ -185,12 +185,12 @@ class ShardedOptimizer:
 
 def sharded(optimizer: keras.optimizers.Optimizer) -> ShardedOptimizer | None:
     """Returns what updates parts of the weights of an optimizer, or of its inner one; `None` if nothing does."""
-    found: ShardedOptimizer | None = slots_in_parts(optimizer)
+    found: ShardedOptimizer | None = sharded_slots(optimizer)
     return found if found is not None and found.cuts_weights else None
 
 
 def shard(optimizer: keras.optimizers.Optimizer, engine: Engine, options: AllReduce) -> None:
-    """Makes an optimizer hold slots in parts, if the options of its scope say so; a second call has no effect."""
+    """Makes an optimizer shard its slots, if the options of its scope say so; a second call has no effect."""
     if not options.in_parts:
         return
     is_done = "build" in vars(optimizer) if options.shard is None else sharded(optimizer) is not None

@@ -94,7 +94,7 @@ _IS_UPDATING = contextvars.ContextVar("kdist_is_updating_parts", default=False)
 
 @contextlib.contextmanager
 def parts_are_updated() -> Iterator[None]:
-    """Lets an optimizer read its slots in parts, in this thread, while the context is open."""
+    """Lets an optimizer read its sharded slots, in this thread, while the context is open."""
     token = _IS_UPDATING.set(True)
     try:
         yield

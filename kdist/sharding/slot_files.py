@@ -1,4 +1,4 @@
-"""Slots in parts, saved whole and loaded from what is whole."""
+"""Sharded slots, saved whole and loaded from what is whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kdist.keras_hooks.layers.stores import open_array
 from kdist.keras_hooks.patching import original, patch
 from kdist.sharding.blocks import checksum
 from kdist.sharding.row_files import save_rows
-from kdist.state.variables import slots_in_parts
+from kdist.state.variables import sharded_slots
 
 
 def save_whole_slots(optimizer: keras.optimizers.Optimizer) -> None:
@@ -26,7 +26,7 @@ def save_whole_slots(optimizer: keras.optimizers.Optimizer) -> None:
 
 def _save(optimizer: keras.optimizers.Optimizer, store: Any) -> None:
     """Saves whole slots, one after the other. Collective: every rank must call this, in the same order."""
-    if slots_in_parts(optimizer) is None:
+    if sharded_slots(optimizer) is None:
         original(optimizer, "save_own_variables")(store)
         return
     for place, variable in enumerate(optimizer.variables):
@@ -39,7 +39,7 @@ def _save(optimizer: keras.optimizers.Optimizer, store: Any) -> None:
 
 def _load(optimizer: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> None:
     """Loads this rank's parts of whole slots."""
-    parts, variables = slots_in_parts(optimizer), optimizer.variables
+    parts, variables = sharded_slots(optimizer), optimizer.variables
     if parts is None or len(store.keys()) != len(variables):
         original(optimizer, "load_own_variables")(store)  # which warns of another number
         return
@@ -59,7 +59,7 @@ def loads(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, int | N
     """Returns how many files were loaded into each optimizer's parts, and a checksum of the last, for a comparison."""
     found: dict[str, int | None] = {}
     for place, optimizer in enumerate(optimizers):
-        if (parts := slots_in_parts(optimizer)) is not None:
+        if (parts := sharded_slots(optimizer)) is not None:
             name = f"{type(optimizer).__name__} ({place})"
             found[f"files loaded into {name}"], found[f"checksum of slots loaded into {name}"] = parts.loads
     return found

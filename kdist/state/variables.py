@@ -19,16 +19,16 @@ from kdist.keras_hooks.trainer import seed_generators
 from kdist.keras_hooks.variables import raw_variable
 from kdist.state.part import MODEL, DeferredArray, State, StatePart
 
-SLOTS_IN_PARTS = "_kdist_slots_in_parts"
-"""The attribute of an innermost optimizer with the owner of its slots in parts, if it has some."""
+SHARDED_SLOTS = "_kdist_sharded_slots"
+"""The attribute of an innermost optimizer with what shards its slots, if something does."""
 
 FIX_OF_UNTRACKED = "make each a keras.Variable that is an attribute of the model, as Keras tracks no tf.Variable"
 """What to do about variables that the model does not track."""
 
 
-def slots_in_parts(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns what makes slots of an optimizer, or of its inner one, in parts; `None` if all are whole."""
-    return vars(innermost(optimizer)).get(SLOTS_IN_PARTS)
+def sharded_slots(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns what shards slots of an optimizer, or of its inner one; `None` if all are whole."""
+    return vars(innermost(optimizer)).get(SHARDED_SLOTS)
 
 
 class ModelState(StatePart):
@@ -54,7 +54,7 @@ class ModelState(StatePart):
     def is_in_parts(self) -> bool:
         """See `StatePart.is_in_parts`."""
         has_tables = any(table_of(variable) is not None for variable in self._model.variables)
-        return has_tables or any(slots_in_parts(each) is not None for each in optimizers_of(self._model))
+        return has_tables or any(sharded_slots(each) is not None for each in optimizers_of(self._model))
 
     @property
     def untracked(self) -> list[str]:

@@ -27,7 +27,7 @@ from kdist.trainer.session import ReplicatedSession
 
 
 def prepare_optimizers(session: ReplicatedSession) -> None:
-    """Makes a model's optimizers those of its scope, with slots in parts if it asks for that."""
+    """Makes a model's optimizers those of its scope, with sharded slots if it asks for that."""
     for optimizer in optimizers_of(session.model):
         # An optimizer of another scope could not make its slots here.
         set_optimizer_strategy(optimizer, session.strategy)

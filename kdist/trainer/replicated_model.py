@@ -200,7 +200,7 @@ class ReplicatedModel:
         name = self.session.verbs[-1] if self.session.verbs else ""
         is_first = name not in self._on_batch_verbs or self._is_first_on_batch(name)
         if len(self.session.verbs) == 1 and is_first and self.session.parts_reducer is not None:
-            # A rule may copy the weights, of which some ranks may have others, to its slots in parts.
+            # A rule may copy the weights, of which some ranks may have others, to its sharded slots.
             waiting = [each for each in map(innermost, optimizers_of(self._model)) if not each.built]
             waits = any(each not in self._broadcast_for for each in waiting) and is_built(self._model)[0]
             if all(self._engine.gather_objects(waits)):

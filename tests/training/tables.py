@@ -894,10 +894,10 @@ def mixed_precision() -> None:
     both(script, rtol=2e-2, strategy=dataclasses.replace(TABLES, shard_embeddings=4.0 * ROWS * WIDTH))
 
 
-WITH_SLOTS_IN_PARTS = (
+WITH_SHARDED_SLOTS = (
     *("common_optimizers", "clipping_by_norms", "averages_of_weights", "accumulated_gradients", "frozen_tables"),
     *("decay_that_leaves_the_table_out", "a_table_that_is_read_twice_in_an_own_step", "batches_by_hand"),
     *("files_are_those_of_plain_keras", "resumed", "mixed_precision", "regularizers", "constraints"),
 )
 """With `shard="optimizer"` beside it: all other weights are updated in parts, too."""
-CASES |= {f"{name}_with_slots_in_parts": sharded(CASES[name]) for name in WITH_SLOTS_IN_PARTS}
+CASES |= {f"{name}_with_sharded_slots": sharded(CASES[name]) for name in WITH_SHARDED_SLOTS}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import spmd
 from tests.helpers.jobs import job
-from tests.training.tables import CASES, WITH_SLOTS_IN_PARTS
+from tests.training.tables import CASES, WITH_SHARDED_SLOTS
 
 TARGET = "tests.training.tables:CASES"
 SLOW = (
@@ -20,7 +20,7 @@ SLOW = (
     "gradients_in_several_messages",
     "masks",
     "other_elementwise_optimizers",
-    *(f"{name}_with_slots_in_parts" for name in WITH_SLOTS_IN_PARTS if name != "resumed"),
+    *(f"{name}_with_sharded_slots" for name in WITH_SHARDED_SLOTS if name != "resumed"),
 )
 ON_THREE = ("initial_values", "ranks_without_rows")
 
