@@ -31,12 +31,6 @@ def check_table_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
             f"{name}. Expected one of Keras' that update each number by itself: {', '.join(ELEMENTWISE)}. Fix: use one "
             "of these as it is, or a larger number for shard_embeddings."
         )
-    if optimizer.built:
-        raise StrategyError(
-            f"shard_embeddings does not support an optimizer that is built outside of the scope: its slots are whole. "
-            f"Received: a {name} that is built. Expected one that is made, or loaded with its model, in kdist.scope(). "
-            "Fix: move the line that makes it into the scope."
-        )
 
 
 @contextlib.contextmanager
