@@ -24,7 +24,7 @@ from kdist.state.rows.row_wise import RowWise
 from kdist.step.losses.global_recomputation import GlobalRecomputation
 from kdist.step.losses.global_value import GlobalValue
 from kdist.step.losses.loss_step import LossStep
-from kdist.step.losses.related_layers import RelatedLayers
+from kdist.step.losses.related_layers import tell_of_related_layers
 from kdist.step.losses.scaled_sums import ScaledSums
 from kdist.step.losses.step_gradients import StepGradients
 from kdist.step.losses.step_pairs import Gather, StepPairs
@@ -87,7 +87,6 @@ class CustomLosses:
         self._rows = rows
         self._has_own_loss = False
         self._pairs = StepPairs(step, rows, lambda _, own: own)
-        self._layers = RelatedLayers(step, rows)
         self._gradients = StepGradients(step)
         self._gather: Gather = lambda _, rows: rows
 
@@ -125,7 +124,7 @@ class CustomLosses:
 
         def call(*args: Any, **kwargs: Any) -> tf.Tensor:
             if not self._has_own_loss:
-                self._layers.look_at((args, kwargs))
+                tell_of_related_layers(self._step.engine, self._rows, (args, kwargs))
             elif self._pairs.relates_rows((args, kwargs)):
                 return loss(*args, **kwargs)
             value = of_rows(*args, **kwargs)
@@ -206,7 +205,7 @@ class CustomLosses:
             return None
         scaled = []
         for each, own in zip(targets, found, strict=True):
-            scaled += (own or ScaledSums(self._step, ())).targets(each)
+            scaled += (own or ScaledSums(self._step.weight, ())).targets(each)
         return [each for each, _ in scaled], [by for _, by in scaled]
 
     def as_mean(self, value: Any, who: str) -> Any:
@@ -333,7 +332,7 @@ class CustomLosses:
         if sums and found.length is not None:  # of another number of rows nothing might be known
             self._tell(_FIXED_NUMBER, who)
             return None
-        return ScaledSums(self._step, sums) if sums else None
+        return ScaledSums(self._step.weight, sums) if sums else None
 
     def _of_all_ranks(
         self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, inlined: Inlined, who: str, means: Means

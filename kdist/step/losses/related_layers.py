@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 
+from kdist.engines.engine import Engine
 from kdist.reports.log import once
 from kdist.state.rows.mixed_rows import first_mixed
-from kdist.step.losses.loss_step import LossStep
 from kdist.step.losses.step_rows import StepRows
 
 _RELATED = (
@@ -18,30 +18,22 @@ _RELATED = (
 )
 
 
-class RelatedLayers:
-    """Warns of layers as one that subtracts the mean over the rows. A layer that sends messages is left to the user.
+def tell_of_related_layers(engine: Engine, rows: StepRows, values: Any) -> None:
+    """Warns, once a job, of layers as one that subtracts the mean over the rows.
+
+    A layer that sends messages is left to the user.
 
     Args:
-        step: the open step.
+        engine: `Engine`, how the ranks of the step communicate.
         rows: `StepRows` of the step.
+        values: structure of tensors and others that Keras' step passes to a compiled loss.
     """
-
-    def __init__(self, step: LossStep, rows: StepRows) -> None:
-        self._step = step
-        self._rows = rows
-
-    def look_at(self, values: Any) -> None:
-        """Warns, once a job, of what is found to relate rows.
-
-        Args:
-            values: structure of tensors and others that Keras' step passes to a compiled loss.
-        """
-        if self._step.engine.size == 1 or self._step.engine.rank != 0:
-            return
-        outputs = [each for each in keras.tree.flatten(values) if self._rows.is_of_rows(each)]
-        if not outputs or self._rows.is_in_branch(outputs[0]):
-            return
-        found = self._rows.at_hand(outputs[0])
-        mixed = None if found is None else first_mixed(found, outputs, self._rows.known())
-        if mixed is not None:
-            once.warning(_RELATED.format(mixed.name))
+    if engine.size == 1 or engine.rank != 0:
+        return
+    outputs = [each for each in keras.tree.flatten(values) if rows.is_of_rows(each)]
+    if not outputs or rows.is_in_branch(outputs[0]):
+        return
+    found = rows.at_hand(outputs[0])
+    mixed = None if found is None else first_mixed(found, outputs, rows.known())
+    if mixed is not None:
+        once.warning(_RELATED.format(mixed.name))

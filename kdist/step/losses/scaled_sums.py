@@ -6,19 +6,17 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from kdist.step.losses.loss_step import LossStep
-
 
 class ScaledSums:
     """Divides the sums among a number's terms by the rank's share of the rows, so that all counts as a mean.
 
     Args:
-        step: the open step.
+        weight: `float64` scalar, the weight of this rank's loss.
         terms: sequence of pairs: a sum over rows, and its factor in the number.
     """
 
-    def __init__(self, step: LossStep, terms: Sequence[tuple[tf.Tensor, float]]) -> None:
-        self._step = step
+    def __init__(self, weight: tf.Tensor, terms: Sequence[tuple[tf.Tensor, float]]) -> None:
+        self._weight = weight
         self._terms = terms
 
     def as_mean(self, value: tf.Tensor) -> tf.Tensor:
@@ -43,6 +41,6 @@ class ScaledSums:
             term: tensor, the sum.
             factor: float, how often it is in the number.
         """
-        weight = self._step.weight
+        weight = self._weight
         times = tf.math.divide_no_nan(tf.ones((), weight.dtype), weight) - 1  # without rows, the sum is taken away
         return tf.constant(factor, term.dtype) * tf.cast(times, term.dtype)
