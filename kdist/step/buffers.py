@@ -60,7 +60,7 @@ class BufferSync:
         return self._assignments.may_differ(value)
 
     def depends_on_rows(self, value: tf.Tensor) -> bool:
-        """See `Step.depends_on_rows`."""
+        """See `OpenStep.depends_on_rows`."""
         return self._assignments.depends_on_rows(value)
 
     def contributions(self) -> list[tf.Tensor]:

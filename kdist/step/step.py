@@ -23,7 +23,6 @@ from kdist.step.losses.own_metrics import OwnMetrics
 from kdist.step.losses.step_rows import StepRows
 from kdist.step.traced_rows import TracedRows
 from kdist.strategies.all_reduce import AllReduceExtended
-from kdist.strategies.differentiable import sum_over_ranks
 from kdist.strategies.global_batch import GlobalBatch
 from kdist.strategies.update_chain import UpdateChain
 
@@ -41,18 +40,12 @@ class Step:
         traced_rows: `TracedRows` or `None`, by which the step can be traced again without the number of its rows.
 
     Attributes:
-        data: structure of tensors, the data of the user's step.
         rows: `int64` scalar, the number of this rank's rows; 0 on a rank without data.
         global_rows: `int64` scalar, the rows of all ranks.
-        share: `float64` scalar, this rank's share of them.
-        weight: `float64` scalar, the weight of this rank's loss: the share, but with local SGD 1 or 0.
-        active: `bool` scalar, whether this rank has rows.
-        applying: bool, whether an optimizer applies reduced gradients.
         weights: list, the trainable variables of the model on which the step is open.
-        loss_is_weighted: bool, whether the backward pass starts from the loss times the weight, so that gradients are
-            this rank's terms.
         own_rows: `StepRows`.
         custom_losses: `CustomLosses`.
+        data, share, weight, active, applying, loss_is_weighted: see `OpenStep`.
     """
 
     has_joint_metrics = True  # local SGD counts by rank, and sums the states of all metrics
@@ -90,7 +83,7 @@ class Step:
 
     @property
     def engine(self) -> Engine:
-        """How the ranks of this step communicate; with local SGD each step has one rank."""
+        """See `OpenStep.engine`."""
         return self._extended.engine
 
     def updating(self, updates: UpdateChain | None) -> contextlib.AbstractContextManager[None]:
@@ -98,15 +91,12 @@ class Step:
         return self._extended.updating(updates)
 
     def may_differ(self, value: tf.Tensor) -> bool:
-        """Returns whether a tensor of this step's graph depends on the rank's rows; this step follows no graph."""
+        """See `OpenStep.may_differ`; this step follows no graph."""
         del value
         return True
 
     def depends_on_rows(self, value: tf.Tensor) -> bool:
-        """Returns whether a tensor is computed from the rank's rows; eagerly, and where nothing is followed, `True`.
-
-        Ranks that trace the step with other numbers of rows find the same.
-        """
+        """See `OpenStep.depends_on_rows`; this step follows no graph."""
         del value
         return True
 
@@ -118,13 +108,6 @@ class Step:
         """See `TracedRows.is_asked`."""
         return self._traced_rows is not None and self._traced_rows.is_asked
 
-    def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
-        """Sums the active ranks' values; gradients pass through, as to weights of rows that a layer computes.
-
-        Collective: every rank must call this, in the same order; the backward pass, too.
-        """
-        return sum_over_ranks(self.engine, self, [value])[0]
-
     def mean_over_ranks(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Averages tensors over the ranks, weighted by their shares.
 
@@ -133,7 +116,7 @@ class Step:
         return self.engine.allreduce([self.weighted(value) for value in values])
 
     def weighted(self, value: tf.Tensor | tf.IndexedSlices) -> Any:
-        """Multiplies a value by this rank's weight; an idle rank's value is 0, even if it is NaN."""
+        """See `OpenStep.weighted`."""
         weight = tf.cast(self.weight, value.dtype)
         if isinstance(value, tf.IndexedSlices):
             return tf.IndexedSlices(
@@ -142,7 +125,7 @@ class Step:
         return tf.math.multiply_no_nan(value, weight)
 
     def per_share(self, value: tf.Tensor) -> tf.Tensor:
-        """Divides a sum over this rank's rows by the weight, so that the weighted sum is the sum over all rows."""
+        """See `OpenStep.per_share`."""
         mean = tf.math.divide_no_nan(value, tf.cast(self.weight, value.dtype))
         self.own_rows.note_mean(mean)
         return mean
@@ -182,7 +165,7 @@ class Step:
         self.applying = self.loss_is_weighted = False
         self.weights = model.trainable_variables
         has_other_rows = computes_own_loss(model)
-        batch = GlobalBatch(self.engine, self, has_other_rows=has_other_rows)
+        batch = GlobalBatch(self, has_other_rows=has_other_rows)
 
         def global_loss(loss: Any) -> Any:
             return self.custom_losses.compiled(loss, GlobalLoss(loss, self, batch, has_other_rows=has_other_rows))

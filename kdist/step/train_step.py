@@ -56,11 +56,11 @@ class ForwardStep(Step):
         self._buffers: BufferSync | None = None
 
     def may_differ(self, value: tf.Tensor) -> bool:
-        """See `Step.may_differ`."""
+        """See `OpenStep.may_differ`."""
         return self._buffers is None or self._buffers.may_differ(value)
 
     def depends_on_rows(self, value: tf.Tensor) -> bool:
-        """See `Step.depends_on_rows`."""
+        """See `OpenStep.depends_on_rows`."""
         return self._buffers is None or self._buffers.depends_on_rows(value)
 
     @contextlib.contextmanager

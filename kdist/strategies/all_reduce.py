@@ -26,7 +26,8 @@ from kdist.reports.own_statistics import tell_of_own_statistics
 from kdist.state.random_state import AgreedDraws
 from kdist.state.versions import Versions
 from kdist.strategies.devices import has_gpu
-from kdist.strategies.differentiable import ReplicaStep, sum_over_ranks
+from kdist.strategies.differentiable import sum_over_ranks
+from kdist.strategies.open_step import OpenStep
 from kdist.strategies.ordered_sums import ordered_sums
 from kdist.strategies.update_chain import UpdateChain
 
@@ -90,7 +91,7 @@ class AllReduceExtended(StrategyExtendedV1):
         super().__init__(strategy)
         self.engine: Engine = engine
         self._distribute_dataset = distribute_dataset
-        self.step: ReplicaStep | None = None
+        self.step: OpenStep | None = None
         self._updates: UpdateChain | None = None
 
     # The only place where a rank of the engine is a replica.
@@ -106,7 +107,7 @@ class AllReduceExtended(StrategyExtendedV1):
         return self.engine.rank
 
     @contextlib.contextmanager
-    def in_step(self, step: ReplicaStep) -> Iterator[None]:
+    def in_step(self, step: OpenStep) -> Iterator[None]:
         """Weights reductions by the rows of a training step while that is traced or run.
 
         Args:

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import tensorflow as tf
 
 from kdist.engines.engine import Engine
+from kdist.strategies.open_step import OpenStep
 from kdist.strategies.values import values_of_all_ranks
 
 
-class ReplicaStep(Protocol):
-    """What the strategy needs of a training step that weights ranks by their rows.
-
-    Attributes:
-        weight: scalar float tensor, the weight of this rank's loss: its share of the global batch.
-        active: scalar `bool` tensor, whether this rank has rows that count.
-        applying: bool, whether an optimizer applies gradients that are already reduced.
-        loss_is_weighted: bool, whether the backward pass starts from the loss times the weight.
-    """
-
-    weight: tf.Tensor
-    active: tf.Tensor
-    applying: bool
-    loss_is_weighted: bool
-
-
 def sum_over_ranks(
-    engine: Engine, step: ReplicaStep | None, tensors: Sequence[tf.Tensor], divisor: float = 1
+    engine: Engine, step: OpenStep | None, tensors: Sequence[tf.Tensor], divisor: float = 1
 ) -> list[tf.Tensor]:
     """Sums tensors over the ranks; a gradient is that of the loss of all ranks, and has gradients itself.
 
@@ -56,7 +40,7 @@ def sum_over_ranks(
 
 
 def rows_of_all_ranks(
-    engine: Engine, step: ReplicaStep | None, tensors: Sequence[tf.Tensor], *, same_on_all: bool = False
+    engine: Engine, step: OpenStep | None, tensors: Sequence[tf.Tensor], *, same_on_all: bool = False
 ) -> list[tf.Tensor]:
     """Concatenates tensors over the ranks along their first axis; a gradient is that of the loss of all ranks.
 
@@ -105,13 +89,12 @@ def rows_of_all_ranks(
     return gathered
 
 
-def sparse_rows_of_all_ranks(engine: Engine, step: ReplicaStep, sparse: tf.SparseTensor) -> tf.SparseTensor:
+def sparse_rows_of_all_ranks(step: OpenStep, sparse: tf.SparseTensor) -> tf.SparseTensor:
     """Concatenates a sparse tensor over the ranks along its first axis, for what all ranks compute equally from it.
 
     Collective: every rank must call this, in the same order.
 
     Args:
-        engine: `Engine`, how the ranks communicate.
         step: the open step, whose ranks without rows add nothing.
         sparse: `tf.SparseTensor`. On the ranks it may differ in width, too: the result is as wide as the widest.
 
@@ -119,16 +102,16 @@ def sparse_rows_of_all_ranks(engine: Engine, step: ReplicaStep, sparse: tf.Spars
         A `tf.SparseTensor`, equal on all ranks.
     """
     own = tf.where(step.active, sparse.dense_shape, tf.zeros_like(sparse.dense_shape))
-    (shapes,) = engine.allgather([own[tf.newaxis]])
-    first = tf.reduce_sum(shapes[: engine.rank, 0])  # the rows of the ranks before
+    (shapes,) = step.engine.allgather([own[tf.newaxis]])
+    first = tf.reduce_sum(shapes[: step.engine.rank, 0])  # the rows of the ranks before
     indices = tf.concat([sparse.indices[:, :1] + first, sparse.indices[:, 1:]], 1)
-    values, indices = rows_of_all_ranks(engine, step, [sparse.values, indices], same_on_all=True)
+    values, indices = rows_of_all_ranks(step.engine, step, [sparse.values, indices], same_on_all=True)
     shape = tf.concat([tf.reduce_sum(shapes[:, :1], 0), tf.reduce_max(shapes[:, 1:], 0)], 0)
     return tf.SparseTensor(indices, values, shape)
 
 
 def _of_all_losses(
-    total: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]], step: ReplicaStep | None, upstream: Sequence[tf.Tensor]
+    total: Callable[[Sequence[tf.Tensor]], list[tf.Tensor]], step: OpenStep | None, upstream: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
     """Returns the gradients of the sum of the ranks' weighted losses, from those of each rank's own loss.
 
@@ -142,15 +125,15 @@ def _of_all_losses(
     return [_of_active(step, _divided_by_weight(step, value)) for value in total(weighted)]
 
 
-def _of_active(step: ReplicaStep | None, value: tf.Tensor) -> tf.Tensor:
+def _of_active(step: OpenStep | None, value: tf.Tensor) -> tf.Tensor:
     return value if step is None else tf.where(step.active, value, tf.zeros_like(value))
 
 
-def _divided_by_weight(step: ReplicaStep, value: tf.Tensor) -> tf.Tensor:
+def _divided_by_weight(step: OpenStep, value: tf.Tensor) -> tf.Tensor:
     return _by_weight(tf.math.divide_no_nan, step, value)
 
 
-def _by_weight(operation: Callable[..., tf.Tensor], step: ReplicaStep, value: tf.Tensor) -> tf.Tensor:
+def _by_weight(operation: Callable[..., tf.Tensor], step: OpenStep, value: tf.Tensor) -> tf.Tensor:
     """Multiplies or divides by the weight: 16 bits would round it, and not as the step's loss does."""
     wide = tf.cast(value, tf.float32) if value.dtype.size == 2 else value
     return tf.cast(operation(wide, tf.cast(step.weight, wide.dtype)), value.dtype)

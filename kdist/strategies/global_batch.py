@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.engines.engine import Engine
 from kdist.keras_hooks.losses import get_keras_mask, set_keras_mask
 from kdist.reports.log import once
-from kdist.strategies.differentiable import ReplicaStep, rows_of_all_ranks, sparse_rows_of_all_ranks, sum_over_ranks
+from kdist.strategies.differentiable import rows_of_all_ranks, sparse_rows_of_all_ranks, sum_over_ranks
+from kdist.strategies.open_step import OpenStep
 
 LARGE_MESSAGE = 2**22  # bytes of a rank in a step
 
@@ -29,13 +29,6 @@ _OTHER_WIDTHS = (
 )
 
 
-class GlobalStep(ReplicaStep, Protocol):
-    """What the global batch needs of a step."""
-
-    def may_differ(self, value: tf.Tensor) -> bool:
-        """Returns whether a tensor of the step's graph depends on the rank's rows."""
-
-
 class GlobalBatch:
     """Gathers the rows of a step, each tensor once, in the order of the global batch.
 
@@ -43,8 +36,7 @@ class GlobalBatch:
     message.
 
     Args:
-        engine: `Engine`, how the ranks communicate.
-        step: `GlobalStep`, the open step.
+        step: `OpenStep`.
         has_other_rows: bool, whether losses and metrics may be called on other rows than the step's: by a `train_step`
             or a `compute_loss` of the user's.
 
@@ -52,8 +44,7 @@ class GlobalBatch:
         is_in_call: bool, whether a function of the rows of all ranks runs: what it draws must be equal on them.
     """
 
-    def __init__(self, engine: Engine, step: GlobalStep, *, has_other_rows: bool) -> None:
-        self._engine = engine
+    def __init__(self, step: OpenStep, *, has_other_rows: bool) -> None:
         self._step = step
         self._has_other_rows = has_other_rows
         self._gathered: dict[tuple[int, int], tuple[Any, Any]] = {}  # with the tensor, whose id is the key
@@ -73,7 +64,7 @@ class GlobalBatch:
             *args: its arguments, structures of tensors.
             **kwargs: the same.
         """
-        if self._engine.size == 1:  # with local SGD
+        if self._step.engine.size == 1:  # with local SGD
             return function(*args, **kwargs)
         args, kwargs = self._gather((args, kwargs), who)
         with self.in_call():
@@ -103,7 +94,7 @@ class GlobalBatch:
         new = {self._key(x): x for x in leaves if self._is_batch(x) and self._key(x) not in self._gathered}
         for key, leaf in new.items():
             if isinstance(leaf, tf.SparseTensor):
-                self._gathered[key] = leaf, sparse_rows_of_all_ranks(self._engine, self._step, leaf)
+                self._gathered[key] = leaf, sparse_rows_of_all_ranks(self._step, leaf)
         if dense := [leaf for leaf in new.values() if not isinstance(leaf, tf.SparseTensor)]:
             self._gather_rows(dense, who, has_mask=any(get_keras_mask(leaf) is not None for leaf in leaves))
         return keras.tree.pack_sequence_as(values, [self._of_all_ranks(leaf) for leaf in leaves])
@@ -113,7 +104,7 @@ class GlobalBatch:
             return self._gathered[self._key(leaf)][1]
         if not tf.is_tensor(leaf) or leaf.shape.rank != 0 or leaf.dtype == tf.string:
             return leaf
-        return scalar_of_all_ranks(self._engine, self._step, leaf)
+        return scalar_of_all_ranks(self._step, leaf)
 
     def _is_batch(self, leaf: Any) -> bool:
         """Returns whether a value has rows. What does not depend on the step's has none, as a table of codes."""
@@ -136,7 +127,7 @@ class GlobalBatch:
         size = tf.add_n([tf.size(each, tf.int64) * each.dtype.size for each in local])
         self._warn_if(size > LARGE_MESSAGE, _TOO_LARGE, who, size)
         local = self._equally_wide(local, None if has_mask else who)
-        rows = iter(rows_of_all_ranks(self._engine, self._step, local, same_on_all=True))
+        rows = iter(rows_of_all_ranks(self._step.engine, self._step, local, same_on_all=True))
         gathered = [_composed(leaf, [next(rows) for _ in _components(leaf)]) for leaf in leaves]
         for leaf, mask, result in zip(leaves, masks, gathered, strict=True):
             if mask is not None:
@@ -154,7 +145,7 @@ class GlobalBatch:
             return tensors
         shapes = [tf.shape(tensor, tf.int64) for tensor in wide]
         own = tf.concat(shapes, 0) * tf.cast(self._step.active, tf.int64)
-        (all_shapes,) = self._engine.allgather([own[tf.newaxis]])
+        (all_shapes,) = self._step.engine.allgather([own[tf.newaxis]])
         largest = tf.reduce_max(all_shapes, axis=0)
         if who is not None:
             compared = tf.constant([is_compared for axes in is_open if any(axes) for is_compared in axes])
@@ -182,20 +173,20 @@ class GlobalBatch:
             once.warning(text.format(who, *numbers), key=f"{who}: {text}")
             return np.bool_(True)
 
-        if self._engine.rank == 0:
+        if self._step.engine.rank == 0:
             tf.cond(condition, lambda: tf.numpy_function(warn, values, tf.bool), lambda: tf.constant(False))
 
 
-def scalar_of_all_ranks(engine: Engine, step: ReplicaStep, value: tf.Tensor) -> tf.Tensor:
+def scalar_of_all_ranks(step: OpenStep, value: tf.Tensor) -> tf.Tensor:
     """Returns the mean of a scalar, weighted by the ranks' rows; of integers the sum, of `bool` whether any is true.
 
     Collective: every rank must call this, in the same order.
     """
     if value.dtype == tf.bool:
-        return sum_over_ranks(engine, step, [tf.cast(value, tf.int32)])[0] > 0
+        return sum_over_ranks(step.engine, step, [tf.cast(value, tf.int32)])[0] > 0
     if value.dtype.is_floating or value.dtype.is_complex:
         value = value * tf.cast(step.weight, value.dtype)
-    return sum_over_ranks(engine, step, [value])[0]
+    return sum_over_ranks(step.engine, step, [value])[0]
 
 
 def _components(leaf: Any) -> list[tf.Tensor]:

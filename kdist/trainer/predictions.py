@@ -38,9 +38,9 @@ def gather_rows(
     if not any(step.depends_on_rows(each) for each in tf.nest.flatten(output, expand_composites=True)):
         return output
     if isinstance(output, tf.SparseTensor):
-        return sparse_rows_of_all_ranks(engine, step, output)
+        return sparse_rows_of_all_ranks(step, output)
     if not isinstance(output, tf.RaggedTensor) and output.shape.rank == 0:
-        return output if output.dtype == tf.string else _scalar(engine, step, output)
+        return output if output.dtype == tf.string else _scalar(step, output)
     local = output[: tf.where(step.active, tf.int32.max, 0)]
     if not isinstance(local, tf.RaggedTensor) and local.shape.rank is not None:
         is_graph = not tf.executing_eagerly()
@@ -54,10 +54,10 @@ def gather_rows(
     return tf.RaggedTensor.from_nested_row_lengths(values, lengths)
 
 
-def _scalar(engine: Engine, step: Step, value: tf.Tensor) -> tf.Tensor:
+def _scalar(step: Step, value: tf.Tensor) -> tf.Tensor:
     if not value.dtype.is_integer:
-        return scalar_of_all_ranks(engine, step, value)
-    (total,) = engine.allreduce([tf.where(step.active, value, tf.zeros_like(value))])
+        return scalar_of_all_ranks(step, value)
+    (total,) = step.engine.allreduce([tf.where(step.active, value, tf.zeros_like(value))])
     return total
 
 

@@ -23,12 +23,12 @@ from kdist.state.rows.row_frontier import RowFrontier
 from kdist.state.rows.row_wise import RowWise
 from kdist.step.losses.global_recomputation import GlobalRecomputation
 from kdist.step.losses.global_value import GlobalValue
-from kdist.step.losses.loss_step import LossStep
 from kdist.step.losses.related_layers import tell_of_related_layers
 from kdist.step.losses.scaled_sums import ScaledSums
 from kdist.step.losses.step_gradients import StepGradients
 from kdist.step.losses.step_pairs import Gather, StepPairs
 from kdist.step.losses.step_rows import Means, StepRows
+from kdist.strategies.open_step import OpenStep
 
 _NO_MEAN = (
     "{} is computed from this rank's rows, and is no mean, no sum, and not computed from means and sums over them as "
@@ -76,7 +76,7 @@ class CustomLosses:
         rows: `StepRows` of the step.
     """
 
-    def __init__(self, step: LossStep, rows: StepRows) -> None:
+    def __init__(self, step: OpenStep, rows: StepRows) -> None:
         self._step = step
         self._model = self._loss = ""
         self._found: dict[Any, ScaledSums | GlobalValue | None] = {}

@@ -7,31 +7,15 @@ Any other loss is computed from the rows of all ranks, on each rank.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from kdist.keras_hooks.losses import get_keras_mask, is_reduced_per_row, recorded_masks, unreduced
+from kdist.strategies.differentiable import sum_over_ranks
 from kdist.strategies.global_batch import GlobalBatch
-
-
-class Shares(Protocol):
-    """What a loss uses of the training step.
-
-    Attributes:
-        weight: `float64` scalar, this rank's share of the global batch.
-        active: `bool` scalar, whether this rank has rows in this step.
-    """
-
-    weight: tf.Tensor
-    active: tf.Tensor
-
-    def sum_over_ranks(self, value: tf.Tensor) -> tf.Tensor:
-        """Sums the active ranks' values."""
-
-    def per_share(self, value: tf.Tensor) -> tf.Tensor:
-        """Divides by this rank's share."""
+from kdist.strategies.open_step import OpenStep
 
 
 class GlobalLoss:
@@ -39,15 +23,15 @@ class GlobalLoss:
 
     Args:
         loss: the compiled loss.
-        shares: the step.
+        step: the open step.
         batch: `GlobalBatch` of the step.
         has_other_rows: bool, whether the loss may be called on other rows than the step's: by a `train_step` or a
             `compute_loss` of the user's.
     """
 
-    def __init__(self, loss: Any, shares: Shares, batch: GlobalBatch, *, has_other_rows: bool) -> None:
+    def __init__(self, loss: Any, step: OpenStep, batch: GlobalBatch, *, has_other_rows: bool) -> None:
         self._loss = loss
-        self._shares = shares
+        self._step = step
         self._batch = batch
         self._has_other_rows = has_other_rows
 
@@ -58,7 +42,7 @@ class GlobalLoss:
             return self._batch.call(f"The loss {getattr(loss, 'name', loss)!r}", loss, y_true, y_pred, sample_weight)
         if loss.reduction in (None, "none", "sum"):
             value = loss(y_true, y_pred, sample_weight)
-            sums = self._shares.per_share(value)
+            sums = self._step.per_share(value)
             # Losses of rows are logged as their mean, and differentiated as their sum.
             return sums if loss.reduction == "sum" else sums + tf.stop_gradient(value - sums)
         if self._is_mean_over_rows(y_pred, sample_weight):
@@ -67,7 +51,8 @@ class GlobalLoss:
             if all(mask is None for mask in masks):
                 return value
         total, denominator = unreduced(loss, y_true, y_pred, sample_weight)
-        return self._shares.per_share(tf.math.divide_no_nan(total, self._shares.sum_over_ranks(denominator)))
+        (of_all_ranks,) = sum_over_ranks(self._step.engine, self._step, [denominator])
+        return self._step.per_share(tf.math.divide_no_nan(total, of_all_ranks))
 
     def _is_mean_over_rows(self, y_pred: Any, sample_weight: Any) -> bool:
         leaves = keras.tree.flatten(y_pred)

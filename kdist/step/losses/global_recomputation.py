@@ -12,7 +12,7 @@ from kdist.state.graphs.recomputed import Recomputed, RowReduction
 from kdist.state.rows.aggregates import Aggregates
 from kdist.state.rows.reduction_frontier import ReductionFrontier
 from kdist.state.rows.row_frontier import RowFrontier
-from kdist.step.losses.loss_step import LossStep
+from kdist.strategies.open_step import OpenStep
 
 _WIDE = {
     tf.float16: tf.float32,
@@ -41,7 +41,7 @@ class GlobalRecomputation:
 
     def __init__(
         self,
-        step: LossStep,
+        step: OpenStep,
         parts: Aggregates | RowFrontier | ReductionFrontier,
         inlined: Inlined,
         gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],

@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.step.losses.custom_losses import CustomLosses
-from kdist.step.losses.loss_step import LossStep
 from kdist.strategies.global_batch import GlobalBatch
+from kdist.strategies.open_step import OpenStep
 
 
 class OwnMetrics:
@@ -21,7 +21,7 @@ class OwnMetrics:
         batch: `GlobalBatch` of the step.
     """
 
-    def __init__(self, step: LossStep, losses: CustomLosses, batch: GlobalBatch) -> None:
+    def __init__(self, step: OpenStep, losses: CustomLosses, batch: GlobalBatch) -> None:
         self._step = step
         self._losses = losses
         self._batch = batch

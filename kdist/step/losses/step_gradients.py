@@ -13,7 +13,7 @@ from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.rows.reduction_frontier import ReductionFrontier, is_computed_of, is_weighted_sum
 from kdist.step.losses.global_recomputation import GlobalRecomputation
 from kdist.step.losses.global_value import GlobalValue
-from kdist.step.losses.loss_step import LossStep
+from kdist.strategies.open_step import OpenStep
 
 _ERRORS = (LookupError, TypeError, ValueError, tf.errors.OpError)  # of what cannot be computed again
 
@@ -27,7 +27,7 @@ class StepGradients:
         step: the open step.
     """
 
-    def __init__(self, step: LossStep) -> None:
+    def __init__(self, step: OpenStep) -> None:
         self._step = step
         self._known: dict[Any, tuple[tf.Tensor, Literal["mean", "sum"]]] = {}
 

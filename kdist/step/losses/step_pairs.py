@@ -15,8 +15,8 @@ from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.rows.row_frontier import RowFrontier
 from kdist.state.rows.row_wise import can_relate_rows
 from kdist.step.losses.global_recomputation import GlobalRecomputation
-from kdist.step.losses.loss_step import LossStep
 from kdist.step.losses.step_rows import StepRows
+from kdist.strategies.open_step import OpenStep
 
 _NOT_OF_ALL = (
     "{} is given what relates rows of this rank, and kdist cannot compute it for the rows of all ranks. It counts what "
@@ -37,7 +37,7 @@ class StepPairs:
             returns those of all ranks.
     """
 
-    def __init__(self, step: LossStep, rows: StepRows, gather: Gather) -> None:
+    def __init__(self, step: OpenStep, rows: StepRows, gather: Gather) -> None:
         self._step = step
         self._rows = rows
         self._gather = gather

@@ -13,7 +13,7 @@ from kdist.data.batch import Rows
 from kdist.state.graphs.rank_dependence import computed_of, tensor_key
 from kdist.state.rows.means_and_sums import MeansAndSums
 from kdist.state.rows.row_wise import RowWise
-from kdist.step.losses.loss_step import LossStep
+from kdist.strategies.open_step import OpenStep
 
 Means = dict[Any, tf.Tensor]
 """Tensors that count as means over the rank's rows, by graph and name."""
@@ -29,7 +29,7 @@ class StepRows:
         means: dict, tensors that count as means over the rank's rows.
     """
 
-    def __init__(self, step: LossStep) -> None:
+    def __init__(self, step: OpenStep) -> None:
         self._step = step
         self.means: Means = {}
         self._statistics: list[tf.Tensor] = []
