@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from kdist.state.graphs.rank_dependence import computed_of, tensor_key
-from kdist.state.graphs.recomputed import Recomputed
+from kdist.state.graphs.recomputed import Recomputed, RowReduction
 from kdist.state.rows.reduction_frontier import ReductionFrontier, is_computed_of, is_weighted_sum
 
 SUMS = {
@@ -33,7 +33,7 @@ def traced(compute, check):
             return any(each.name == x.name for each in [tensor, *computed_of([tensor])])
 
         value = compute(*known, x)
-        found.append(check(value, {tensor_key(each): (each, "mean") for each in known}, depends_on_rows))
+        found.append(check(value, {tensor_key(each): RowReduction(each, "mean") for each in known}, depends_on_rows))
         return value
 
     run.get_concrete_function()
@@ -87,7 +87,9 @@ def test_it_is_computed_again_from_the_known_tensors_alone(name):
         def depends_on_rows(tensor):
             return any(each.name == x.name for each in [tensor, *computed_of([tensor])])
 
-        return check(SUMS[name](*known, x), {tensor_key(each): (each, "mean") for each in known}, depends_on_rows)
+        return check(
+            SUMS[name](*known, x), {tensor_key(each): RowReduction(each, "mean") for each in known}, depends_on_rows
+        )
 
     twos = 2 * tf.ones(3)
     np.testing.assert_allclose(run(tf.random.normal((6, 3))), SUMS[name](twos, twos, None), rtol=1e-6)

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from kdist.state.graphs.rank_dependence import computed_of
-from kdist.state.graphs.recomputed import RowReduction, check_repeatable
+from kdist.state.graphs.recomputed import RowReduction
 from kdist.state.graphs.row_free import RowFree
+from kdist.state.rows.frontier import Frontier
 from kdist.state.rows.means_and_sums import OF_EACH, Kind, MeansAndSums, has_rows, takes_all_rows
 
 _ADDING = (
@@ -22,7 +23,7 @@ _OF_INTEGERS = (
 _MAX_AGGREGATES, _MAX_CHANGED = 16, 2000  # as finding out about each takes time
 
 
-class Aggregates:
+class Aggregates(Frontier):
     """The sums and means over rows of which a number of a graph is computed, where nothing else of it relates rows.
 
     Args:
@@ -30,10 +31,6 @@ class Aggregates:
         found: `MeansAndSums` of the data.
         fixed: sequence of tensors that do not count as computed from rows.
         means: sequence of tensors that count as means over rows.
-
-    Attributes:
-        value: the tensor.
-        listed: list of `RowReduction`, in the order of the graph.
 
     Raises:
         LookupError: if the number relates rows in another way, or that is not known.
@@ -46,14 +43,12 @@ class Aggregates:
         fixed: Sequence[tf.Tensor],
         means: Sequence[tf.Tensor],
     ) -> None:
-        self.value = value
+        super().__init__()
         self._found = found
         self._fixed = [each for each in fixed if tf.is_symbolic_tensor(each)]
         self._means = {each.name for each in means if tf.is_symbolic_tensor(each)}
         self._is_fixed = RowFree(self._fixed, found.depends_on_rows)
-        self.listed: list[RowReduction] = []
         self._names: set[str] = set()  # of aggregates
-        self._changed: set[str] = set()  # of what is computed from aggregates
         if self._is_known(value) or not value.shape.is_fully_defined():
             raise LookupError(value.name)
         for operation in self._is_fixed.followed([value], lambda each: self._is_known(each) or found.is_leaf(each)):
@@ -62,10 +57,6 @@ class Aggregates:
             each.tensor is value and each.count is not None for each in self.listed
         ):
             raise LookupError(value.name)  # a mean or a sum itself
-
-    def is_changed(self, tensor: tf.Tensor) -> bool:
-        """Returns whether a tensor is computed from aggregates."""
-        return tensor.name in self._changed
 
     def _is_known(self, tensor: tf.Tensor) -> bool:
         return self._is_fixed(tensor) or tensor.name in self._means
@@ -85,6 +76,8 @@ class Aggregates:
         # Rows that are computed again from aggregates are this rank's, still.
         is_changed = operation.type not in ("Shape", "Size") and any(each.name in known for each in inputs)
         if is_changed:
+            if len(self._changed) > _MAX_CHANGED:
+                raise LookupError(operation.type)
             self._change(operation)
         of_rows = any(map(has_rows, inputs)) or not inputs
         for output in operation.outputs:
@@ -93,12 +86,6 @@ class Aggregates:
             is_number = output.dtype.is_floating and (of_rows or of_integers)
             if not has_rows(output) and (is_count or is_number):
                 self._add_aggregate(output)
-
-    def _change(self, operation: tf.Operation) -> None:
-        check_repeatable(operation)
-        if len(self._changed) > _MAX_CHANGED:
-            raise LookupError(operation.type)
-        self._changed |= {each.name for each in operation.outputs}
 
     def _add_aggregate(self, output: tf.Tensor) -> None:
         if output.op.type not in _ADDING or len(self.listed) == _MAX_AGGREGATES:

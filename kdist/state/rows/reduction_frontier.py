@@ -2,67 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from kdist.state.graphs.rank_dependence import computed_of, tensor_key
-from kdist.state.graphs.recomputed import RowReduction, check_repeatable
-
-Known = Mapping[Any, tuple[tf.Tensor, Literal["mean", "sum"]]]
-"""Tensors, and what they are of the rows, by the tensors' keys."""
+from kdist.state.graphs.recomputed import RowReduction
+from kdist.state.rows.frontier import Frontier
 
 _ADDS = ("Add", "AddV2", "AddN", "Sub", "Neg", "Identity", "IdentityN", "Cast")
 _QUOTIENTS = ("Div", "RealDiv", "DivNoNan")
 _MAX_CHANGED = 20000  # a network may have many gradients
 
 
-class ReductionFrontier:
+class ReductionFrontier(Frontier):
     """The known means and sums on all ways to some tensors, which are computed from nothing else of a rank's rows.
 
     Args:
         values: sequence of symbolic tensors of one graph.
-        known: `Known`.
+        known: mapping of means and sums by the keys of their tensors.
         depends_on_rows: callable that takes a tensor and returns whether it is computed from rows.
-
-    Attributes:
-        value: the first tensor.
-        listed: list of `RowReduction`, what the tensors are computed of.
 
     Raises:
         LookupError: if they are computed from something else, or by what cannot be computed again.
     """
 
-    def __init__(self, values: Sequence[tf.Tensor], known: Known, depends_on_rows: Callable[[tf.Tensor], bool]) -> None:
-        self.value = values[0]
-        self.listed: list[RowReduction] = []
-        self._changed: set[str] = set()
-        pending, seen = list(values), set()
-        while pending:
-            tensor = pending.pop()
-            if tensor.name in seen or not depends_on_rows(tensor):
-                continue
-            seen.add(tensor.name)
-            if tensor_key(tensor) in known:
-                self.listed.append(RowReduction(*known[tensor_key(tensor)]))
-                continue
-            check_repeatable(tensor.op)
-            self._changed |= {each.name for each in tensor.op.outputs}
-            pending += tensor.op.inputs
-            if len(self._changed) > _MAX_CHANGED:
-                raise LookupError(tensor.name)
+    def __init__(
+        self,
+        values: Sequence[tf.Tensor],
+        known: Mapping[Any, RowReduction],
+        depends_on_rows: Callable[[tf.Tensor], bool],
+    ) -> None:
+        super().__init__()
+        self._follow(
+            values, lambda each: not depends_on_rows(each), lambda each: known.get(tensor_key(each)), _MAX_CHANGED
+        )
         if not self.listed:
-            raise LookupError(self.value.name)
-
-    def is_changed(self, tensor: tf.Tensor) -> bool:
-        """Returns whether a tensor is computed again."""
-        return tensor.name in self._changed
+            raise LookupError(values[0].name)
 
 
-def is_computed_of(value: tf.Tensor, known: Known) -> bool:
-    """Returns whether a tensor is one of those that are known, or is computed from one."""
-    return any(tensor_key(each) in known for each in computed_of([value]))
+def is_computed_of(value: tf.Tensor, keys: Container[Any]) -> bool:
+    """Returns whether a tensor is one of those of some keys, or is computed from one."""
+    return any(tensor_key(each) in keys for each in computed_of([value]))
 
 
 def is_weighted_sum(

@@ -17,6 +17,7 @@ from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.linear_terms import linear_terms
 from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.rows.aggregates import Aggregates
+from kdist.state.rows.frontier import Frontier
 from kdist.state.rows.means import is_mean
 from kdist.state.rows.means_and_sums import Kind, MeansAndSums
 from kdist.state.rows.row_frontier import RowFrontier
@@ -346,18 +347,19 @@ class CustomLosses:
             return None  # as of a gradient
         with self._rows.computing_again():
             try:
-                parts = self._parts_of(found, rows, inlined(value), means)
-                if any(parts.is_changed(each) for each in self._unrecorded.values() if each.graph is graph):
+                own = inlined(value)
+                frontier = self._frontier_of(found, rows, own, means)
+                if any(frontier.is_changed(each) for each in self._unrecorded.values() if each.graph is graph):
                     return None  # a copy would have the gradients that no tape takes
                 of_all_ranks = GlobalRecomputation(
-                    self._step, parts, inlined, lambda own: self._gather(who or _KEPT, own)
+                    self._step, frontier, inlined, lambda rows: self._gather(who or _KEPT, rows)
                 )
-                return GlobalValue(parts.value, of_all_ranks, inlined)
+                return GlobalValue(own, of_all_ranks, inlined)
             except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
                 return None
 
-    def _parts_of(self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, means: Means) -> Aggregates | RowFrontier:
-        """Returns of what a number is to be computed again.
+    def _frontier_of(self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, means: Means) -> Frontier:
+        """Returns from what a number is to be computed again.
 
         Raises:
             LookupError: if it cannot be.
@@ -367,10 +369,10 @@ class CustomLosses:
             return Aggregates(value, found, fixed, numbers)
         if not value.shape.is_fully_defined():
             raise LookupError(value.name)
-        cut = RowFrontier([value], rows, fixed, numbers)
+        frontier = RowFrontier([value], rows, fixed, numbers)
         if not found.can_run(value, [*fixed, *numbers]):
             raise LookupError(value.name)  # as where it has the number of a rank's rows written into it
-        return cut
+        return frontier
 
     def _kind(self, found: MeansAndSums, value: tf.Tensor, means: Means) -> Kind | None:
         if tensor_key(value) in means:

@@ -9,9 +9,7 @@ import tensorflow as tf
 
 from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.recomputed import Recomputed, RowReduction
-from kdist.state.rows.aggregates import Aggregates
-from kdist.state.rows.reduction_frontier import ReductionFrontier
-from kdist.state.rows.row_frontier import RowFrontier
+from kdist.state.rows.frontier import Frontier
 from kdist.strategies.open_step import OpenStep
 
 _WIDE = {
@@ -31,8 +29,8 @@ class GlobalRecomputation:
 
     Args:
         step: the open step.
-        parts: what the tensors are computed of.
-        inlined: `Inlined`, by which the tensors of `parts` were made of the step's.
+        frontier: `Frontier` of the tensors.
+        inlined: `Inlined`, by which the tensors of `frontier` were made of the step's.
         gather: callable that takes rows of this rank and returns those of all.
 
     Attributes:
@@ -42,26 +40,26 @@ class GlobalRecomputation:
     def __init__(
         self,
         step: OpenStep,
-        parts: Aggregates | RowFrontier | ReductionFrontier,
+        frontier: Frontier,
         inlined: Inlined,
         gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> None:
         self._step = step
-        self._recomputed = recomputed = Recomputed(parts.is_changed, inlined.original)
-        rows = [each.tensor for each in parts.listed if each.kind == "rows"]
+        self._recomputed = recomputed = Recomputed(frontier.is_changed, inlined.original)
+        rows = [each.tensor for each in frontier.listed if each.kind == "rows"]
         own = [recomputed.take(each) for each in rows]
         recomputed.values |= dict(zip([each.name for each in rows], gather(own) if rows else (), strict=True))
         self.taken = recomputed.taken
         pending: list[RowReduction] = []
-        for each in parts.listed:
-            if parts.is_changed(each.tensor):
+        for each in frontier.listed:
+            if frontier.is_changed(each.tensor):
                 self._send(pending, same_on_all=False)
             if each.kind != "rows":
                 pending.append(each)
         self._send(pending, same_on_all=True)
 
     def __call__(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns what a tensor, of which `parts` were found, would have been."""
+        """Returns what a tensor, of which `frontier` was found, would have been."""
         return self._recomputed(tensor)
 
     def _send(self, pending: list[RowReduction], *, same_on_all: bool) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from kdist._tf_internals import is_compiled_by_xla
 from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.rank_dependence import tensor_key
+from kdist.state.graphs.recomputed import RowReduction
 from kdist.state.rows.reduction_frontier import ReductionFrontier, is_computed_of, is_weighted_sum
 from kdist.step.losses.global_recomputation import GlobalRecomputation
 from kdist.step.losses.global_value import GlobalValue
@@ -29,17 +30,17 @@ class StepGradients:
 
     def __init__(self, step: OpenStep) -> None:
         self._step = step
-        self._known: dict[Any, tuple[tf.Tensor, Literal["mean", "sum"]]] = {}
+        self._known: dict[Any, RowReduction] = {}
 
     def note(self, gradients: Sequence[Any]) -> None:
         """Says that a tape has returned gradients."""
         kind: Literal["mean", "sum"] = "sum" if self._step.loss_is_weighted else "mean"
         own = [each for each in gradients if isinstance(each, tf.Tensor) and tf.is_symbolic_tensor(each)]
-        self._known |= {tensor_key(each): (each, kind) for each in own}
+        self._known |= {tensor_key(each): RowReduction(each, kind) for each in own}
 
     def are_means(self, value: tf.Tensor) -> bool:
         """Returns whether a tensor is a gradient, and the global one is the mean by rows."""
-        return tensor_key(value) in self._known and self._known[tensor_key(value)][1] == "mean"
+        return tensor_key(value) in self._known and self._known[tensor_key(value)].kind == "mean"
 
     def number(self, value: tf.Tensor, means: Mapping[Any, tf.Tensor]) -> GlobalValue | None:
         """Returns a number computed from the gradients of all ranks, and from means; `None` if it is of others.
@@ -54,7 +55,8 @@ class StepGradients:
             return None
         inlined = self._inlined()
         try:
-            of_all_ranks = GlobalRecomputation(self._step, self._cut([value], means), inlined, lambda rows: rows)
+            frontier = self._frontier([value], means)
+            of_all_ranks = GlobalRecomputation(self._step, frontier, inlined, lambda rows: rows)
             return GlobalValue(value, of_all_ranks, inlined)
         except _ERRORS:
             return None
@@ -64,9 +66,7 @@ class StepGradients:
 
         So it is in those of Keras' losses: they are no gradients of the rank's rows alone.
         """
-        shares: dict[Any, tuple[tf.Tensor, Literal["mean", "sum"]]] = {
-            tensor_key(each): (each, "mean") for each in (self._step.weight, self._step.share)
-        }
+        shares = {tensor_key(each) for each in (self._step.weight, self._step.share)}
         return self._is_of_gradients(value) and is_computed_of(value, shares)
 
     def applied(self, gradients: Sequence[Any], means: Mapping[Any, tf.Tensor]) -> list[Any] | None:
@@ -87,8 +87,8 @@ class StepGradients:
             return None
         if made:
             try:
-                cut = self._cut(list(made.values()), means)
-                of_all_ranks = GlobalRecomputation(self._step, cut, self._inlined(), lambda rows: rows)
+                frontier = self._frontier(list(made.values()), means)
+                of_all_ranks = GlobalRecomputation(self._step, frontier, self._inlined(), lambda rows: rows)
                 made = {place: of_all_ranks(each) for place, each in made.items()}
             except _ERRORS:
                 return None
@@ -113,8 +113,8 @@ class StepGradients:
         is_in_step = value.graph is graph and not is_compiled_by_xla() and self._step.depends_on_rows(value)
         return is_in_step and is_computed_of(value, self._known)
 
-    def _cut(self, values: Sequence[tf.Tensor], means: Mapping[Any, tf.Tensor]) -> ReductionFrontier:
-        known: dict[Any, tuple[tf.Tensor, Literal["mean", "sum"]]] = {key: (x, "mean") for key, x in means.items()}
+    def _frontier(self, values: Sequence[tf.Tensor], means: Mapping[Any, tf.Tensor]) -> ReductionFrontier:
+        known = {key: RowReduction(each, "mean") for key, each in means.items()}
         return ReductionFrontier(values, known | self._known, self._step.depends_on_rows)
 
     def _inlined(self) -> Inlined:

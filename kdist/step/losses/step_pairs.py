@@ -87,8 +87,8 @@ class StepPairs:
                 if row_wise is None:
                     raise LookupError(who)
                 copies = {key: inlined(each) for key, each in own.items()}
-                cut = RowFrontier(list(copies.values()), row_wise, known, means)
-                of_all = GlobalRecomputation(self._step, cut, inlined, lambda rows: self._gather(who, rows))
+                frontier = RowFrontier(list(copies.values()), row_wise, known, means)
+                of_all = GlobalRecomputation(self._step, frontier, inlined, lambda rows: self._gather(who, rows))
                 made = {key: of_all(each) for key, each in copies.items()}
             except (LookupError, TypeError, ValueError, tf.errors.OpError):
                 return None
