@@ -11,6 +11,7 @@ import tensorflow as tf
 from kdist._tf_internals import has_state
 from kdist.keras_hooks.variables import DIRECT_ASSIGN
 from kdist.state.graphs.graph_function import node_of
+from kdist.state.graphs.rank_dependence import computed_of
 
 ASSIGNMENTS = ("assign", DIRECT_ASSIGN)
 """The methods that replace all of a variable."""
@@ -104,15 +105,7 @@ def is_computed_of(handle: Any, value: Any, source: Callable[[Any], Any]) -> boo
         value: tensor, array or number.
         source: callable, as that of `Increments`.
     """
-    pending, seen = [value], set()
-    while pending:
-        tensor = source(pending.pop())
-        if tensor is handle:
-            return True
-        if tf.is_symbolic_tensor(tensor) and id(tensor.op) not in seen:
-            seen.add(id(tensor.op))
-            pending += tensor.op.inputs
-    return False
+    return any(each is handle for each in computed_of([value], source=source))
 
 
 def can_be_copied(operation: tf.Operation) -> bool:

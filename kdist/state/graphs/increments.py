@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.state.graphs.graph_copy import ASSIGNMENTS, GraphCopy, can_be_copied, copied, is_computed_of
+from kdist.state.graphs.rank_dependence import computed_of
 
 _COPIES = ("Identity", "Cast", "EnsureShape")
 _VALUES = {  # the methods that add, and which of their values they add
@@ -102,16 +103,12 @@ class Increments:
 
     def _is_static(self, value: tf.Tensor) -> bool:
         """Returns whether a tensor is computed from constants alone; not by recursion, for a network may be deep."""
-        pending, seen = [value], set()
-        while pending:
-            tensor = self._source(pending.pop())
-            if not tf.is_symbolic_tensor(tensor) or id(tensor.op) in seen or tf.get_static_value(tensor) is not None:
-                continue
-            if not can_be_copied(tensor.op) or not tensor.op.inputs:
-                return False
-            seen.add(id(tensor.op))
-            pending += tensor.op.inputs
-        return True
+
+        def is_end(tensor: Any) -> bool:
+            return not tf.is_symbolic_tensor(tensor) or tf.get_static_value(tensor) is not None
+
+        before = computed_of([value], is_end, self._source)
+        return all(can_be_copied(each.op) and each.op.inputs for each in before)
 
     def _computed(self, value: tf.Tensor) -> np.ndarray:
         operands = [(self._static_value(each), each.dtype) for each in value.op.inputs]

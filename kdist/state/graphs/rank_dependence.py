@@ -162,21 +162,25 @@ def _is_static_length(operation: tf.Operation) -> bool:
 
 
 def computed_of(
-    tensors: Sequence[tf.Tensor], is_end: Callable[[tf.Tensor], bool] = lambda _: False
-) -> Iterator[tf.Tensor]:
+    tensors: Sequence[Any],
+    is_end: Callable[[Any], bool] = lambda _: False,
+    source: Callable[[Any], Any] = lambda tensor: tensor,
+) -> Iterator[Any]:
     """Yields tensors of a graph, and all of that graph that they are computed of.
 
     Args:
-        tensors: sequence of symbolic tensors.
+        tensors: sequence of tensors.
         is_end: callable that takes a tensor and returns whether it is left out, and what it alone is computed of.
+        source: callable that takes a tensor, and returns that which a function has captured as this one, which is
+            yielded in its place. One of another graph is followed there; one of no graph is not.
     """
-    pending, seen = list(tensors), set()
+    pending, seen = [source(each) for each in tensors], set()
     while pending:
         tensor = pending.pop()
         yield tensor
-        if tensor.op.name not in seen:
-            seen.add(tensor.op.name)
-            pending += [each for each in tensor.op.inputs if not is_end(each)]
+        if tf.is_symbolic_tensor(tensor) and tensor.op not in seen:
+            seen.add(tensor.op)
+            pending += [each for each in map(source, tensor.op.inputs) if not is_end(each)]
 
 
 def tensor_key(tensor: Any) -> Any:

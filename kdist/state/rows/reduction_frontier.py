@@ -64,21 +64,16 @@ def is_weighted_sum(
         source: callable that takes a tensor, and returns that which a function has captured as this one.
         may_add_others: bool, whether what is equal on all ranks may be added: not to terms, which are summed.
     """
-    pending, seen = [value], set()
-    while pending:
-        tensor = source(pending.pop())
-        if not tf.is_symbolic_tensor(tensor) or tensor_key(tensor) in seen:
-            continue
-        seen.add(tensor_key(tensor))
-        if not depends_on_rows(tensor) or is_known(tensor):
-            continue
-        operation = tensor.op
+
+    def is_end(tensor: Any) -> bool:
+        return not (tf.is_symbolic_tensor(tensor) and depends_on_rows(tensor)) or is_known(tensor)
+
+    def adds(operation: tf.Operation) -> bool:
         of_rows = [each for each in operation.inputs if depends_on_rows(each)]
         is_scaled = len(of_rows) == 1 and (
             operation.type == "Mul" or (operation.type in _QUOTIENTS and operation.inputs[0] is of_rows[0])
         )
-        is_sum = operation.type in _ADDS and (may_add_others or len(of_rows) == len(operation.inputs))
-        if not (is_scaled or is_sum):
-            return False
-        pending += of_rows
-    return True
+        return is_scaled or (operation.type in _ADDS and (may_add_others or len(of_rows) == len(operation.inputs)))
+
+    start = source(value)
+    return is_end(start) or all(adds(each.op) for each in computed_of([start], is_end, source))

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.state.graphs.graph_function import MAX_BYTES, is_drawn, num_bytes
-from kdist.state.graphs.rank_dependence import tensor_key
+from kdist.state.graphs.rank_dependence import computed_of, tensor_key
 from kdist.state.graphs.row_free import RowFree
 from kdist.state.rows.compared import Compared, compare, holds_rows_of_parts
 from kdist.state.rows.means_and_sums import OF_EACH, RANGES, MeansAndSums, has_rows, num_rows, takes_all_rows
@@ -117,20 +117,13 @@ class RowWise:
 
     def _ends(self, operations: Sequence[tf.Operation], free: RowFree, left_out: set[Any]) -> list[tf.Tensor]:
         """Returns the last tensors before some operations that hold a row for each of the data, or are of the data."""
-        found: dict[Any, tf.Tensor] = {}
-        pending, seen = list(operations), set()
-        while pending:
-            operation = pending.pop()
-            if operation.name in seen:
-                continue
-            seen.add(operation.name)
-            for each in operation.inputs:
-                key = tensor_key(each)
-                if self._is_end(each):
-                    found[key] = each
-                elif key not in left_out and not free(each):
-                    pending.append(each.op)
-        return list(found.values())
+
+        def is_left_out(tensor: tf.Tensor) -> bool:
+            return self._is_end(tensor) or tensor_key(tensor) in left_out or free(tensor)
+
+        before = {each.op.name: each.op for each in computed_of([each.outputs[0] for each in operations], is_left_out)}
+        inputs = [each for operation in before.values() for each in operation.inputs]
+        return list({tensor_key(each): each for each in inputs if self._is_end(each)}.values())
 
     def _is_end(self, tensor: tf.Tensor) -> bool:
         return tensor_key(tensor) in self._has_one_each or self._is_leaf(tensor)
