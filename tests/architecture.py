@@ -39,6 +39,7 @@ ROOMS = (
     "kdist.data",
     "kdist.gradients",
     "kdist.strategies",
+    "kdist.checkpoint.storage",
     "kdist.checkpoint",
     "kdist.learning_rate",
     "kdist.step.losses",

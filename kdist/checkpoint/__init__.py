@@ -1,1 +1,1 @@
-"""Save, resume and preempt: whole files, directory locks, positions in the data."""
+"""Save, resume and preempt: the callbacks, and the state of callbacks and data that they save."""

@@ -12,10 +12,10 @@ import keras
 
 from kdist.checkpoint import refusals
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
-from kdist.checkpoint.broadcast import broadcast_checkpoint
 from kdist.checkpoint.callback_state import CallbackState
-from kdist.checkpoint.files import Checkpoint
-from kdist.checkpoint.storage import CheckpointStorage, checkpoint_number
+from kdist.checkpoint.storage.broadcast import broadcast_checkpoint
+from kdist.checkpoint.storage.files import Checkpoint
+from kdist.checkpoint.storage.storage import CheckpointStorage, checkpoint_number
 from kdist.errors import CheckpointError
 from kdist.keras_hooks.trainer import set_initial_epoch
 from kdist.restarts.progress import own_progress

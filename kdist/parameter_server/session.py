@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.checkpoint.whole_files import write_whole
+from kdist.checkpoint.storage.whole_files import write_whole
 from kdist.errors import ScopeError
 from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.optimizers import innermost, optimizers_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from kdist.checkpoint.whole_files import write_whole
+from kdist.checkpoint.storage.whole_files import write_whole
 from kdist.engines.engine import Engine
 from kdist.errors import CheckpointError
 from kdist.keras_hooks.files import SAVE, replaced

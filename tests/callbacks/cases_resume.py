@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import kdist
 from kdist._engine import open_engine
-from kdist.checkpoint.files import CheckpointDirectory
+from kdist.checkpoint.storage.files import CheckpointDirectory
 from kdist.errors import CheckpointError, ScopeError
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere

@@ -14,7 +14,7 @@ import pytest
 
 import kdist
 from kdist._engine import open_engine
-from kdist.checkpoint.files import CheckpointDirectory
+from kdist.checkpoint.storage.files import CheckpointDirectory
 from kdist.errors import CheckpointError
 from tests.callbacks.full_disk import full_disk
 from tests.training.behaviours import assert_equal_everywhere, weights_of

@@ -14,7 +14,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from kdist.checkpoint.files import CheckpointDirectory
+from kdist.checkpoint.storage.files import CheckpointDirectory
 from kdist.reports.output import REPORT_PREFIX
 from tests.callbacks.interrupted_training import KILL, WRITERS
 from tests.callbacks.saver import LENGTH

@@ -14,7 +14,7 @@ import sys
 import keras
 import numpy as np
 
-from kdist.checkpoint.whole_files import write_whole
+from kdist.checkpoint.storage.whole_files import write_whole
 
 
 def main(path: str) -> None:

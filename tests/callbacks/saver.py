@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from kdist.checkpoint.files import CheckpointDirectory
+from kdist.checkpoint.storage.files import CheckpointDirectory
 
 LENGTH = 200_000
 

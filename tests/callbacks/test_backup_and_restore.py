@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kdist.checkpoint.files import CheckpointDirectory
+from kdist.checkpoint.storage.files import CheckpointDirectory
 from kdist.errors import CheckpointError
 from tests.callbacks import cases_resume as cases
 from tests.callbacks.interruptions import kill_model_saver, kill_saver

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kdist.checkpoint.arrays import open_arrays, write_arrays
+from kdist.checkpoint.storage.arrays import open_arrays, write_arrays
 from kdist.state.part import BLOCK, DeferredArray
 
 ARRAYS = {

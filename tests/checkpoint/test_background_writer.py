@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from kdist.checkpoint.background_writer import BackgroundWriter
+from kdist.checkpoint.storage.background_writer import BackgroundWriter
 from kdist.errors import CheckpointError
 
 

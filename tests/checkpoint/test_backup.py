@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist.checkpoint import backup, host_copies, storage
-from kdist.checkpoint.files import CheckpointDirectory
-from kdist.checkpoint.memory_copies import MemoryCopies
+from kdist.checkpoint import backup
+from kdist.checkpoint.storage import host_copies, storage
+from kdist.checkpoint.storage.files import CheckpointDirectory
+from kdist.checkpoint.storage.memory_copies import MemoryCopies
 from kdist.restarts import progress, report
 from kdist.restarts.memory import directory_of
 from kdist.restarts.report import OwnReports

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from kdist.checkpoint.directory_lock import NAME, DirectoryLock
+from kdist.checkpoint.storage.directory_lock import NAME, DirectoryLock
 from kdist.errors import CheckpointError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from kdist.checkpoint.directory_lock import DirectoryLock
+from kdist.checkpoint.storage.directory_lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
 lock.acquire(job=sys.argv[2])
 print("taken", flush=True)

@@ -12,8 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from kdist.checkpoint.files import CheckpointDirectory
-from kdist.checkpoint.memory_copies import MemoryCopies
+from kdist.checkpoint.storage.files import CheckpointDirectory
+from kdist.checkpoint.storage.memory_copies import MemoryCopies
 from kdist.cli.jobs import left_copies
 from kdist.restarts.memory import MEMORY, delete_old, directory_of
 from kdist.state.part import DeferredArray

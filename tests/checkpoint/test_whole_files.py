@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdist.checkpoint.file_lock import file_lock
-from kdist.checkpoint.whole_files import write_whole
+from kdist.checkpoint.storage.file_lock import file_lock
+from kdist.checkpoint.storage.whole_files import write_whole
 from kdist.engines.single import SingleEngine
 from kdist.state.versions import Versions
 

@@ -18,7 +18,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist.checkpoint.files import CheckpointDirectory
+from kdist.checkpoint.storage.files import CheckpointDirectory
 from kdist.errors import ScopeError, StrategyError
 from kdist.parameter_server.staleness import staleness_logs
 from kdist.state.session import session_of

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 import kdist
-from kdist.checkpoint import files
+from kdist.checkpoint.storage import files
 from tests.callbacks.full_disk import fill_disk
 
 STEP = 3  # of a start, in which it breaks; in the middle of an epoch, and after one step that is not saved

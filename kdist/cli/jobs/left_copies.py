@@ -39,7 +39,7 @@ def write(job: str) -> bool:
     """
     if not directory_of(job).is_dir():
         return True
-    from kdist.checkpoint.memory_copies import left_by  # NumPy takes a while to import
+    from kdist.checkpoint.storage.memory_copies import left_by  # NumPy takes a while to import
 
     are_written = [_is_written(job, *each) for each in left_by(job).items()]
     if all(are_written):
@@ -48,7 +48,7 @@ def write(job: str) -> bool:
 
 
 def _is_written(job: str, backup_dir: str, copy: Any) -> bool:
-    from kdist.checkpoint.files import CheckpointDirectory
+    from kdist.checkpoint.storage.files import CheckpointDirectory
 
     folder, on_disk = CheckpointDirectory(backup_dir), 0
     try:

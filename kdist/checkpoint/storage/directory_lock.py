@@ -10,7 +10,7 @@ import socket
 import time
 from pathlib import Path
 
-from kdist.checkpoint.file_lock import is_at
+from kdist.checkpoint.storage.file_lock import is_at
 from kdist.errors import CheckpointError
 
 logger = logging.getLogger("kdist")

@@ -6,10 +6,10 @@ import functools
 import logging
 from typing import Literal
 
-from kdist.checkpoint.arrays import send
-from kdist.checkpoint.background_writer import BackgroundWriter
-from kdist.checkpoint.files import Checkpoint, CheckpointDirectory, arrays_of
-from kdist.checkpoint.host_copies import HostCopies
+from kdist.checkpoint.storage.arrays import send
+from kdist.checkpoint.storage.background_writer import BackgroundWriter
+from kdist.checkpoint.storage.files import Checkpoint, CheckpointDirectory, arrays_of
+from kdist.checkpoint.storage.host_copies import HostCopies
 from kdist.engines.engine import Engine
 from kdist.engines.single import SingleEngine
 from kdist.errors import CheckpointError

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kdist.checkpoint.arrays import array_at, bytes_of, made_to_the_end
-from kdist.checkpoint.files import Checkpoint, split
+from kdist.checkpoint.storage.arrays import array_at, bytes_of, made_to_the_end
+from kdist.checkpoint.storage.files import Checkpoint, split
 from kdist.errors import CheckpointError
 from kdist.restarts.memory import directory_of
 from kdist.state.part import MODEL, State

@@ -7,10 +7,10 @@ import math
 import time
 from typing import Literal
 
-from kdist.checkpoint.arrays import send
-from kdist.checkpoint.broadcast import broadcast_checkpoint
-from kdist.checkpoint.files import Checkpoint, arrays_of
-from kdist.checkpoint.memory_copies import MemoryCopies
+from kdist.checkpoint.storage.arrays import send
+from kdist.checkpoint.storage.broadcast import broadcast_checkpoint
+from kdist.checkpoint.storage.files import Checkpoint, arrays_of
+from kdist.checkpoint.storage.memory_copies import MemoryCopies
 from kdist.engines.engine import Engine
 from kdist.restarts.memory import MEMORY, delete_old
 from kdist.state.part import MODEL

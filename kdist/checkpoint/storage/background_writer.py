@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kdist.checkpoint.files import Checkpoint
+from kdist.checkpoint.storage.files import Checkpoint
 
 
 class BackgroundWriter:

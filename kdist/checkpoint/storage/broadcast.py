@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kdist.checkpoint.files import Checkpoint
+from kdist.checkpoint.storage.files import Checkpoint
 from kdist.engines.engine import Engine
 from kdist.state.broadcast import broadcast_arrays
 from kdist.state.part import DeferredArray, State, rows_of_block

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kdist.checkpoint.arrays import open_arrays, write_arrays
-from kdist.checkpoint.directory_lock import DirectoryLock
+from kdist.checkpoint.storage.arrays import open_arrays, write_arrays
+from kdist.checkpoint.storage.directory_lock import DirectoryLock
 from kdist.errors import CheckpointError
 from kdist.state.part import MODEL, DeferredArray, State
 
