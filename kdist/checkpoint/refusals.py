@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,14 +17,30 @@ from kdist.state.variables import FIX_OF_UNTRACKED, ModelState
 logger = logging.getLogger("kdist")
 
 
-def check_path(backup_dir: str) -> None:
-    """Raises `CheckpointError` if a directory is not on a file system."""
-    if "://" in backup_dir:
+def check_arguments(backup_dir: object, save_freq: object, asynchronous: object, memory_freq: object) -> None:
+    """Raises `CheckpointError` if an argument of `BackupAndRestore` is invalid, or the directory is elsewhere."""
+    if (
+        not (isinstance(backup_dir, (str, os.PathLike)) and os.fspath(backup_dir))
+        or not isinstance(asynchronous, bool)
+        or not (save_freq == "epoch" or _is_count(save_freq))
+        or not (memory_freq in ("auto", None) or _is_count(memory_freq))
+    ):
         raise CheckpointError(
-            f"backup_dir is not on a file system. Received: backup_dir={backup_dir!r}. Expected a path, as a "
+            f"An argument of BackupAndRestore is invalid. Received: backup_dir={backup_dir!r}, "
+            f"save_freq={save_freq!r}, asynchronous={asynchronous!r}, memory_freq={memory_freq!r}. Expected a "
+            "directory; 'epoch' or a number of steps above 0; True or False; and 'auto', None or a number of steps "
+            "above 0. Fix: change it."
+        )
+    if "://" in str(backup_dir):
+        raise CheckpointError(
+            f"backup_dir is not on a file system. Received: backup_dir={str(backup_dir)!r}. Expected a path, as a "
             "checkpoint is a directory that is renamed when it is complete. Fix: mount the storage, or give a local "
             "path and copy the directory before and after the training."
         )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def check_built(model: keras.Model) -> None:

@@ -26,7 +26,7 @@ class TrainingSession:
 
     Attributes:
         has_global_logs: bool, whether an epoch's logs are those of all ranks' samples.
-        begins_backups: bool, whether the session's model has a callback that calls `begin` of each `Backup`.
+        begins_backups: bool, whether the session's model has a callback that calls `begin` of each `BackupAndRestore`.
         runs_update_pipeline: bool, whether the model's training step runs the stages that callbacks add.
     """
 

@@ -10,10 +10,10 @@ from typing import Any
 import keras
 
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
-from kdist.checkpoint.backup import Backup
+from kdist.checkpoint.backup_and_restore import BackupAndRestore
 from kdist.checkpoint.callback_state import labels, run_by
 from kdist.checkpoint.file_writers import decide_together, without_writing
-from kdist.checkpoint.preempt import Preempt
+from kdist.checkpoint.preemption import Preemption
 from kdist.errors import MismatchError, StrategyError
 from kdist.keras_hooks.fit.callbacks import call_in_this_thread
 from kdist.keras_hooks.fit.fit_loop import callback_lists
@@ -23,7 +23,7 @@ from kdist.strategies.accumulation import read_state_between_steps
 from kdist.trainer.session import ReplicatedSession
 from kdist.trainer.synchronization import EffectiveRateLog, RankSynchronization
 
-ALL_RANKS_CALLBACKS: dict[str, Any] = {cls.__name__: cls for cls in (Backup, Preempt)}
+ALL_RANKS_CALLBACKS: dict[str, Any] = {cls.__name__: cls for cls in (BackupAndRestore, Preemption)}
 
 
 @contextlib.contextmanager
@@ -54,7 +54,9 @@ def _replicated_list(
     """
     container = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
     given = container.callbacks if container else keras.tree.flatten(callbacks) if callbacks is not None else []
-    given = [Backup.from_keras(each) if type(each) is keras.callbacks.BackupAndRestore else each for each in given]
+    given = [
+        BackupAndRestore.from_keras(each) if type(each) is keras.callbacks.BackupAndRestore else each for each in given
+    ]
     gathered = _GatheredCallbacks.gather(session, given)
     is_local_sgd = session.local_sgd is not None  # which reduces no gradients
     if verb == "fit":
@@ -88,7 +90,7 @@ def _replicated_list(
         for each in on_all_ranks:
             each.set_others(made.callbacks, on_all_ranks)
             undo.callback(each.clean_up)
-        last.backups = [each for each in on_all_ranks if isinstance(each, Backup)]
+        last.backups = [each for each in on_all_ranks if isinstance(each, BackupAndRestore)]
         internal += on_all_ranks
     for each in [first, *internal] if container else internal:
         each.set_params(made.params)

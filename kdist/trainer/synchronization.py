@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.checkpoint.backup import Backup
+from kdist.checkpoint.backup_and_restore import BackupAndRestore
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.reports.log import once
 from kdist.restarts.report import own_reports
@@ -40,7 +40,7 @@ class RankSynchronization(keras.callbacks.Callback):
         may_end_passes: bool, whether a callback may end an evaluation or a prediction between two steps.
 
     Attributes:
-        backups: list of `Backup`.
+        backups: list of `BackupAndRestore`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RankSynchronization(keras.callbacks.Callback):
         self._any_callbacks = any_callbacks
         self._stops_at_once = stops_at_once
         self._may_end_passes = may_end_passes
-        self.backups: list[Backup] = []
+        self.backups: list[BackupAndRestore] = []
         self._is_checked = False
         self._num_steps = 0
         # Before the user's callbacks, which may restore another rate on the chief only.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist.checkpoint import preempt
+from kdist.checkpoint import preemption
 from kdist.restarts import request
 from kdist.restarts.report import OwnReports
 
@@ -22,7 +22,7 @@ def test_a_second_signal_has_its_usual_effect(tmp_path):
         for _ in range(2):  # two at once are one
             os.kill(os.getpid(), signal.SIGUSR1)
         assert not usual
-        time.sleep(preempt._SAME_NOTICE)
+        time.sleep(preemption._SAME_NOTICE)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, lambda number, frame: usual.append(number))
@@ -43,7 +43,7 @@ def test_a_second_signal_has_its_usual_effect(tmp_path):
 
 def test_a_request_that_is_followed_is_removed(tmp_path, monkeypatch):
     """`kdist run` may be on another host than rank 0, where the request is."""
-    monkeypatch.setattr(preempt, "own_reports", OwnReports(running=tmp_path / "job"))
+    monkeypatch.setattr(preemption, "own_reports", OwnReports(running=tmp_path / "job"))
     asked = Path(request.path_of(tmp_path / "job", request.NOTICE))
     asked.touch()
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

@@ -64,3 +64,10 @@ def test_keras_own_list_is_back_when_the_callbacks_are_gone(model, tmp_path):
 def test_the_signature_is_that_of_the_arguments(made):
     arguments = inspect.signature(made.__init__).parameters
     assert list(inspect.signature(made).parameters.values()) == list(arguments.values())[1:]
+
+
+@pytest.mark.parametrize(("of_keras", "expected"), [("epoch", "epoch"), (3, 3), (0, 1), (-1, 1)])
+def test_keras_own_backup_saves_after_each_step_with_a_frequency_of_0(of_keras, expected, tmp_path):
+    given = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=of_keras, delete_checkpoint=False)
+    made = BackupAndRestore.from_keras(given)
+    assert (made.backup_dir, made.save_freq, made.delete_checkpoint) == (str(tmp_path / "backup"), expected, False)

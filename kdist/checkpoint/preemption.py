@@ -16,8 +16,8 @@ from typing import Any
 import keras
 
 from kdist.checkpoint.all_ranks_callback import AllRanksCallback
-from kdist.checkpoint.backup import Backup
-from kdist.errors import ScopeError
+from kdist.checkpoint.backup_and_restore import BackupAndRestore
+from kdist.errors import ScopeError, StrategyError
 from kdist.keras_hooks.fit.callbacks import RunningFit
 from kdist.restarts import request
 from kdist.restarts.report import Kind, own_reports
@@ -28,13 +28,47 @@ _SAME_NOTICE = 1.0  # seconds: at a job's time limit, Slurm sends SIGTERM twice 
 _LARGER = "a larger job"  # where a signal's name stands, if `kdist run` asked for that
 
 
-class Preempt(AllRanksCallback):
-    """The base of `kdist.callbacks.Preemption`, which documents the arguments."""
+class Preemption(AllRanksCallback):
+    """Saves and exits when a scheduler preempts the job.
+
+    After a signal to any rank, all ranks finish the same step (the request is sent in a step's own message), save by
+    `kdist.callbacks.BackupAndRestore`, or else by `keras.callbacks.ModelCheckpoint`, and raise `SystemExit`. After the
+    last step of an epoch, the epoch and its validation end first. A second signal, a second later or more, has its
+    usual effect.
+
+    `kdist run --restarts 3 --max-np M` asks for the same when it can start a larger job.
+
+    The exit code makes the scheduler restart the job: 75 is `EX_TEMPFAIL` of BSD's `sysexits.h` (Slurm:
+    `RequeueExit=75` in slurm.conf, or `scontrol requeue $SLURM_JOB_ID` in the batch script; LSF:
+    `REQUEUE_EXIT_VALUES`). Open MPI's mpirun forwards SIGUSR1 to the ranks; after a SIGTERM to itself it ends them
+    within seconds. So have the scheduler send SIGUSR1 (Slurm: `--signal=USR1@120`), or the signal to the ranks.
+
+    Args:
+        exit_code: int from 1 to 255, the exit code of the process.
+        signals: sequence of str, the names of the handled signals.
+
+    Raises:
+        StrategyError: if an argument is invalid.
+        ScopeError: when training begins, if there is no callback that saves.
+
+    Example:
+    ```python
+    callbacks = [kdist.callbacks.BackupAndRestore("backup", save_freq=500), kdist.callbacks.Preemption()]
+    ```
+    """
 
     position = 1
 
     def __init__(self, exit_code: int = 75, signals: Sequence[str] = ("SIGTERM", "SIGUSR1")) -> None:
         super().__init__()
+        is_code = isinstance(exit_code, int) and 0 < exit_code < 256
+        are_named = not isinstance(signals, str) and set(signals) <= set(signal.Signals.__members__)
+        if not (is_code and are_named):
+            raise StrategyError(
+                f"An argument of Preemption is invalid. Received: exit_code={exit_code!r}, signals={signals!r}. "
+                "Expected a number from 1 to 255, as 0 says that the training has ended, and names as "
+                '("SIGTERM", "SIGUSR1"). Fix: change it.'
+            )
         self.exit_code = exit_code
         self.signals = tuple(signals)
         self._handlers: dict[int, Any] = {}
@@ -50,7 +84,7 @@ class Preempt(AllRanksCallback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Installs the signal handlers; raises `ScopeError` without a callback that saves."""
-        saving = (Backup, keras.callbacks.ModelCheckpoint)
+        saving = (BackupAndRestore, keras.callbacks.ModelCheckpoint)
         if self.is_chief and not any(isinstance(each, saving) for each in self._all()):
             raise ScopeError(
                 f"Preemption needs a callback that saves. Received: callbacks "
@@ -60,7 +94,7 @@ class Preempt(AllRanksCallback):
         self.clean_up()  # of a `fit` that raised
         self._received, self._request, self._fit = None, None, RunningFit(self)
         self.session.votes.withdraw("preempt")
-        if self.is_chief and any(isinstance(each, Backup) for each in self._all()):
+        if self.is_chief and any(isinstance(each, BackupAndRestore) for each in self._all()):
             own_reports.can_leave()
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
@@ -124,7 +158,7 @@ class Preempt(AllRanksCallback):
         return [*self.others, *self.siblings]
 
     def _save_and_exit(self, batch: int | None, logs: dict[str, Any]) -> None:
-        backups = [each for each in self._all() if isinstance(each, Backup)]
+        backups = [each for each in self._all() if isinstance(each, BackupAndRestore)]
         # The last step of an epoch is saved after the epoch, with its validation.
         is_saved = [each.save(0 if batch is None else batch + 1) for each in backups]  # no short circuit
         if not all(is_saved):

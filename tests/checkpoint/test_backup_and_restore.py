@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist.checkpoint import backup
+from kdist.checkpoint import backup_and_restore
 from kdist.checkpoint.storage import host_copies, storage
 from kdist.checkpoint.storage.files import CheckpointDirectory
 from kdist.checkpoint.storage.memory_copies import MemoryCopies
@@ -44,7 +44,7 @@ def test_auto_counts_the_time_of_the_copy_without_that_of_the_disk(tmp_path, mon
         return pass_time
 
     clock = types.SimpleNamespace(monotonic=lambda: now, time_ns=time.time_ns)
-    monkeypatch.setattr(backup, "time", clock)
+    monkeypatch.setattr(backup_and_restore, "time", clock)
     monkeypatch.setattr(host_copies, "time", clock)
     monkeypatch.setattr(storage, "own_reports", OwnReports(job=job))
     monkeypatch.setattr(CheckpointDirectory, "write", after(100, CheckpointDirectory.write))
@@ -60,7 +60,7 @@ def test_the_checkpoint_from_which_a_fit_goes_on_is_told(tmp_path, monkeypatch):
         own_progress = progress.OwnProgress()
         for module in (storage, progress):
             monkeypatch.setattr(module, "own_reports", OwnReports(tmp_path / name, job="job"))
-        for module in (backup, storage):
+        for module in (backup_and_restore, storage):
             monkeypatch.setattr(module, "own_progress", own_progress)
         with pytest.raises(OSError, match="it broke"):
             fit(*callbacks, kdist.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2))
@@ -85,7 +85,7 @@ def test_each_fit_of_a_script_resumes_its_own_checkpoints_in_one_directory(tmp_p
     trained = []
 
     def script(*, breaks):
-        for module in (backup, storage):
+        for module in (backup_and_restore, storage):
             monkeypatch.setattr(module, "own_progress", progress.OwnProgress())  # of a new process
         kept = []
         for fold in range(3):
