@@ -234,9 +234,7 @@ class BackupAndRestore(AllRanksCallback):
         session.synchronize()
         # Later attempts have greater ones, those too that know of no copy on a host which is away.
         self._number = max(self._number + 1, time.time_ns() // 1_000_000)
-        parts: list[StatePart] = [*session.parts(), session.data(epoch_step), CallbackState(self.others)]
-        if epoch_step:
-            parts.append(session.metrics)
+        parts = [*self._parts(), session.data(epoch_step), *([session.metrics] if epoch_step else [])]
         if self.is_chief and not self._has_warned:
             self._has_warned = refusals.warn_of_untracked(parts)
         checkpoint = {part.name: part.state_dict() for part in parts}
@@ -251,6 +249,10 @@ class BackupAndRestore(AllRanksCallback):
             "random": random_state(),
         }
         return checkpoint
+
+    def _parts(self) -> list[StatePart]:
+        """Returns the parts of the state between two epochs, but for the place in the data."""
+        return [*self.session.parts(), CallbackState(self.others)]
 
     # Resuming.
 
@@ -276,7 +278,7 @@ class BackupAndRestore(AllRanksCallback):
         self._storage.open(self.session.engine, asynchronous=self.asynchronous, memory_freq=self.memory_freq)
         if self.is_chief:
             own_progress.fit_begins()
-        in_parts = [part.name for part in self.session.parts() if part.is_in_parts]
+        in_parts = [part.name for part in self._parts() if part.is_in_parts]
         found, root, name = self._storage.newest()
         saved = broadcast_checkpoint(self.session.engine, found, root=root, one_by_one=in_parts)
         if saved is None:
@@ -294,8 +296,7 @@ class BackupAndRestore(AllRanksCallback):
         return os.path.join(self.backup_dir, f"fit-{ended + 1}") if ended else self.backup_dir
 
     def _load(self, saved: Checkpoint, *, with_rates: bool) -> None:
-        parts: list[StatePart] = [*self.session.parts(), CallbackState(self.others)]
-        for part in parts:
+        for part in self._parts():
             if with_rates or part.name != "rates":  # a warm-up that has begun since goes on
                 part.load_state_dict(saved.get(part.name, {}))
 
