@@ -1,8 +1,8 @@
-"""What a verb costs beside its steps: plain Keras in one process against kdist on 2 ranks.
+"""What a call costs beside its steps: plain Keras in one process against kdist on 2 ranks.
 
     python benchmarks/verbs.py [--turns 3] [--only NAME ...] [--json FILE]
 
-A small model, so that a call is what its verb costs. Plain Keras and kdist take turns, a core for each process. Two
+A small model, so that a call is what its method costs. Plain Keras and kdist take turns, a core for each process. Two
 times of a call, after calls that are not counted: the median of the wall times, and the median of the CPU times of
 Python's thread, which other processes on the machine lengthen less. Rows are medians over the turns. Both sides make as
 many steps, and a process has as many rows in each; plain Keras' wall times over a dataset include its wait for
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measure(side: str, only: list[str] | None, file: Path) -> None:
-    """Runs in each process; the chief writes the times of each verb, `[wall, CPU]` in milliseconds."""
+    """Runs in each process; the chief writes the times of each method, `[wall, CPU]` in milliseconds."""
     import keras
 
     scope: Any = contextlib.nullcontext()
@@ -71,14 +71,14 @@ def measure(side: str, only: list[str] | None, file: Path) -> None:
     with scope:
         if side == "kdist":
             is_chief, size = kdist.is_chief(), kdist.size()
-        calls = {name: call for name, call in verbs(keras, size).items() if not only or name in only}
+        calls = {name: call for name, call in methods(keras, size).items() if not only or name in only}
         found = {name: _times(make(), count) for name, (make, count) in calls.items()}
     if is_chief:
         file.write_text(json.dumps(found))
 
 
-def verbs(keras: Any, size: int) -> dict[str, tuple[Callable[[], Callable[[], Any]], int]]:
-    """Returns, by name, a function that makes a call of a verb in a job of a size, and how often it is called."""
+def methods(keras: Any, size: int) -> dict[str, tuple[Callable[[], Callable[[], Any]], int]]:
+    """Returns, by name, a function that makes a call of a method in a job of a size, and how often it is called."""
     import numpy as np
     import tensorflow as tf
 
@@ -132,7 +132,7 @@ def _times(call: Callable[[], Any], count: int) -> tuple[float, float]:
 def table(found: dict[str, dict[str, list[list[float]]]]) -> str:
     """Returns the Markdown table."""
     rows = [
-        "| verb | plain, ms | 2 ranks, ms | more, ms | ratio | plain, CPU ms | 2 ranks, CPU ms | ratio |",
+        "| method | plain, ms | 2 ranks, ms | more, ms | ratio | plain, CPU ms | 2 ranks, CPU ms | ratio |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, sides in found.items():

@@ -221,11 +221,11 @@ def _trained_by(strategy: AllReduceStrategy, settings: Settings, seed: int) -> I
         if strategy.engine.rank:
             keras.config.disable_interactive_logging()  # only the chief shows a progress bar
 
-    def adopt(model: keras.Model, verb: str) -> None:
-        if is_overridden(model, verb):
+    def adopt(model: keras.Model, method: str) -> None:
+        if is_overridden(model, method):
             raise ScopeError(
                 "A model made outside of kdist.scope() cannot be distributed. Received: "
-                f"{type(model).__name__}.{verb}, which the class overrides. Expected the model to be made inside. "
+                f"{type(model).__name__}.{method}, which the class overrides. Expected the model to be made inside. "
                 "Fix: move the line that makes it into the scope."
             )
         replicate(model, strategy, settings)

@@ -21,7 +21,7 @@ from kdist.errors import MismatchError, NotSynchronizedError, ScopeError
 from kdist.reports.scope_marks import mark_crowd, own_scopes
 from tests.helpers.logs import logged
 
-VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 def made() -> keras.Model:
@@ -37,7 +37,7 @@ def trained(model: keras.Model) -> keras.Model:
 
 def everything() -> dict[str, Any]:
     """Returns everything of Keras that a scope wraps while it is open."""
-    wrapped = {name: getattr(keras.Model, name) for name in ("__init__", "train_step", "test_step", *VERBS)}
+    wrapped = {name: getattr(keras.Model, name) for name in ("__init__", "train_step", "test_step", *METHODS)}
     wrapped["TFEpochIterator"] = tensorflow_trainer.TFEpochIterator
     wrapped["Mean"], wrapped["Sum"] = keras.metrics.Mean.update_state, keras.metrics.Sum.update_state
     wrapped["apply"] = keras.optimizers.Optimizer.apply
@@ -60,9 +60,9 @@ def case_a_model_made_after_the_scope_is_keras_own():
     with kdist.scope():
         inside = trained(made())
     after = trained(made())
-    assert not {"_kdist", *VERBS, "train_step", "test_step", "predict_step"} & after.__dict__.keys()
+    assert not {"_kdist", *METHODS, "train_step", "test_step", "predict_step"} & after.__dict__.keys()
     assert after.distribute_strategy is not inside.distribute_strategy
-    for name in VERBS:
+    for name in METHODS:
         assert getattr(after, name).__func__ is getattr(keras.Model, name)
     trained(inside)  # it stays distributed
 

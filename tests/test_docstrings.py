@@ -144,8 +144,8 @@ class Box:
     assert not any("_hidden" in line for line in said)
 
 
-# What the source calls a method of a model, what ranks agree on with a step, and a package, in the names of its parts.
-NAMES_OF_PARTS = {"verb", "vote", "room"}
+# What the source calls what ranks agree on with a step, and a package, in the names of its parts.
+NAMES_OF_PARTS = {"vote", "room"}
 
 
 def texts(source):

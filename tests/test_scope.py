@@ -17,7 +17,7 @@ from kdist.strategies.devices import threads_per_rank
 from tests.helpers import spmd
 from tests.helpers.jobs import job
 
-VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 STEPS = ("train_step", "test_step", "predict_step", "make_train_function", "compile", "_maybe_symbolic_build")
 
 
@@ -178,7 +178,7 @@ def trained():
 
 @pytest.mark.parametrize("settings", [{}, {"strategy": "single"}, {"scale_batch": False, "scale_lr": None}])
 def test_in_one_process_everything_is_keras_own(settings):
-    keras_own = {name: getattr(keras.Model, name) for name in (*VERBS, *STEPS, "__init__")}
+    keras_own = {name: getattr(keras.Model, name) for name in (*METHODS, *STEPS, "__init__")}
     iterator = tensorflow_trainer.TFEpochIterator
     plain = trained()
     with kdist.scope(**settings) as strategy:
@@ -189,7 +189,7 @@ def test_in_one_process_everything_is_keras_own(settings):
         assert tensorflow_trainer.TFEpochIterator is iterator
     assert model.__dict__.keys() == plain.__dict__.keys()
     assert model.optimizer.__dict__.keys() == plain.optimizer.__dict__.keys()
-    for name in (*VERBS, *STEPS):
+    for name in (*METHODS, *STEPS):
         assert getattr(model, name).__func__ is getattr(plain, name).__func__
     assert model.train_function.__code__ is plain.train_function.__code__
     assert model.distribute_strategy is plain.distribute_strategy

@@ -58,7 +58,7 @@ class AllRanksCallback(keras.callbacks.Callback):
         self.others, self.siblings = list(others), list(siblings)
 
     def clean_up(self) -> None:
-        """Called at the end of a verb, after an error too."""
+        """Called at the end of a call, after an error too."""
 
     def set_model(self, model: keras.Model) -> None:
         """Sets the model and its session."""

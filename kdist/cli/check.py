@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 
-def add_parser(verbs: _SubParsersAction[Any]) -> None:
-    """Adds the verb to the command line.
+def add_parser(subcommands: _SubParsersAction[Any]) -> None:
+    """Adds the subcommand to the command line.
 
     Args:
-        verbs: what `ArgumentParser.add_subparsers` returned.
+        subcommands: what `ArgumentParser.add_subparsers` returned.
     """
-    parser = verbs.add_parser(
+    parser = subcommands.add_parser(
         "check",
         help="test the launcher, the ranks' devices and messages, and a small fit",
         description="Run a smoke test on several processes, under the launcher that kdist run uses.",
@@ -32,7 +32,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
     )
     add_launch_arguments(parser, otherwise="2")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="a script to run instead of the built-in test")
-    parser.set_defaults(verb=run)
+    parser.set_defaults(subcommand=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -29,19 +29,19 @@ _VARIABLES = (
 )
 
 
-def add_parser(verbs: _SubParsersAction[Any]) -> None:
-    """Adds the verb to the command line.
+def add_parser(subcommands: _SubParsersAction[Any]) -> None:
+    """Adds the subcommand to the command line.
 
     Args:
-        verbs: what `ArgumentParser.add_subparsers` returned.
+        subcommands: what `ArgumentParser.add_subparsers` returned.
     """
-    parser = verbs.add_parser(
+    parser = subcommands.add_parser(
         "env",
         help="print versions, devices, the cluster and the decision, for a bug report",
         description="Print versions, the launcher, settings, devices, the cluster and the selected strategy, for a bug "
         "report. Started by a launcher, as in `mpirun -np 2 kdist env`, it shows what each process sees.",
     )
-    parser.set_defaults(verb=run)
+    parser.set_defaults(subcommand=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 
-def add_parser(verbs: _SubParsersAction[Any]) -> None:
-    """Adds the verb to the command line.
+def add_parser(subcommands: _SubParsersAction[Any]) -> None:
+    """Adds the subcommand to the command line.
 
     Args:
-        verbs: what `ArgumentParser.add_subparsers` returned.
+        subcommands: what `ArgumentParser.add_subparsers` returned.
     """
-    parser = verbs.add_parser(
+    parser = subcommands.add_parser(
         "install-horovod",
         help="build Horovod for the TensorFlow and the MPI of this environment, and install it",
         description="Build Horovod for the TensorFlow and the MPI of this environment, install it, and test it on two "
@@ -37,7 +37,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
     parser.add_argument("--gpu-operations", choices=["NCCL"], help="reduce on GPUs, over NCCL")
     parser.add_argument("--without-mpi", action="store_true", help="build with Gloo only")
     parser.add_argument("--force", action="store_true", help="build and install even if a working Horovod is installed")
-    parser.set_defaults(verb=run)
+    parser.set_defaults(subcommand=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from kdist.cli.jobs.parser import Parser
 from kdist.errors import KDistError
 from kdist.reports.failure import uninstall_early_hook
 
-_VERBS = ("run", "plan", "env", "check", "install-horovod")
+_SUBCOMMANDS = ("run", "plan", "env", "check", "install-horovod")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,25 +26,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     uninstall_early_hook()  # `srun kdist run` is one of several processes, too
-    # The modules of the other verbs need not be imported: a job starts sooner.
-    parser = make_parser([word for word in words[:1] if word in _VERBS] or _VERBS)
+    # The modules of the other subcommands need not be imported: a job starts sooner.
+    parser = make_parser([word for word in words[:1] if word in _SUBCOMMANDS] or _SUBCOMMANDS)
     options = parser.parse_args(words)
-    if options.verb is None:
+    if options.subcommand is None:
         parser.print_help()
         return 0
     logging.basicConfig(format="kdist: %(message)s")
     try:
-        return options.verb(options)
+        return options.subcommand(options)
     except KDistError as error:
         print(f"kdist: {error}", file=sys.stderr)
         return 2
 
 
-def make_parser(names: Sequence[str] = _VERBS) -> Parser:
-    """Returns the parser of the command's arguments, with those of some verbs.
+def make_parser(names: Sequence[str] = _SUBCOMMANDS) -> Parser:
+    """Returns the parser of the command's arguments, with those of some subcommands.
 
     Args:
-        names: sequence of str, the verbs; by default all.
+        names: sequence of str, the subcommands; by default all.
     """
     parser = Parser(
         prog="kdist",
@@ -53,11 +53,11 @@ def make_parser(names: Sequence[str] = _VERBS) -> Parser:
         epilog="Begin with: kdist run -np 2 train.py",
     )
     parser.add_argument("--version", action="version", version=f"kdist {__version__}")
-    parser.set_defaults(verb=None)
-    verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(subcommand=None)
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in names:
-        importlib.import_module(f"kdist.cli.{name.replace('-', '_')}").add_parser(verbs)
-    for each in verbs.choices.values():
+        importlib.import_module(f"kdist.cli.{name.replace('-', '_')}").add_parser(subcommands)
+    for each in subcommands.choices.values():
         each.set_defaults(parser=each)
     return parser
 

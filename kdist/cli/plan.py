@@ -36,13 +36,13 @@ _CHILD = "kdist.planning.child"  # which imports TensorFlow
 _SETTINGS = {"TF_ENABLE_ONEDNN_OPTS": "0", "MALLOC_MMAP_THRESHOLD_": "65536", "CUDA_VISIBLE_DEVICES": "-1"}
 
 
-def add_parser(verbs: _SubParsersAction[Any]) -> None:
-    """Adds the verb to the command line.
+def add_parser(subcommands: _SubParsersAction[Any]) -> None:
+    """Adds the subcommand to the command line.
 
     Args:
-        verbs: what `ArgumentParser.add_subparsers` returned.
+        subcommands: what `ArgumentParser.add_subparsers` returned.
     """
-    parser = verbs.add_parser(
+    parser = subcommands.add_parser(
         "plan",
         help="say what each rank will hold in memory, and whether it fits",
         description="Run a script up to its first fit in a scope, and say what each rank would hold in memory.",
@@ -60,7 +60,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     script.add_arguments(parser, "plan")
-    parser.set_defaults(verb=run)
+    parser.set_defaults(subcommand=run)
 
 
 def run(options: argparse.Namespace) -> int:

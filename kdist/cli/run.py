@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 
-def add_parser(verbs: _SubParsersAction[Any]) -> None:
-    """Adds the verb to the command line.
+def add_parser(subcommands: _SubParsersAction[Any]) -> None:
+    """Adds the subcommand to the command line.
 
     Args:
-        verbs: what `ArgumentParser.add_subparsers` returned.
+        subcommands: what `ArgumentParser.add_subparsers` returned.
     """
-    parser = verbs.add_parser(
+    parser = subcommands.add_parser(
         "run",
         help="start a script on several processes",
         description="Start a script on several processes. The output of rank 0 is shown.",
@@ -63,7 +63,7 @@ def add_parser(verbs: _SubParsersAction[Any]) -> None:
     nodes.add_arguments(parser.add_argument_group("several nodes without MPI or ssh"))
     parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     script.add_arguments(parser, "run")
-    parser.set_defaults(verb=run)
+    parser.set_defaults(subcommand=run)
 
 
 def run(options: argparse.Namespace) -> int:

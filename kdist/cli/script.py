@@ -17,23 +17,25 @@ _RUN_IN_A_DIRECTORY = ("__main__.py", "__main__.pyc")
 _UNBUFFERED = "-u"  # ranks are line-buffered
 
 
-def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Adds `-m` and the script to a verb's parser.
+def add_arguments(parser: argparse.ArgumentParser, subcommand: str) -> None:
+    """Adds `-m` and the script to a subcommand's parser.
 
     Args:
         parser: `ArgumentParser`.
-        verb: str, the verb, which is what it does with the script.
+        subcommand: str, its name, which is what it does with the script.
     """
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=f"{verb} a module, as `python -m` does")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help=f"{subcommand} a module, as `python -m` does"
+    )
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
 
 
-def required(options: argparse.Namespace, verb: str) -> tuple[list[str], bool]:
+def required(options: argparse.Namespace, subcommand: str) -> tuple[list[str], bool]:
     """Returns the script, or module, with its arguments, and whether it is a module, where one must be given.
 
     Args:
         options: the parsed arguments.
-        verb: str, as for `add_arguments`.
+        subcommand: str, as for `add_arguments`.
 
     Raises:
         LaunchError: if there is none, or for a reason of `parse`.
@@ -41,10 +43,11 @@ def required(options: argparse.Namespace, verb: str) -> tuple[list[str], bool]:
     words, is_module = parse(options.script, options.module)
     if not words:
         raise LaunchError(
-            f"No script given. Received: neither a script nor -m MODULE. Expected one. Fix: kdist {verb} -np 2 train.py"
+            f"No script given. Received: neither a script nor -m MODULE. Expected one. Fix: "
+            f"kdist {subcommand} -np 2 train.py"
         )
     if not is_module:
-        check_exists(words[0], f"; `kdist {verb} -m` takes a module")
+        check_exists(words[0], f"; `kdist {subcommand} -m` takes a module")
     return words, is_module
 
 

@@ -38,13 +38,13 @@ class InputReport(NamedTuple):
     num_own_batches: int | None
 
 
-def check_inputs(verb: str, adapter: Any, source: Source, engine: Engine, *, auto_shard: bool) -> list[int | None]:
+def check_inputs(method: str, adapter: Any, source: Source, engine: Engine, *, auto_shard: bool) -> list[int | None]:
     """Refuses inputs that differ, would lose samples or write one file twice; warns of those that may lose samples.
 
     Collective: every rank must call this, in the same order.
 
     Args:
-        verb: str, the verb that was given the input.
+        method: str, the method that was given the input.
         adapter: Keras' `DataAdapter`.
         source: `Source` that was made of it.
         engine: `Engine`, over which the ranks exchange their reports.
@@ -61,9 +61,9 @@ def check_inputs(verb: str, adapter: Any, source: Source, engine: Engine, *, aut
     files = [] if dataset is None else unwritten_cache_files(dataset)
     shards = [] if dataset is None or not auto_shard else shard_arguments(dataset)
     report = InputReport(os.uname().nodename, files, shards, source.targets_fingerprint(), source.num_own_batches)
-    what = f"the data given to {verb}"
+    what = f"the data given to {method}"
     described, gathered = zip(*gather_values(engine, what, [describe_source(source), report]), strict=True)
-    refuse_differences(what, described, functools.partial(refuse_other_rows, f"model.{verb}"))
+    refuse_differences(what, described, functools.partial(refuse_other_rows, f"model.{method}"))
     reports = [InputReport(*each) for each in gathered]
     refuse_shared_caches(reports)
     _refuse_repeated_sharding(reports)

@@ -119,11 +119,11 @@ def describe_source(source: Source) -> dict[str, Any]:
     }
 
 
-def refuse_other_rows(verb: str, name: str, rank: int) -> None:
+def refuse_other_rows(method: str, name: str, rank: int) -> None:
     """Refuses data whose rows differ between the ranks, with the likely cause.
 
     Args:
-        verb: str, the verb that the data was given to.
+        method: str, the method that the data was given to.
         name: str, what differs, a key of `describe_source`.
         rank: int, the rank on which it differs from rank 0.
 
@@ -134,7 +134,7 @@ def refuse_other_rows(verb: str, name: str, rank: int) -> None:
         raise MismatchError(
             "Each rank has other data. The likely cause is a `train_test_split` without `random_state`; a shuffle, "
             "an `image_dataset_from_directory` or random numbers without a seed before the scope; or arrays that are "
-            f"split by rank (`x[rank::size]`). Received: other {kind} in `{verb}` on rank {rank} than on rank 0. "
+            f"split by rank (`x[rank::size]`). Received: other {kind} in `{method}` on rank {rank} than on rank 0. "
             "Expected the same data on all ranks: kdist shards it. Fix: pass a seed (`random_state=0`) and all rows, "
             "or make the data inside kdist.scope(); where each rank has its own, kdist.scope(auto_shard=False)."
         )

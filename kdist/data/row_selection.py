@@ -42,7 +42,7 @@ def select_rows(
     plan = tail.plan
     groups, counts_of, cut = _groups(tail, source.length)
 
-    # An iterator prepares each function anew: the fewer operations it has, the sooner a verb begins.
+    # An iterator prepares each function anew: the fewer operations it has, the sooner a call begins.
     def choose(group: Any) -> tuple[Any, Any, Any]:
         counts, batches = tf.unstack(counts_of(group)), tf.unstack(group)
         total = tf.add_n(counts)

@@ -113,7 +113,7 @@ class StreamSource(Source):
         """Returns the shards and whether they know the rows of all ranks.
 
         To trace a pipeline's functions takes as long as many a small step. So the user's dataset keeps the shards for
-        the next verb; or the operations of which they are made again, where their order is another one there.
+        the next call; or the operations of which they are made again, where their order is another one there.
         """
         kept = resources_of(dataset)
         key = ("shards", dataclasses.replace(self.plan, seed=0))
@@ -144,7 +144,7 @@ class StreamSource(Source):
             shards, knows_global_rows, parallel_maps, is_rewritten = select_shards(ordered, plan, rows)
             options = sharded_options()
             options.deterministic = True
-            if not is_rewritten:  # which takes milliseconds, in each verb where the order is another one
+            if not is_rewritten:  # which takes milliseconds, in each call where the order is another one
                 options.experimental_optimization.apply_default_optimizations = False
         options.autotune.enabled = is_tuned(dataset, parallel_maps) if tuned is None else tuned
         return prefetched(shards.with_options(options)), knows_global_rows, ordered

@@ -16,7 +16,7 @@ from kdist.errors import KDistError
 
 WRITING = ("_load_model", "_save_model", "_should_save_model", "delete_checkpoint", "filename", "log_dir", "root")
 DATASET_METHODS = ("__iter__", "get_single_element", "reduce")
-VERBS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +50,15 @@ _MODEL = _TRAINER_CLASSES  # a layer that is a trainer, too
 _OPTIMIZER = "keras.optimizers.Optimizer"
 _TENSORFLOW = "kdist._tf_internals"
 _JOB = "a job of several ranks"
-_LIFE, _SCOPE, _VERB, _FIT, _PASS, _STEP = "a model's life", "a scope", "a verb", "a fit", "a pass", "a step"
+_LIFE, _SCOPE, _CALL, _FIT, _PASS, _STEP = "a model's life", "a scope", "a call", "a fit", "a pass", "a step"
 
 PATCHES = (
-    Patch(_TRAINER_CLASSES, ("__init__", *VERBS), "class", _SCOPE, "see models made or used in it, or in `kdist plan`"),
+    Patch(
+        _TRAINER_CLASSES, ("__init__", *METHODS), "class", _SCOPE, "see models made or used in it, or in `kdist plan`"
+    ),
     Patch(_TRAINER_CLASSES, ("fit",), "class", _JOB, "warn of one outside of a scope"),
     Patch("tensorflow.data.Dataset", DATASET_METHODS, "class", _JOB, "count iterations"),
-    Patch(_MODEL, VERBS, "instance", _LIFE, "agree, broadcast state, shard data"),
+    Patch(_MODEL, METHODS, "instance", _LIFE, "agree, broadcast state, shard data"),
     Patch(_MODEL, ("train_step", "test_step", "predict_step"), "instance", _LIFE, "run a rank's share"),
     Patch(_MODEL, ("_make_function", "_maybe_symbolic_build"), "instance", _LIFE, "call graphs and build"),
     Patch(_MODEL, ("_get_metrics_result_or_logs", "reset_metrics"), "instance", _LIFE, "read summed metrics"),
@@ -77,17 +79,17 @@ PATCHES = (
         "let callbacks look into the step",
     ),
     Patch(_MODEL, ("compute_loss",), "instance", _STEP, "look at losses"),
-    Patch(_MODEL, ("test_step", "predict_step"), "instance", _VERB, "compute nothing in `kdist plan`"),
+    Patch(_MODEL, ("test_step", "predict_step"), "instance", _CALL, "compute nothing in `kdist plan`"),
     Patch(_MODEL, ("steps_per_execution",), "instance", _PASS, "end data of unknown length together"),
     Patch(
         _TRAINER,
         ("TFEpochIterator", "callbacks_module"),
         "module",
-        _VERB,
+        _CALL,
         "put kdist's there",
     ),
     Patch("keras.callbacks.CallbackList", ("set_model",), "class", "a callback's life", "know its list"),
-    Patch("keras.callbacks.Callback", WRITING, "instance", _VERB, "write on one rank"),
+    Patch("keras.callbacks.Callback", WRITING, "instance", _CALL, "write on one rank"),
     Patch(_OPTIMIZER, ("__init__", "apply", "apply_gradients"), "class", _SCOPE, "see optimizers made or used in it"),
     Patch(
         _OPTIMIZER,
@@ -119,7 +121,7 @@ PATCHES = (
         _STEP,
         "compute global losses",
     ),
-    Patch("keras.src.trainers.compile_utils.CompileMetrics", ("build",), "instance", _VERB, "know for what"),
+    Patch("keras.src.trainers.compile_utils.CompileMetrics", ("build",), "instance", _CALL, "know for what"),
     Patch(
         "keras.src.trainers.compile_utils.CompileMetrics",
         ("build", "update_state"),

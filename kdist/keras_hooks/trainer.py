@@ -1,4 +1,4 @@
-"""Keras' trainer and its models: verbs, steps, layers, and the arguments of `compile`."""
+"""Keras' trainer and its models: methods, steps, layers, and the arguments of `compile`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.tensorflow import trainer as trainer_module
 from keras.src.random.seed_generator import global_seed_generator
 
-from kdist.keras_hooks.patching import VERBS, patch, patched, watched
+from kdist.keras_hooks.patching import METHODS, patch, patched, watched
 from kdist.keras_hooks.signatures import with_signature_of
 
 Trainer = getattr(trainer_module, "TensorFlowTrainer", None) or trainer_module.Trainer  # Keras 3.16
@@ -33,7 +33,7 @@ def watch_models(
     made: Callable[[Any], None], used: Callable[[Any, str], None]
 ) -> contextlib.AbstractContextManager[None]:
     """Reports models that are made or used while the context is open; see `watched`."""
-    return watched(Trainer, VERBS, made, used)
+    return watched(Trainer, METHODS, made, used)
 
 
 def watch_first_fit(is_reported: Callable[[Any], bool]) -> None:

@@ -58,9 +58,9 @@ class Chief:
         def made(model: keras.Model) -> None:
             train_on_workers(model, self._strategy, self._dispatcher, options)
 
-        def used(model: keras.Model, verb: str) -> None:
+        def used(model: keras.Model, method: str) -> None:
             raise ScopeError(
-                f"A model made outside of kdist.scope() is used in it. Received: {type(model).__name__}.{verb}. "
+                f"A model made outside of kdist.scope() is used in it. Received: {type(model).__name__}.{method}. "
                 "Expected the model to be made inside: its variables are to be on the ps. Fix: move the line that "
                 "makes it into the scope."
             )

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from kdist.errors import ScopeError
 from kdist.keras_hooks.fit.callbacks import weights_path
-from kdist.keras_hooks.patching import VERBS, original
+from kdist.keras_hooks.patching import METHODS, original
 from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import patch_methods, watch_models
 from kdist.parameter_server.connection import ChiefConnection, Cluster
@@ -51,25 +51,25 @@ class Evaluator:
             options: `ParameterServer`, unused: they concern training.
         """
         del options
-        with watch_models(self._patch, lambda model, verb: self._patch(model)):
+        with watch_models(self._patch, lambda model, method: self._patch(model)):
             yield tf.distribute.get_strategy()
 
     def _patch(self, model: keras.Model) -> None:
-        wrappers = {name: original(model, name) for name in VERBS}
+        wrappers = {name: original(model, name) for name in METHODS}
         for name in ("fit", "train_on_batch"):
             wrappers[name] = functools.partial(self._evaluate_checkpoints, model, name)
         patch_methods(model, wrappers)
 
-    def _evaluate_checkpoints(self, model: keras.Model, verb: str, *args: Any, **kwargs: Any) -> None:
+    def _evaluate_checkpoints(self, model: keras.Model, method: str, *args: Any, **kwargs: Any) -> None:
         """Evaluates instead of training, until the chief has finished; the script then ends here."""
-        bound = inspect.signature(getattr(type(model), verb)).bind(model, *args, **kwargs)
+        bound = inspect.signature(getattr(type(model), method)).bind(model, *args, **kwargs)
         arguments = named_arguments(bound)
         given = arguments.get("callbacks")
         callbacks = keras.tree.flatten(getattr(given, "callbacks", given) or [])  # of a `CallbackList`, too
         pattern = checkpoint_pattern(callbacks)
-        if verb != "fit" or pattern is None or arguments.get("validation_data") is None:
+        if method != "fit" or pattern is None or arguments.get("validation_data") is None:
             raise ScopeError(
-                f"The evaluator finds no checkpoints or no data here. Received: {type(model).__name__}.{verb} with "
+                f"The evaluator finds no checkpoints or no data here. Received: {type(model).__name__}.{method} with "
                 f"{'' if arguments.get('validation_data') is None else 'validation_data and '}the callbacks "
                 f"{[type(each).__name__ for each in callbacks]}. Expected `fit` with validation_data and a "
                 "keras.callbacks.ModelCheckpoint or keras.callbacks.BackupAndRestore, whose files it reads. Fix: give "

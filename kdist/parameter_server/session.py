@@ -20,7 +20,7 @@ from kdist.checkpoint.storage.whole_files import write_whole
 from kdist.errors import ScopeError
 from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.optimizers import innermost, optimizers_of
-from kdist.keras_hooks.patching import VERBS, original
+from kdist.keras_hooks.patching import METHODS, original
 from kdist.keras_hooks.trainer import EPOCH_LOGS, SYMBOLIC_BUILD, patch_methods
 from kdist.parameter_server.dispatch import Dispatcher
 from kdist.parameter_server.epoch import DispatchedEpoch
@@ -35,7 +35,7 @@ from kdist.strategies.options import ParameterServer
 
 logger = logging.getLogger("kdist")
 
-_KINDS = {"fit": "train", "evaluate": "test"}  # verbs whose passes over data write metrics: the kind of their steps
+_KINDS = {"fit": "train", "evaluate": "test"}  # methods whose passes over data write metrics: the kind of their steps
 
 
 def train_on_workers(
@@ -73,14 +73,14 @@ class ParameterServerSession(TrainingSession):
         self.dispatcher = dispatcher
         self.functions = WorkerFunctions(model, strategy, options)
         self._warmup_steps = options.warmup_steps
-        self._verbs: list[str] = []
+        self._running: list[str] = []
         self._epochs: dict[str, DispatchedEpoch] = {}
         self._num_sources = 0
         self._logged_bytes: list[int] = []
 
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Returns by name the functions that take the places of the model's own methods."""
-        methods: dict[str, Callable[..., Any]] = {name: functools.partial(self._run_verb, name) for name in VERBS}
+        methods: dict[str, Callable[..., Any]] = {name: functools.partial(self._run, name) for name in METHODS}
         # A ps that is lost while its variables are saved must not destroy the last checkpoint.
         writers = ("save", "save_weights", "export")
         methods |= {name: functools.partial(write_whole, None, original(self.model, name)) for name in writers}
@@ -89,7 +89,7 @@ class ParameterServerSession(TrainingSession):
             "make_test_function": functools.partial(self._make_function, "test", self._make_steps),
             "make_predict_function": functools.partial(self._make_function, "predict", self._predict),
             SYMBOLIC_BUILD: self._build_symbolically,
-            EPOCH_LOGS: lambda logs: self._epochs[self._verbs[-1]].epoch_logs(),
+            EPOCH_LOGS: lambda logs: self._epochs[self._running[-1]].epoch_logs(),
         }
 
     def check_step_extension(self, who: str, *, joint: bool = False) -> None:
@@ -107,10 +107,10 @@ class ParameterServerSession(TrainingSession):
 
     def synchronize(self) -> None:
         """Waits for the steps of a running `fit` that are in flight, and counts them in its metrics."""
-        if self._verbs and self._verbs[-1] in self._epochs:
-            self._epochs[self._verbs[-1]].finish_early()
+        if self._running and self._running[-1] in self._epochs:
+            self._epochs[self._running[-1]].finish_early()
 
-    def _run_verb(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.model, "run_eagerly", False):
             raise ScopeError(
                 "Steps cannot run eagerly on workers. Received: run_eagerly=True. Expected steps that are graphs: "
@@ -121,14 +121,14 @@ class ParameterServerSession(TrainingSession):
             logger.warning("jit_compile=True is off for this model: XLA cannot compile variables of another process.")
         if name == "fit" and self.dispatcher.num_workers > 1:
             self._check_optimizers()
-        self._verbs.append(name)
+        self._running.append(name)
         with self.dispatcher.failure_detection(), epoch_iterators(self._make_iterator, self.strategy):
             try:
                 return original(self.model, name)(*args, **kwargs)
             except tf.errors.UnavailableError as error:  # raised where a variable is read, by a callback say
                 raise self.dispatcher.explained(error) from error
             finally:
-                self._verbs.pop()
+                self._running.pop()
 
     def _check_optimizers(self) -> None:
         """Raises for what Keras does in every n-th step: workers that count at once omit it, or do it twice."""
@@ -151,7 +151,7 @@ class ParameterServerSession(TrainingSession):
             seed=input_seed(repr(random.getstate()), self._num_sources),
             begin_pass=self._begin_pass,
             end_pass=self._end_pass,
-            iterate=in_flight if self._verbs[-1] == "predict" else iter,
+            iterate=in_flight if self._running[-1] == "predict" else iter,
             **steps,
         )
 
@@ -181,12 +181,12 @@ class ParameterServerSession(TrainingSession):
         return DispatchedEpoch(self.dispatcher, self.functions, kind, warmup_steps)
 
     def _begin_pass(self) -> None:
-        if kind := _KINDS.get(self._verbs[-1]):
-            self._epochs[self._verbs[-1]] = self._epoch(kind)
+        if kind := _KINDS.get(self._running[-1]):
+            self._epochs[self._running[-1]] = self._epoch(kind)
 
     def _end_pass(self) -> None:
-        if self._verbs[-1] in self._epochs:
-            self._epochs[self._verbs[-1]].finish()
+        if self._running[-1] in self._epochs:
+            self._epochs[self._running[-1]].finish()
 
     def _make_function(self, kind: str, run: Callable[[str, Any], Any], force: bool = False) -> None:
         if force or getattr(self.model, f"{kind}_function") is None:
@@ -199,7 +199,7 @@ class ParameterServerSession(TrainingSession):
         if not batches:
             raise StopIteration
         if isinstance(batches[0], WorkerBatch):
-            epoch = self._epochs[self._verbs[-1]]
+            epoch = self._epochs[self._running[-1]]
             epoch.schedule(batches)
             return epoch.logs()
         epoch = self._epoch(kind)  # a batch of `train_on_batch` or `test_on_batch`

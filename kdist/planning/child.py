@@ -63,10 +63,10 @@ def run(way: str, report: str, kind: str, name: str, arguments: Sequence[str]) -
 
 def _sizes(call: FirstCall, way: str) -> Sizes:
     before = status("VmRSS")
-    is_trained = is_training(call.verb)
+    is_trained = is_training(call.method)
     sizes = model_sizes(call.model, call.batch_size, inputs_of(call), is_trained=is_trained)
     data = call.data + call.copies
-    sizes = dataclasses.replace(sizes, data=data, batches_per_step=call.batches_per_step, verb=call.verb)
+    sizes = dataclasses.replace(sizes, data=data, batches_per_step=call.batches_per_step, method=call.method)
     held = sizes.weights + sizes.slots + sizes.trained
     if way == COUNT or 1.5 * held + LEAST_ROWS * sizes.row > available():
         return dataclasses.replace(sizes, process=max(0, before - call.data), gathered=traced_gathers(call))

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from kdist._user_code import user_line
 from kdist.errors import KDistError
-from kdist.keras_hooks.patching import VERBS, patch, patched, watched
+from kdist.keras_hooks.patching import METHODS, patch, patched, watched
 from kdist.planning.memory import is_training
 from kdist.planning.rows import copied_bytes, fed, first_rows, held_bytes, keras_tensor, number_of_rows, repeated
 from kdist.reports.scope_marks import own_scopes
@@ -22,11 +22,11 @@ from kdist.reports.scope_marks import own_scopes
 class FirstCall(BaseException):
     """Ends the script at its first training; no `except Exception` of the script's stops it.
 
-    Of a script that trains nothing it is the first verb.
+    Of a script that trains nothing it is the first call.
 
     Attributes:
         model: `keras.Model`.
-        verb: str, the method.
+        method: str, the method.
         batch: nested arrays, tensors and `None`, the first batch of the data: `x`, or `(x, y)`, or
             `(x, y, sample_weight)`.
         batch_size: int, its rows.
@@ -36,7 +36,7 @@ class FirstCall(BaseException):
     """
 
     model: keras.Model
-    verb: str
+    method: str
     batch: Any
     batch_size: int
     data: int
@@ -65,25 +65,25 @@ def stops_at_first_call() -> Iterator[None]:
 
     def used(model: Any, name: str) -> None:
         del name
-        for verb in VERBS:
-            patch(model, verb, lambda *args, _verb=verb, **kwargs: call(model, _verb, args, kwargs))
+        for method in METHODS:
+            patch(model, method, lambda *args, _method=method, **kwargs: call(model, _method, args, kwargs))
 
-    def call(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(model: keras.Model, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made(model)  # one that is used in a scope is of the scope
         is_outside = id(model) not in in_scope
         if is_outside:
-            outside.append(_outside(model, verb))
-            if is_training(verb):
+            outside.append(_outside(model, method))
+            if is_training(method):
                 raise outside[-1]
-        found = _call_of(model, verb, args, kwargs)
-        if is_training(verb):
+        found = _call_of(model, method, args, kwargs)
+        if is_training(method):
             raise found
         if not is_outside and not inferences:
             inferences.append(found)
         return _zeros(found, args, kwargs)
 
     try:
-        with watched(_trainer(), VERBS, made, used):
+        with watched(_trainer(), METHODS, made, used):
             yield
     except SystemExit as end:
         if end.code or not (inferences or outside):
@@ -94,9 +94,9 @@ def stops_at_first_call() -> Iterator[None]:
         raise first
 
 
-def _outside(model: keras.Model, verb: str) -> KDistError:
+def _outside(model: keras.Model, method: str) -> KDistError:
     return KDistError(
-        f"{verb} was called outside of kdist.scope(). Received: {type(model).__name__}.{verb} in {user_line()}. "
+        f"{method} was called outside of kdist.scope(). Received: {type(model).__name__}.{method} in {user_line()}. "
         "Expected a model of the scope. Fix: put the lines that make and fit the model into `with kdist.scope():`."
     )
 
@@ -105,10 +105,10 @@ def _trainer() -> type:
     return next(each for each in keras.Model.__mro__ if "fit" in vars(each))
 
 
-def _call_of(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstCall:
-    names: tuple[str, ...] = ("x", "batch_size") if verb == "predict" else ("x", "y", "batch_size")
-    if verb.endswith("_on_batch"):
-        names = ("x",) if verb.startswith("predict") else ("x", "y")
+def _call_of(model: keras.Model, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstCall:
+    names: tuple[str, ...] = ("x", "batch_size") if method == "predict" else ("x", "y", "batch_size")
+    if method.endswith("_on_batch"):
+        names = ("x",) if method.startswith("predict") else ("x", "y")
     given = dict(zip(names, args, strict=False)) | kwargs
     x: Any = given.get("x")
     y, weight = given.get("y"), given.get("sample_weight")
@@ -122,15 +122,15 @@ def _call_of(model: keras.Model, verb: str, args: tuple[Any, ...], kwargs: dict[
     else:
         batch = keras.utils.pack_x_y_sample_weight(x, y, weight)
     rows = number_of_rows(batch)
-    if not is_whole and not verb.endswith("_on_batch"):
+    if not is_whole and not method.endswith("_on_batch"):
         rows = min(given.get("batch_size") or 32, rows)
     arrays = tf.nest.flatten([*([] if is_whole else [x, y, weight]), given.get("validation_data")])
     data = sum(map(held_bytes, arrays))
-    copies = 0 if verb.endswith("_on_batch") else sum(map(copied_bytes, arrays))
+    copies = 0 if method.endswith("_on_batch") else sum(map(copied_bytes, arrays))
     batch = tf.nest.map_structure(lambda each: first_rows(each, rows), batch)
-    if not is_whole and not verb.endswith("_on_batch"):
+    if not is_whole and not method.endswith("_on_batch"):
         batch = tf.nest.map_structure(fed, batch)
-    return FirstCall(model, verb, batch, rows, data, copies, _batches_per_step(verb))
+    return FirstCall(model, method, batch, rows, data, copies, _batches_per_step(method))
 
 
 def _zeros(call: FirstCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +143,7 @@ def _zeros(call: FirstCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         patched(model, "predict_step", _traced(model.predict_step)),
     ):
         try:
-            return getattr(type(model), call.verb)(model, *args, **kwargs)
+            return getattr(type(model), call.method)(model, *args, **kwargs)
         finally:
             model.test_function = model.predict_function = None
 
@@ -170,11 +170,11 @@ def _traced(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return zeros
 
 
-def _batches_per_step(verb: str) -> int | None:
+def _batches_per_step(method: str) -> int | None:
     settings = own_scopes.settings
-    if verb.endswith("_on_batch") or not settings.get("scale_batch", True):
+    if method.endswith("_on_batch") or not settings.get("scale_batch", True):
         return 1  # which is split over the ranks
-    found: int | None = settings["micro_batches"] if verb == "fit" else None
+    found: int | None = settings["micro_batches"] if method == "fit" else None
     return found
 
 
@@ -189,7 +189,7 @@ def inputs_of(call: FirstCall) -> Any:
 
 
 def run_step(call: FirstCall, rows: int) -> None:
-    """Runs a step of the verb on some rows, those of the first batch again and again.
+    """Runs a step of the method on some rows, those of the first batch again and again.
 
     Args:
         call: `FirstCall`.
@@ -197,8 +197,8 @@ def run_step(call: FirstCall, rows: int) -> None:
     """
     batch = tf.nest.map_structure(lambda each: repeated(each, rows), call.batch)
     x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-    method = {"fit": "train", "evaluate": "test", "train_on_batch": "train", "test_on_batch": "test"}.get(call.verb)
-    if call.verb == "fit" and y is None:  # a step of the user's may take inputs alone: no tuple
+    method = {"fit": "train", "evaluate": "test", "train_on_batch": "train", "test_on_batch": "test"}.get(call.method)
+    if call.method == "fit" and y is None:  # a step of the user's may take inputs alone: no tuple
         type(call.model).fit(call.model, tf.data.Dataset.from_tensors(x), verbose=0)
     elif method is None:
         type(call.model).predict_on_batch(call.model, x)

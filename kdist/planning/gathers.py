@@ -93,7 +93,7 @@ def traced_gathers(call: FirstCall) -> int:
     Args:
         call: `FirstCall`.
     """
-    name = "predict_step" if call.verb.startswith("predict") else "test_step"
+    name = "predict_step" if call.method.startswith("predict") else "test_step"
     batch = tf.nest.map_structure(lambda each: repeated(each, 1), call.batch)
     specs = tf.nest.map_structure(lambda each: each if each is None else tf.type_spec_from_value(each), batch)
     with counted_gathers(call.model) as gathers, contextlib.suppress(Exception):  # a model may only have a `train_step`

@@ -16,9 +16,9 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def is_training(verb: str) -> bool:
+def is_training(method: str) -> bool:
     """Returns whether a method of a model trains it."""
-    return verb in ("fit", "train_on_batch")
+    return method in ("fit", "train_on_batch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sizes:
         batches_per_step: int or `None`, how many of the user's batches all ranks take in a step; `None` for one each.
         takes_parts: bool, whether `shard="optimizer"` supports the optimizer and the weights.
         gathered: int, what a rank sends of a row to all ranks, which gather it.
-        verb: str, the method of the model that is planned.
+        method: str, the method of the model that is planned.
     """
 
     weights: int
@@ -57,7 +57,7 @@ class Sizes:
     batches_per_step: int | None = None
     takes_parts: bool = True
     gathered: int = 0
-    verb: str = "fit"
+    method: str = "fit"
 
     def rows(self, ranks: int) -> int:
         """Returns the most rows of a step on one rank.

@@ -63,8 +63,8 @@ class Plan:
             "memory": self.memory,
             "fits": self.fits,
             "activations": self.sizes.source,
-            "verb": self.sizes.verb,
-            "is_training": is_training(self.sizes.verb),
+            "verb": self.sizes.method,
+            "is_training": is_training(self.sizes.method),
             "strategies": [
                 {
                     "strategy": name,
@@ -81,9 +81,9 @@ class Plan:
 
     def _lines(self) -> list[str]:
         limit = "" if self.memory is None else f", {readable(self.memory)} for each"
-        verb = "" if is_training(self.sizes.verb) else f" of {self.sizes.verb}: no training"
+        method = "" if is_training(self.sizes.method) else f" of {self.sizes.method}: no training"
         rows = f"{self.sizes.rows(self.ranks)} rows"
-        lines = [f"{self.ranks} rank(s) of {rows}{limit}{verb}; activations: {self.sizes.source}", ""]
+        lines = [f"{self.ranks} rank(s) of {rows}{limit}{method}; activations: {self.sizes.source}", ""]
         head = f"{'strategy':<18}{'rank':<7}" + "".join(f"{name:>12}" if name == "activations" else f"{name:>10}"
                                                           for name in (*PARTS, "peak"))  # fmt: skip
         lines.append(head)

@@ -1,4 +1,4 @@
-"""The functions that verbs call at each step, with less overhead in Python."""
+"""The functions that methods call at each step, with less overhead in Python."""
 
 from __future__ import annotations
 

@@ -72,18 +72,18 @@ def _has_special_gradients(model: keras.Model) -> bool:
     return is_sparse or any(getattr(each, "overwrite_with_gradient", False) for each in model.trainable_variables)
 
 
-def read_state_between_steps(callbacks: Iterable[Any], verbs: Sequence[str] = ("", "train_")) -> bool:
+def read_state_between_steps(callbacks: Iterable[Any], prefixes: Sequence[str] = ("", "train_")) -> bool:
     """Returns whether callbacks may read or write the model's state between two steps, of training by default.
 
     A callback's attribute `reads_state_between_steps` decides; without one, whether it is called at each step.
     """
-    return any(_reads_state(each, verbs) for each in callbacks)
+    return any(_reads_state(each, prefixes) for each in callbacks)
 
 
-def _reads_state(callback: Any, verbs: Sequence[str]) -> bool:
-    declared, is_training = getattr(callback, "reads_state_between_steps", None), "train_" in verbs
+def _reads_state(callback: Any, prefixes: Sequence[str]) -> bool:
+    declared, is_training = getattr(callback, "reads_state_between_steps", None), "train_" in prefixes
     if declared is not None and (is_training or not declared):
         return bool(declared)
     if type(callback) is keras.callbacks.ModelCheckpoint:
         return is_training and callback.save_freq != "epoch"
-    return type(callback) not in _READ_NO_STATE and is_called_each_step(callback, verbs)
+    return type(callback) not in _READ_NO_STATE and is_called_each_step(callback, prefixes)

@@ -46,7 +46,7 @@ class AllReduceStrategy(Strategy):
         settings: `Settings` of the open scope, or `None`.
         draws: `AgreedDraws`, what `tf.random` draws in scopes.
         versions: `Versions` of the files that ranks write.
-        running: list, the sessions of the models whose verbs run, the outermost first.
+        running: list, the sessions of the models whose methods run, the outermost first.
 
     Example:
     ```python

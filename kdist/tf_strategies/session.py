@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from kdist._tf_internals import is_updating
 from kdist.keras_hooks.optimizers import CURRENT_RATE, current_learning_rate, innermost, optimizers_of
-from kdist.keras_hooks.patching import VERBS, original, patch
+from kdist.keras_hooks.patching import METHODS, original, patch
 from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import patch_methods, watch_models
 from kdist.learning_rate.effective_rate import EffectiveRate
@@ -64,9 +64,9 @@ def scaled_models(options: ScalingOptions) -> Iterator[None]:
         if not has_session(model):
             session = ScaledSession(model, options)
             set_session(model, session)
-            patch_methods(model, {**{name: original(model, name) for name in VERBS}, "fit": session.fit})
+            patch_methods(model, {**{name: original(model, name) for name in METHODS}, "fit": session.fit})
 
-    with watch_models(scale, lambda model, verb: scale(model)):
+    with watch_models(scale, lambda model, method: scale(model)):
         yield
 
 

@@ -27,14 +27,14 @@ ALL_RANKS_CALLBACKS: dict[str, Any] = {cls.__name__: cls for cls in (BackupAndRe
 
 
 @contextlib.contextmanager
-def replicated_callbacks(session: ReplicatedSession, verb: str, is_outermost: bool) -> Iterator[None]:
-    """Makes a verb of a model use the ranks' callback lists while the context is open."""
+def replicated_callbacks(session: ReplicatedSession, method: str, is_outermost: bool) -> Iterator[None]:
+    """Makes a method of a model use the ranks' callback lists while the context is open."""
     with contextlib.ExitStack() as undo:
         if is_outermost:
             undo.enter_context(extensions_removed_at_exit(session.model))
 
         def make(callbacks: Any = None, **params: Any) -> keras.callbacks.CallbackList:
-            return _replicated_list(session, verb, is_outermost, callbacks, params, undo)
+            return _replicated_list(session, method, is_outermost, callbacks, params, undo)
 
         with callback_lists(make, session.strategy):
             yield
@@ -42,13 +42,13 @@ def replicated_callbacks(session: ReplicatedSession, verb: str, is_outermost: bo
 
 def _replicated_list(
     session: ReplicatedSession,
-    verb: str,
+    method: str,
     is_outermost: bool,
     callbacks: Any,
     params: dict[str, Any],
     undo: contextlib.ExitStack,
 ) -> keras.callbacks.CallbackList:
-    """Returns the callback list of a verb.
+    """Returns the callback list of a call.
 
     Collective: every rank must call this, in the same order.
     """
@@ -59,21 +59,21 @@ def _replicated_list(
     ]
     gathered = _GatheredCallbacks.gather(session, given)
     is_local_sgd = session.local_sgd is not None  # which reduces no gradients
-    if verb == "fit":
+    if method == "fit":
         reduces_each_step = is_local_sgd or bool(session.options.in_parts)
         session.accumulation.choose(state_is_read=gathered.read_state or not is_outermost or reduces_each_step)
     first = EffectiveRateLog(session)
     users = [first, *_run_here(session, given, gathered, undo)]
     last = RankSynchronization(
         session,
-        verb,
+        method,
         is_outermost,
         gathered.any_callbacks,
         stops_at_once=gathered.may_stop and not is_local_sgd,
         may_end_passes=gathered.may_end_passes,
     )
     if session.engine.rank != 0:
-        params = {**params, "add_progbar": False, "verbose": 0}
+        params = {**params, "add_progbar": False, "methodose": 0}
     if container is None:
         made = keras.callbacks.CallbackList(users, **params)
     else:
@@ -84,7 +84,7 @@ def _replicated_list(
     if is_outermost:
         session.writes = gathered.writes
     internal: list[Any] = [last]
-    if verb == "fit":
+    if method == "fit":
         # After `last`: they save the state that the ranks have agreed on.
         on_all_ranks = gathered.all_ranks_callbacks(given)
         for each in on_all_ranks:

@@ -1,4 +1,4 @@
-"""The state that is the same on all ranks: broadcast when a verb begins, and compared while it runs."""
+"""The state that is the same on all ranks: broadcast when a call begins, and compared while it runs."""
 
 from __future__ import annotations
 
@@ -57,28 +57,28 @@ class CommonState:
         self._written = written
         self._shard_embeddings = shard_embeddings
 
-    def begin(self, verb: str, learning_rates: Mapping[str, float] | None = None) -> None:
-        """Compares the model over the ranks, and broadcasts rank 0's state at the beginning of a verb.
+    def begin(self, method: str, learning_rates: Mapping[str, float] | None = None) -> None:
+        """Compares the model over the ranks, and broadcasts rank 0's state at the beginning of a call.
 
         Collective: every rank must call this, in the same order.
 
         Args:
-            verb: str, the verb.
+            method: str, the method.
             learning_rates: mapping of names to the rates that `fit` was given, or `None`.
         """
-        what, epoch = f"the model given to {verb}", initial_epoch(self._model) if verb == "fit" else None
+        what, epoch = f"the model given to {method}", initial_epoch(self._model) if method == "fit" else None
         described = {**describe_model(self._model), **self.loads()}
         state = self._variables()
-        if verb == "fit":
+        if method == "fit":
             state += [variable for rate in self._rates.all() for variable in rate.anchors()]
         local = [described, epoch, learning_rates or {}, checksums_of(state if self._engine.size > 1 else [])]
         models, epochs, rates, checksums = zip(*gather_values(self._engine, what, local), strict=True)
         refuse_differences(what, models)
-        refuse_differences(f"the optimizer given to {verb}", rates)
+        refuse_differences(f"the optimizer given to {method}", rates)
         if self._engine.rank == 0:
             warn_of_whole_tables(self._model, self._engine.size, self._shard_embeddings)
         broadcast_differing(self._engine, state, np.array(checksums, np.int64))
-        if verb == "fit":
+        if method == "fit":
             set_initial_epoch(self._model, epochs[0])
 
     def loads(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A Keras model whose verbs and steps work on this rank's share of the data.
+"""A Keras model whose methods and steps work on this rank's share of the data.
 
 A few methods on the instance are replaced; they call the model's own.
 """
@@ -19,7 +19,7 @@ from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.metrics import summed_variables
 from kdist.keras_hooks.optimizers import innermost, optimizers_of
 from kdist.keras_hooks.own_steps import OwnSteps
-from kdist.keras_hooks.patching import VERBS, original
+from kdist.keras_hooks.patching import METHODS, original
 from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import (
     EPOCH_LOGS,
@@ -60,7 +60,7 @@ from kdist.trainer.session import ReplicatedSession
 
 
 def replicate(model: keras.Model, strategy: AllReduceStrategy, settings: Settings) -> None:
-    """Makes a model's verbs work on this rank's share of the data; a second call has no effect."""
+    """Makes a model's methods work on this rank's share of the data; a second call has no effect."""
     if has_session(model):
         return
     set_strategy(model, strategy)
@@ -87,7 +87,7 @@ class ReplicatedModel:
             "test_step": TracedRows(),
             "predict_step": TracedRows(are_unknown=True),
         }
-        self._prepared_optimizers: dict[str, Any] = {}  # by verb on a batch: the optimizer at its last call
+        self._prepared_optimizers: dict[str, Any] = {}  # by method on a batch: the optimizer at its last call
         self._own_steps = OwnSteps(
             session.model,
             {"train_step": self.train_step, "test_step": self.test_step, "predict_step": self.predict_step},
@@ -95,9 +95,9 @@ class ReplicatedModel:
 
     def install(self) -> None:
         """Sets the methods on the instance, and the model's session."""
-        verbs = {
-            name: functools.partial(self._call, self._verb_on_batch if name.endswith("_on_batch") else self._verb, name)
-            for name in VERBS
+        methods = {
+            name: functools.partial(self._call, self._run_on_batch if name.endswith("_on_batch") else self._run, name)
+            for name in METHODS
         }
         hooks: dict[str, Callable[..., Any]] = {
             MAKE_FUNCTION: self._make_function,
@@ -106,25 +106,25 @@ class ReplicatedModel:
             EPOCH_LOGS: self._epoch_logs,
             "reset_metrics": self._reset_metrics,
         }
-        patch_methods(self._model, {**verbs, **hooks, **saving.wrappers(self.session)})
+        patch_methods(self._model, {**methods, **hooks, **saving.wrappers(self.session)})
         self._own_steps.patch()
         set_session(self._model, self.session)
 
     def _original(self, name: str) -> Callable[..., Any]:
         return original(self._model, name)
 
-    # The verbs.
+    # The methods.
 
-    def _call(self, verb: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, method: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
         with self._engine.activity.running(f"model.{name}"), warnings_at_users_lines():
-            return verb(name, *args, **kwargs)
+            return method(name, *args, **kwargs)
 
-    def _verb(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         session, run = self.session, self._original(name)
-        if isinstance(kwargs.get("callbacks"), keras.callbacks.CallbackList) and session.verbs:
+        if isinstance(kwargs.get("callbacks"), keras.callbacks.CallbackList) and session.running_methods:
             with session.running(name):  # validation within fit
                 return run(*args, **kwargs)
-        is_outermost = not session.verbs
+        is_outermost = not session.running_methods
         if is_outermost and not has_extensions(self._model):
             self._own_steps.patch()
         session.warn_of_other_settings()
@@ -132,7 +132,7 @@ class ReplicatedModel:
         arguments = named_arguments(inspect.signature(run).bind(*args, **kwargs))
         if is_outermost:
             refuse_parts_of_horovod(optimizers_of(self._model), arguments.get("callbacks"))
-        session.feed.begin_verb(name, arguments)
+        session.feed.begin_call(name, arguments)
         if not is_outermost:
             session.agree()  # a callback may have loaded weights on this rank
         self._compiled_steps.disable_keras_compilation()
@@ -142,20 +142,20 @@ class ReplicatedModel:
             session.running(name),
             session.feed.running_fit(arguments) if name == "fit" else contextlib.nullcontext(),
             session.effective_rates.keeping_data() if name == "fit" and not is_outermost else contextlib.nullcontext(),
-            session.feed.outermost_verb() if is_outermost else contextlib.nullcontext(),
+            session.feed.outermost_call() if is_outermost else contextlib.nullcontext(),
             replicated_callbacks(session, name, is_outermost),
             epoch_iterators(self._make_iterator, session.strategy, is_chief=self._engine.rank == 0),
         ):
             result = run(*args, **kwargs)
             return as_dense(result, self._dense_outputs) if name == "predict" else result
 
-    def _verb_on_batch(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _run_on_batch(self, name: str, *args: Any, **kwargs: Any) -> Any:
         session = self.session
         session.end_interrupted_pass()
-        if not session.verbs and not has_extensions(self._model):
+        if not session.running_methods and not has_extensions(self._model):
             self._own_steps.patch()
         self._compiled_steps.disable_keras_compilation()
-        # The first call with an optimizer does what the other verbs do at each call.
+        # The first call with an optimizer does what the other methods do at each call.
         is_first = self._is_first_on_batch(name)
         if is_first:
             refuse_parts_of_horovod(optimizers_of(self._model), None)
@@ -167,12 +167,12 @@ class ReplicatedModel:
                     session.broadcast_state(name)
         else:
             session.agree()  # a rank may have loaded weights since
-            if not session.verbs:
+            if not session.running_methods:
                 session.votes.withdraw("stop")  # the flag says it, which the script may set back
         if name == "train_on_batch":
             session.effective_rates.notice_fewer_steps()
         # In a callback of `fit` the metrics are in the midst of a pass.
-        is_nested = bool(session.verbs)
+        is_nested = bool(session.running_methods)
         with session.metrics.counting_together() if is_nested else contextlib.nullcontext(), session.running(name):
             result = self._original(name)(*args, **kwargs)
         if name == "predict_on_batch":
@@ -188,7 +188,7 @@ class ReplicatedModel:
 
     def _make_iterator(self, adapter: Any, **steps: Any) -> ShardedEpochIterator:
         session = self.session
-        iterator = session.feed.make_iterator(session.verbs[-1], adapter, **steps)
+        iterator = session.feed.make_iterator(session.running_methods[-1], adapter, **steps)
         if iterator.data_adapter.is_for_training:
             session.effective_rates.set_data(iterator.data_adapter.source.batches_in_steps)
         return iterator
@@ -197,9 +197,9 @@ class ReplicatedModel:
         if isinstance(iterator, ShardedEpochIterator):
             data_batch, iterator = iterator.batch_to_build_on(self._model), None
         prepare_optimizers(self.session)
-        name = self.session.verbs[-1] if self.session.verbs else ""
-        is_first = name not in self._on_batch_verbs or self._is_first_on_batch(name)
-        if len(self.session.verbs) == 1 and is_first and self.session.parts_reducer is not None:
+        name = self.session.running_methods[-1] if self.session.running_methods else ""
+        is_first = name not in self._on_batch_methods or self._is_first_on_batch(name)
+        if len(self.session.running_methods) == 1 and is_first and self.session.parts_reducer is not None:
             # A rule may copy the weights, of which some ranks may have others, to its sharded slots.
             waiting = [each for each in map(innermost, optimizers_of(self._model)) if not each.built]
             waits = any(each not in self._broadcast_for for each in waiting) and is_built(self._model)[0]
@@ -207,10 +207,10 @@ class ReplicatedModel:
                 self._broadcast_for = waiting  # some may never be used
                 self.session.broadcast_state(name)
         build(self.session, iterator, data_batch)
-        if name in self._on_batch_verbs and self._is_first_on_batch(name):
+        if name in self._on_batch_methods and self._is_first_on_batch(name):
             self.session.broadcast_state(name)
 
-    _on_batch_verbs = tuple(name for name in VERBS if name.endswith("_on_batch"))
+    _on_batch_methods = tuple(name for name in METHODS if name.endswith("_on_batch"))
 
     # The steps: traced once, or run eagerly.
 
@@ -240,7 +240,8 @@ class ReplicatedModel:
         if isinstance(data, Shard):
             return data
         rows = Rows(data)
-        if not self.session.verbs and self._extended.is_in_replica:  # `strategy.run` gives each replica its own rows
+        # `strategy.run` gives each replica its own rows.
+        if not self.session.running_methods and self._extended.is_in_replica:
             return given_rows(data, rows)
         return rows.split(data, self._engine.size, self._engine.rank)
 
@@ -288,8 +289,8 @@ class ReplicatedModel:
             return self._measured_step("test_step", step, is_whole_pass=not is_shard)
 
     def _counting_by_itself(self, *, is_shard: bool) -> contextlib.AbstractContextManager[None]:
-        """A context for a step that a callback calls by itself: the metrics are in the midst of a verb's pass."""
-        is_within_a_pass = bool(self.session.verbs) and not self._extended.is_in_replica
+        """A context for a step that a callback calls by itself: the metrics are in the midst of a call's pass."""
+        is_within_a_pass = bool(self.session.running_methods) and not self._extended.is_in_replica
         is_called_alone = is_within_a_pass and not is_shard and tf.executing_eagerly()
         return self.session.metrics.counting_together() if is_called_alone else contextlib.nullcontext()
 
@@ -327,7 +328,7 @@ class ReplicatedModel:
 
     def _reset_metrics(self) -> None:
         self._metric_reset()
-        if any(verb not in self._on_batch_verbs for verb in self.session.verbs):  # in a pass over data
+        if any(method not in self._on_batch_methods for method in self.session.running_methods):  # in a pass over data
             self.session.metrics.rebase()
 
     def _epoch_logs(self, logs: Any) -> Any:
@@ -335,7 +336,7 @@ class ReplicatedModel:
 
         Collective: every rank must call this, in the same order.
         """
-        name = "train_step" if self.session.verbs[-1] == "fit" else "test_step"
+        name = "train_step" if self.session.running_methods[-1] == "fit" else "test_step"
         if isinstance(logs, dict) and not logs and name == "train_step":  # no step was left in a resumed epoch
             logs = self._results.get(name, self._model.get_metrics_result())
         logs = self._with_results(name, self._original(EPOCH_LOGS)(logs))

@@ -72,13 +72,13 @@ def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *a
             f"State in parts does not fit in the format HDF5 of whole models, which takes all of it at once. "
             f"Received: {path!r}. Expected a name that ends in .keras or .weights.h5. Fix: change the name."
         )
-    if isinstance(session, ReplicatedSession) and session.verbs and not session.writes:
+    if isinstance(session, ReplicatedSession) and session.running_methods and not session.writes:
         if takes_parts:
             save_nowhere(saved, skipped)  # sends this rank's parts
         return None  # in a callback: the chief saves the same
-    is_in_verb = isinstance(session, ReplicatedSession) and bool(session.verbs)
+    is_in_method = isinstance(session, ReplicatedSession) and bool(session.running_methods)
     # Where `model.save` calls `saving_lib.save_model` the engine is that of one rank: see `no_sync` below.
-    is_sent = takes_parts and strategy.engine.size > 1 and not is_in_verb
+    is_sent = takes_parts and strategy.engine.size > 1 and not is_in_method
     if is_sent and not _writes(strategy.engine, save.__name__, path):
         save_nowhere(saved, skipped)
         strategy.engine.barrier()
@@ -87,7 +87,7 @@ def _write(strategy: AllReduceStrategy, saved: Any, save: Callable[..., Any], *a
     with contextlib.ExitStack() as stack:
         if is_sent:
             stack.callback(strategy.engine.barrier)  # the other ranks of the host may read the file
-        if is_sent or (takes_parts and is_in_verb):
+        if is_sent or (takes_parts and is_in_method):
             stack.enter_context(all_rows_sent(saved, skipped))
         # A graph that is saved runs in one process: `kdist.all_gather` leaves it alone.
         stack.enter_context(strategy.extended.no_sync())

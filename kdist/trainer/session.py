@@ -41,17 +41,17 @@ logger = logging.getLogger("kdist")
 
 
 class ReplicatedSession(TrainingSession):
-    """The state of one model's training that its verbs, steps and callbacks share.
+    """The state of one model's training that its methods, steps and callbacks share.
 
     Attributes:
-        feed: `Feed`, the data of the verbs.
+        feed: `Feed`, the data of the calls.
         effective_rates: `EffectiveRates`, the learning rates of updates.
         reducer: `GradientReducer`.
         accumulation: `LocalAccumulation`, for `gradient_accumulation_steps`.
         local_sgd: `LocalSGD` or `None`, for `sync_every`.
         options: `AllReduce`, those of the strategy.
         writes: bool, whether this rank saves models in callbacks.
-        verbs: list of str, the running verbs, the outermost first.
+        running_methods: list of str, the methods that run, the outermost first.
         written: `WrittenState`, what steps write beside weights.
         common_state: `CommonState`, the state that is the same on all ranks.
     """
@@ -64,7 +64,7 @@ class ReplicatedSession(TrainingSession):
         super().__init__(model, strategy.engine)
         self.strategy = strategy
         self.settings = settings
-        self.verbs: list[str] = []
+        self.running_methods: list[str] = []
         self.written = WrittenState()
         self.writes = self.engine.rank == 0
         self.feed = Feed(model, strategy, settings, begin_pass=self._begin_pass, end_pass=self._end_pass)
@@ -107,18 +107,18 @@ class ReplicatedSession(TrainingSession):
         self._updates: list[OptimizerUpdate] = []  # of the training step that was traced last
 
     @contextlib.contextmanager
-    def running(self, verb: str) -> Iterator[None]:
-        """A context that is open while a verb runs."""
-        self.verbs.append(verb)
+    def running(self, method: str) -> Iterator[None]:
+        """A context that is open while a call runs."""
+        self.running_methods.append(method)
         self.strategy.running.append(self)
         try:
             yield
         finally:
             self.strategy.running.pop()
-            self.verbs.pop()
+            self.running_methods.pop()
 
     def of_shared_weights(self) -> list[ReplicatedSession]:
-        """Returns this session, and those of running verbs whose models share weights with this one's."""
+        """Returns this session, and those of running methods whose models share weights with this one's."""
         own = {id(each) for each in self.model.weights}
         shared = [each for each in self.strategy.running if any(id(weight) in own for weight in each.model.weights)]
         return [self, *(each for each in shared if each is not self)]
@@ -202,12 +202,12 @@ class ReplicatedSession(TrainingSession):
                 f"{who}, or sync_every."
             )
 
-    def broadcast_state(self, verb: str, learning_rates: Mapping[str, float] | None = None) -> None:
+    def broadcast_state(self, method: str, learning_rates: Mapping[str, float] | None = None) -> None:
         """Does what `CommonState.begin` does: what ranks have loaded is rank 0's then.
 
         Collective: every rank must call this, in the same order.
         """
-        self.common_state.begin(verb, learning_rates)
+        self.common_state.begin(method, learning_rates)
         self.votes.withdraw("weights")
 
     def make_weights_equal(self) -> None:
@@ -289,9 +289,9 @@ class ReplicatedSession(TrainingSession):
     # Passes over data.
 
     def _begin_pass(self) -> None:
-        if self.verbs[-1] != "predict":
-            self.metrics.begin(all_are_summed=self.verbs[-1] == "fit" and self.local_sgd is not None)
-        if self.verbs[-1] != "fit":
+        if self.running_methods[-1] != "predict":
+            self.metrics.begin(all_are_summed=self.running_methods[-1] == "fit" and self.local_sgd is not None)
+        if self.running_methods[-1] != "fit":
             return
         if self.accumulation.optimizer is not None:
             self.agree()  # broadcasts loaded weights before the sums differ
@@ -301,10 +301,10 @@ class ReplicatedSession(TrainingSession):
             self.local_sgd.begin()
 
     def _end_pass(self) -> None:
-        if self.verbs[-1] == "predict":
+        if self.running_methods[-1] == "predict":
             return
-        all_are_summed = "fit" in self.verbs and self.local_sgd is not None
-        if self.verbs[-1] != "fit":
+        all_are_summed = "fit" in self.running_methods and self.local_sgd is not None
+        if self.running_methods[-1] != "fit":
             self.metrics.end(all_are_summed=all_are_summed)
         else:
             self._cast_stop()
@@ -329,8 +329,8 @@ class ReplicatedSession(TrainingSession):
 
         Collective: every rank must call this, in the same order.
         """
-        if self.accumulation.is_open and not self.verbs:
+        if self.accumulation.is_open and not self.running_methods:
             self.accumulation.end()
-        if self.local_sgd is not None and self.local_sgd.is_open and not self.verbs:
+        if self.local_sgd is not None and self.local_sgd.is_open and not self.running_methods:
             self.agree()
             self.local_sgd.end()

@@ -32,8 +32,8 @@ class RankSynchronization(keras.callbacks.Callback):
 
     Args:
         session: `ReplicatedSession`.
-        verb: str, the verb.
-        is_outermost: bool, whether no other verb of the model runs.
+        method: str, the one that uses the list.
+        is_outermost: bool, whether no other method of the model runs.
         any_callbacks: bool, whether any rank was given a callback.
         stops_at_once: bool, whether votes are exchanged after each step, so that training stops after the same step as
             in one process. They are sent in the next step's message else.
@@ -46,7 +46,7 @@ class RankSynchronization(keras.callbacks.Callback):
     def __init__(
         self,
         session: ReplicatedSession,
-        verb: str,
+        method: str,
         is_outermost: bool,
         any_callbacks: bool,
         *,
@@ -55,7 +55,7 @@ class RankSynchronization(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self._session = session
-        self._verb = verb
+        self._method = method
         self._is_outermost = is_outermost
         self._any_callbacks = any_callbacks
         self._stops_at_once = stops_at_once
@@ -64,7 +64,7 @@ class RankSynchronization(keras.callbacks.Callback):
         self._is_checked = False
         self._num_steps = 0
         # Before the user's callbacks, which may restore another rate on the chief only.
-        self._given_rates = learning_rates(optimizers_of(session.model)) if verb == "fit" else {}
+        self._given_rates = learning_rates(optimizers_of(session.model)) if method == "fit" else {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the state, which the user's callbacks may have restored on the chief."""
@@ -72,7 +72,7 @@ class RankSynchronization(keras.callbacks.Callback):
         session.votes.withdraw("stop", "preempt")
         for backup in self.backups:
             backup.begin()
-        session.broadcast_state(self._verb, self._given_rates)
+        session.broadcast_state(self._method, self._given_rates)
         rates = session.effective_rates
         rates.notice_fewer_steps()
         rates.set_warmup(session.settings.warmup_epochs, self.params, self.params.get("steps"))
@@ -90,12 +90,12 @@ class RankSynchronization(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the state, unless this is the validation of `fit`."""
-        if self._verb != "fit" and self._is_outermost:
-            self._session.broadcast_state(self._verb)
+        if self._method != "fit" and self._is_outermost:
+            self._session.broadcast_state(self._method)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Waits until the files of callbacks are written."""
-        if self._verb != "fit" and self._is_outermost and self._any_callbacks:
+        if self._method != "fit" and self._is_outermost and self._any_callbacks:
             self._session.engine.barrier()
 
     on_predict_begin, on_predict_end = on_test_begin, on_test_end

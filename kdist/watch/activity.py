@@ -38,7 +38,7 @@ class Activity:
         self.graph_progress: Callable[[], tuple[int, int, str]] | None = None
         self.group_progress: list[tuple[Callable[[], tuple[int, int, str]], Sequence[int]]] = []
         self.has_finished = False
-        self._verbs: list[tuple[str, str]] = []  # those that run, with the lines that call them
+        self._running: list[tuple[str, str]] = []  # those that run, with the lines that call them
         self._waiting: tuple[str, Any, int] | None = None
         self._among: Sequence[int] | None = None
         self._since = time.monotonic()
@@ -47,21 +47,21 @@ class Activity:
         self._times = (time.monotonic(), 0.0)
 
     @contextlib.contextmanager
-    def running(self, verb: str) -> Iterator[None]:
-        """A context that is open while a verb of the user's runs: `model.fit`, say.
+    def running(self, method: str) -> Iterator[None]:
+        """A context that is open while a method runs that the user has called: `model.fit`, say.
 
         Args:
-            verb: str, as the user writes it.
+            method: str, as the user writes it.
         """
         line = user_line()
-        if any(line == other for _, other in self._verbs):  # validation within fit
+        if any(line == other for _, other in self._running):  # validation within fit
             yield
             return
-        self._verbs.append((verb, line))
+        self._running.append((method, line))
         try:
             yield
         finally:
-            self._verbs.pop()
+            self._running.pop()
 
     def begin(
         self, kind: str, sent: Sequence[tuple[Any, Any]], num_fixed: int, among: Sequence[int] | None = None
@@ -115,18 +115,18 @@ class Activity:
             "among": among if among is None else list(among),
             "elapsed": elapsed,
             "busy": self._is_busy(),
-            "in_user_code": elapsed <= _STACK_AFTER or _in_user_code(main, in_verb=bool(self._verbs)),
+            "in_user_code": elapsed <= _STACK_AFTER or _in_user_code(main, in_method=bool(self._running)),
             "stack": list(map(str, _relevant(main)[-_MAX_FRAMES:])) if is_shown else [],
             "threads": list(map(str, others[:_MAX_THREADS])) if is_shown else [],
         }
 
     def _place(self, stack: Sequence[Frame]) -> str:
-        """Returns the verb that runs and its line; without one the line of the script, if the stack is known."""
+        """Returns the method that runs and its line; without one the line of the script, if the stack is known."""
         if self.has_finished:
             return ""
-        if verbs := self._verbs[-1:]:
-            verb, line = verbs[0]
-            return f"`{verb}`, {line}"
+        if methods := self._running[-1:]:
+            method, line = methods[0]
+            return f"`{method}`, {line}"
         users = [frame for frame in stack if is_users(frame.file)]
         return f"{os.path.basename(users[-1].file)}:{users[-1].line}" if users else ""
 
@@ -168,14 +168,14 @@ def _relevant(stack: Sequence[Frame]) -> list[Frame]:
     return [*kept, *stack[-1:]]
 
 
-def _in_user_code(stack: Sequence[Frame], *, in_verb: bool) -> bool:
+def _in_user_code(stack: Sequence[Frame], *, in_method: bool) -> bool:
     """Returns whether the user's code runs outside of `fit` and the like, or in a callback, where it may take long.
 
-    Where a verb runs, and frames that may be Keras' were not read, that is not known: then the rank counts as stuck if
+    Where a call runs, and frames that may be Keras' were not read, that is not known: then the rank counts as stuck if
     it is idle.
     """
     trainer = [place for place, frame in enumerate(stack) if frame.file.endswith(_KERAS_TRAINER)]
     if any(frame.file.endswith(_KERAS_CALLBACKS) for frame in stack[trainer[-1] if trainer else 0 :]):
         return True
     is_whole = 0 < len(stack) < MAX_FRAMES
-    return not trainer and (is_whole or not in_verb)
+    return not trainer and (is_whole or not in_method)

@@ -27,7 +27,7 @@ class RankReport:
         finished: bool, whether its script has finished.
         calls: int, how many collectives it has begun.
         waiting: str or `None`, the collective that it waits in.
-        place: str, the user's verb that runs, and the line of the script; empty if unknown.
+        place: str, the method that the user has called, and the line of the script; empty if unknown.
         among: tuple of int or `None`, the ranks that take part in that one; `None` for all.
         elapsed: float, seconds since it began that one, or finished the last one.
         busy: bool, whether it uses the CPU.

@@ -113,9 +113,9 @@ def the_chief_alone_shows_progress() -> None:
                 with contextlib.redirect_stdout(io.StringIO()) as said:
                     train(model, given, epochs=2, verbose=verbose)
                 assert said.getvalue().count("Epoch 2/2") == kdist.is_chief(), said.getvalue()
-        for verb, data in ((model.evaluate, (x, y)), (model.predict, (x,))):
+        for method, data in ((model.evaluate, (x, y)), (model.predict, (x,))):
             with contextlib.redirect_stdout(io.StringIO()) as said:
-                verb(*data, batch_size=BATCH, verbose=1)
+                method(*data, batch_size=BATCH, verbose=1)
             assert bool(said.getvalue()) == kdist.is_chief(), said.getvalue()
         if not kdist.is_chief():
             keras.config.disable_interactive_logging()

@@ -312,8 +312,8 @@ def test_the_package_is_the_command():
 def test_help_fits_the_terminal(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     parser = make_parser()
-    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for each in (parser, *verbs.choices.values()):
+    (subcommands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for each in (parser, *subcommands.choices.values()):
         assert max(map(len, each.format_help().splitlines())) <= width
         assert each.description
         assert all(len(group._group_actions) <= 8 for group in each._action_groups), "more groups"

@@ -125,7 +125,7 @@ SPLITS = {
     ],
 )
 def test_what_is_taken_and_what_is_skipped_have_nothing_in_common(make, split):
-    """Whenever the verbs come that they are given to."""
+    """Whenever the methods come that they are given to."""
     parts = SPLITS[split](make())
     train, val = (
         set(np.concatenate(epochs(Pipeline(part, seed).dataset(), 1)[0], axis=None)) for seed, part in enumerate(parts)

@@ -250,7 +250,7 @@ def test_an_empty_dataset_is_refused():
         tf_data_source(Dataset.range(0).batch(2), plans(2)[0])
 
 
-def test_a_second_verb_takes_the_pipeline_of_the_first():
+def test_a_second_call_takes_the_pipeline_of_the_first():
     def orders(dataset):
         passes = []
         for seed in (1, 2):
@@ -286,7 +286,7 @@ def _augmented(row):
     ],
 )
 @pytest.mark.parametrize("scale_batch", [True, False])
-def test_a_second_verb_has_the_order_of_its_seed_without_a_trace(make, is_kept, scale_batch, monkeypatch):
+def test_a_second_call_has_the_order_of_its_seed_without_a_trace(make, is_kept, scale_batch, monkeypatch):
     def passes(dataset, seed):
         ranks = sources(lambda: dataset, plans(2, seed=seed, scale_batch=scale_batch))
         return [one_pass(ranks) for _ in range(2)]

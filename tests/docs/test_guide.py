@@ -119,28 +119,30 @@ def test_a_command_that_is_not_understood_is_seen():
 
 
 def sections(text):
-    """Returns the text of each section that a page has on a command, by the command's verb."""
+    """Returns the text of each section that a page has on a command, by its name."""
     parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
     found = zip(parts[1::2], parts[2::2], strict=True)
     return {title.strip("`").removeprefix("kdist "): body for title, body in found if "`kdist " in title}
 
 
 def differences(text):
-    """Returns where a page on the commands and `--help` differ: in the options of a verb, or in a default number."""
-    (verbs,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    found = [f"kdist {verb}" for verb in set(verbs.choices) ^ set(sections(text))]
-    for verb, body in sections(text).items():
+    """Returns where a page on the commands and `--help` differ: in the options of one, or in a default number."""
+    (subcommands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    found = [f"kdist {subcommand}" for subcommand in set(subcommands.choices) ^ set(sections(text))]
+    for subcommand, body in sections(text).items():
         rows = [line for line in body.splitlines() if line.startswith("| `-")]
-        options = [each for each in verbs.choices[verb]._actions if each.option_strings and each.dest != "help"]
+        options = [
+            each for each in subcommands.choices[subcommand]._actions if each.option_strings and each.dest != "help"
+        ]
         known = {name for each in options for name in each.option_strings}
         listed = {name for row in rows for name in re.findall(r"`(--?\w[\w-]*)", row.split(" | ")[0])}
-        found += [f"kdist {verb} {name}" for name in listed - known]
+        found += [f"kdist {subcommand} {name}" for name in listed - known]
         for each in options:
             lines = [row for row in rows if any(f"`{name}" in row.split(" | ")[0] for name in each.option_strings)]
             if not any(f"`{name}" in body for name in each.option_strings):
-                found.append(f"kdist {verb} {each.option_strings[0]}")
+                found.append(f"kdist {subcommand} {each.option_strings[0]}")
             for number in re.findall(r"\((\d+)\)$", each.help or "") if lines else ():
-                found += [f"kdist {verb} {each.option_strings[0]} ({number})"] * (number not in " ".join(lines))
+                found += [f"kdist {subcommand} {each.option_strings[0]} ({number})"] * (number not in " ".join(lines))
     return found
 
 
@@ -170,9 +172,9 @@ def names():
     yield from (f"KDIST_{name.upper()}" for name in arguments)
     for options in (AllReduce, ParameterServer, TPU):
         yield from inspect.signature(options).parameters
-    (verbs,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    for verb, parser in verbs.choices.items():
-        yield f"kdist {verb}"
+    (subcommands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for subcommand, parser in subcommands.choices.items():
+        yield f"kdist {subcommand}"
         yield from (
             f"`{option}" for each in parser._actions for option in each.option_strings if option not in ("-h", "--help")
         )

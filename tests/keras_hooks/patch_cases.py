@@ -107,7 +107,7 @@ def patched_at_each_moment(strategy: Any, *more: type) -> set[str]:
         at = {**fit_twice(moments, folder, more), **moments.at}
     lasting = {
         ("a scope", "a callback's life"): [changed(outside, at["after fit"])],
-        ("a verb", "a fit"): [changed(at["before fit"], at["epoch begin"])],
+        ("a call", "a fit"): [changed(at["before fit"], at["epoch begin"])],
         ("a pass",): [changed(at["epoch begin"], at["batch begin"])],
         ("a step", "`strategy.run`"): [changed(at["batch begin"], each) for each in moments.in_step],
     }
@@ -128,7 +128,7 @@ def patched_at_each_moment(strategy: Any, *more: type) -> set[str]:
 def case_patches_last_as_long_as_the_table_says():
     seen = patched_at_each_moment("auto", kdist.callbacks.NaNPolicy)
     seen |= patched_at_each_moment(kdist.AllReduce(shard="optimizer"))
-    assert seen >= {"a scope", "a callback's life", "a verb", "a fit", "a step"}, seen
+    assert seen >= {"a scope", "a callback's life", "a call", "a fit", "a step"}, seen
 
 
 def case_a_patch_that_does_not_end_is_seen():

@@ -7,7 +7,7 @@ import keras
 import pytest
 
 from kdist.errors import KDistError
-from kdist.keras_hooks.patching import PATCHES, VERBS, WRITING, patch, patched
+from kdist.keras_hooks.patching import METHODS, PATCHES, WRITING, patch, patched
 
 ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
 BEGIN, END = "<!-- patches -->\n", "<!-- /patches -->"
@@ -17,10 +17,10 @@ def table() -> str:
     """Returns the table as ARCHITECTURE.md shows it: a paragraph for each time that patches last."""
     by_time: dict[str, dict[str, list[str]]] = {}
     for row in PATCHES:
-        has_all_verbs = set(VERBS) <= set(row.names)
-        names = [f"`{name}`" for name in row.names if not has_all_verbs or name not in VERBS]
-        if has_all_verbs:
-            names.append("the verbs")
+        has_all_methods = set(METHODS) <= set(row.names)
+        names = [f"`{name}`" for name in row.names if not has_all_methods or name not in METHODS]
+        if has_all_methods:
+            names.append("the methods")
         elif len(names) > 10 or row.names == WRITING:
             names = ["what it writes with"]
         owner = row.owner.rpartition(".")[2]

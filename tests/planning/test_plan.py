@@ -188,7 +188,7 @@ def test_what_a_script_predicts_before_it_trains_is_zeros():
 
     with unallocated():
         call = first_call(run)
-    assert (call.verb, call.batch_size) == ("fit", 8)
+    assert (call.method, call.batch_size) == ("fit", 8)
     assert model_sizes(call.model, call.batch_size, inputs_of(call)).trained == 4 * (601 * 4096 + 4097 * 2)
     call = first_call(run)
     run_step(call, 3)
@@ -197,10 +197,10 @@ def test_what_a_script_predicts_before_it_trains_is_zeros():
 def test_models_outside_of_the_scope_predict_zeros_and_the_training_in_it_is_planned():
     x = np.ones((70, 600), "float32")
 
-    def used_outside(verb="predict", *targets):
+    def used_outside(method="predict", *targets):
         outside = keras.Sequential([keras.layers.Dense(4096), keras.layers.Dense(3)])
         outside.compile("sgd", "mse")
-        return outside, getattr(outside, verb)(x, *targets, verbose=0)
+        return outside, getattr(outside, method)(x, *targets, verbose=0)
 
     def run():
         features = used_outside()[1]
@@ -217,13 +217,13 @@ def test_models_outside_of_the_scope_predict_zeros_and_the_training_in_it_is_pla
 
     with unallocated(), pytest.raises(FirstCall) as caught, stops_at_first_call():
         run()
-    assert (caught.value.verb, caught.value.batch_size) == ("fit", 8)
+    assert (caught.value.method, caught.value.batch_size) == ("fit", 8)
     assert model_sizes(caught.value.model, 8, inputs_of(caught.value)).trained == 4 * (3 * 2 + 2)
     with pytest.raises(FirstCall), stops_at_first_call():
         adopt()
-    for verb, *targets in (("predict",), ("evaluate", x[:, :3]), ("fit", x[:, :3])):
-        with pytest.raises(KDistError, match=rf"{verb} was called outside of kdist\.scope\(\)"), stops_at_first_call():
-            used_outside(verb, *targets)
+    for method, *targets in (("predict",), ("evaluate", x[:, :3]), ("fit", x[:, :3])):
+        with pytest.raises(KDistError, match=rf"{method} was called outside of kdist\.scope"), stops_at_first_call():
+            used_outside(method, *targets)
 
 
 class TwoOptimizers(keras.Model):

@@ -24,18 +24,18 @@ def orders(dataset, count):
 
 
 @pytest.mark.parametrize("kind", ["by itself", "in a graph"])
-def test_the_orders_of_two_verbs_and_iterations_between_them(kind):
+def test_the_orders_of_two_calls_and_iterations_between_them(kind):
     whole, given = orders(shuffled(kind), 6), shuffled(kind)
-    of_verb = OrdersByHand({"x": given, "epochs": 2})
-    assert of_verb.made() == of_verb.skipped() == {}
+    of_call = OrdersByHand({"x": given, "epochs": 2})
+    assert of_call.made() == of_call.skipped() == {}
     for each in seeded_shuffles(given):
         resources_of(each)[BY_HAND] = 2
-    assert of_verb.made() == {"x": [2, 2]}
-    of_verb.skip(of_verb.made())
-    assert of_verb.skipped() == {"x": [2, 2]}
+    assert of_call.made() == {"x": [2, 2]}
+    of_call.skip(of_call.made())
+    assert of_call.skipped() == {"x": [2, 2]}
     made = Pipeline(given, 1).dataset()
     assert orders(made, 2) == whole[2:4]
-    of_verb.skip({"x": [3, 3]})
+    of_call.skip({"x": [3, 3]})
     assert orders(made, 2) == whole[5:] + orders(shuffled(kind), 7)[6:]
 
 

@@ -203,7 +203,7 @@ def iterating_by_hand_follows_one_order() -> None:
     assert engine.gather_objects(alone).count(alone) == 1, "after the scope it is TensorFlow's own order again"
 
 
-def a_split_by_hand_is_that_of_the_verbs() -> None:
+def a_split_by_hand_is_that_of_the_methods() -> None:
     """An order that stays is one for what is iterated by hand and what `fit` sees."""
     seen: list[int] = []
 
@@ -358,7 +358,7 @@ CASES = {
         augmentation_in_a_map_differs_too,
         global_seeds_stay_the_users,
         iterating_by_hand_follows_one_order,
-        a_split_by_hand_is_that_of_the_verbs,
+        a_split_by_hand_is_that_of_the_methods,
         a_vocabulary_of_a_shuffled_split_is_one,
         tensorflows_draws_agree_outside_of_steps,
         seeded_draws_differ_in_steps,

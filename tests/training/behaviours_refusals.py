@@ -39,7 +39,7 @@ def refused(kind: type[Exception], *words: str) -> Any:
 
 def fit(model: keras.Model, **kwargs: Any) -> Any:
     x, y = rows("even")
-    return model.fit(**{"x": x, "y": y, "batch_size": BATCH, "verbose": 0, **kwargs})
+    return model.fit(**{"x": x, "y": y, "batch_size": BATCH, "methodose": 0, **kwargs})
 
 
 # Rule 10.
@@ -272,7 +272,7 @@ def shards_of_shards() -> None:
         model.fit(of_each, verbose=0)
 
 
-def other_verbs() -> None:
+def other_methods() -> None:
     x, y = rows("even")
     with kdist.scope():
         model = mlp()
@@ -341,7 +341,7 @@ def a_model_that_overrides_fit_was_made_outside() -> None:
 
 
 def a_model_built_on_one_rank_alone() -> None:
-    """`predict_on_batch` is the one verb before which Keras does not build it on the others."""
+    """`predict_on_batch` is the one method before which Keras does not build it on the others."""
     x, _ = rows("even")
     with kdist.scope():
         model = keras.Sequential([keras.layers.Dense(2)])
@@ -386,7 +386,7 @@ CASES = {
         other_kinds_of_data,
         one_cache_for_the_ranks_of_a_host,
         shards_of_shards,
-        other_verbs,
+        other_methods,
         other_scopes,
         no_samples,
         scopes_that_cannot_be,

@@ -88,7 +88,7 @@ _OTHERS = (
     *("a_value_of_each_rank_on_purpose", "a_batch_that_is_skipped_counts_nothing"),
     "counters_of_ranks_that_train_by_themselves",
     *("gradients_in_several_messages", "gradients_travel_with_their_update"),
-    "verbs_send_few_messages_beside_their_steps",
+    "calls_send_few_messages_beside_their_steps",
     *("gradients_travel_in_each_step_if_someone_looks", "accumulated_sums_are_whole_after_all_that_may_happen"),
 )
 

@@ -36,17 +36,17 @@ def test_the_progress_of_graphs_is_reported():
     assert activity.report()["calls"] == 4  # graphs are not asked any more
 
 
-def test_the_verb_that_runs_is_reported_with_the_line_that_calls_it():
+def test_the_method_that_runs_is_reported_with_the_line_that_calls_it():
     activity = Activity()
     assert activity.report()["place"] == ""
     with activity.running("model.fit"):
         own = activity.report()["place"]
         assert re.fullmatch(r"`model.fit`, test_activity.py:\d+", own)
-        activity._verbs[0] = "model.fit", "train.py:9"
+        activity._running[0] = "model.fit", "train.py:9"
         with activity.running("model.evaluate"):  # in a callback
             assert "`model.evaluate`, test_activity.py:" in activity.report()["place"]
         assert activity.report()["place"] == "`model.fit`, train.py:9"
-    activity._since -= 2.0  # waits in no verb: the line is looked up
+    activity._since -= 2.0  # waits in no method: the line is looked up
     assert activity.report()["place"].startswith("test_activity.py:")
     activity.has_finished = True
     assert activity.report()["place"] == ""
@@ -82,7 +82,7 @@ CALLBACK = KERAS + "callbacks/callback_list.py"
 @pytest.mark.parametrize(
     ("outermost", "depth", "innermost", "is_users"),
     [
-        ("", 5, "", True),  # a verb, before Keras' loop: a `fit` of the user's own
+        ("", 5, "", True),  # a method, before Keras' loop: a `fit` of the user's own
         (LOOP, 5, "", False),
         (LOOP, 5, CALLBACK, True),
         (LOOP, 150, "", False),  # the frame of the loop is not read
@@ -103,10 +103,10 @@ def test_a_rank_is_in_the_users_code_outside_of_kerass_loop_or_in_a_callback(out
 
     with activity.running("model.fit"):
         assert called_in(outermost, lambda: deeper(depth))["in_user_code"] == is_users
-    assert called_in("", lambda: deeper(150))["in_user_code"], "between two verbs"
+    assert called_in("", lambda: deeper(150))["in_user_code"], "between two methods"
 
 
-def test_a_verb_whose_stack_is_missing_among_many_threads_is_not_taken_for_the_users_code():
+def test_a_call_whose_stack_is_missing_among_many_threads_is_not_taken_for_the_users_code():
     activity = Activity()
     activity._since -= 60.0
     ends = threading.Event()

@@ -54,8 +54,8 @@ def test_a_rank_that_finished_early_is_named_with_the_collective_of_the_others()
     assert found.text.startswith("rank 1 has ended its script; rank 0 is in allreduce of 1 tensor(s) float32[3]. ")
 
 
-def test_the_users_verb_and_line_stand_in_the_place_of_collectives():
-    """Where two ranks are in the same verb, the collectives are told, too."""
+def test_the_users_call_and_line_stand_in_the_place_of_collectives():
+    """Where two ranks are in the same method, the collectives are told, too."""
     fit, evaluate = "`model.fit`, train.py:9", "`model.evaluate`, train.py:15"
     found = detect(waits(0, 4.0, place=evaluate), RankReport(rank=1, calls=4, finished=True))
     assert found.text.startswith(f"rank 1 has ended its script; rank 0 is in {evaluate}. ")

@@ -31,7 +31,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser, otherwise: str = "") -
     """Adds the arguments for the number of ranks and their hosts.
 
     Args:
-        parser: the verb's parser.
+        parser: the subcommand's parser.
         otherwise: str, the number of ranks where none is known.
     """
     ranks = parser.add_argument_group("ranks and hosts")

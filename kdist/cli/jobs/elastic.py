@@ -30,7 +30,7 @@ _PAUSE = 5.0  # seconds between two questions to hosts that do not answer
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Adds the arguments to a group of a verb's parser."""
+    """Adds the arguments to a group of a subcommand's parser."""
     group.add_argument(
         "--min-np", type=count, metavar="N", help="with --restarts: the least number of ranks to go on with (-np)"
     )

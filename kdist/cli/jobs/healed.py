@@ -33,7 +33,7 @@ _HOST_OPTIONS = frozenset(("-H", "-host", "--host", "-hostfile", "--hostfile", "
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Adds the argument to a group of a verb's parser."""
+    """Adds the argument to a group of a subcommand's parser."""
     group.add_argument(
         "--heal",
         choices=(IN_PROCESS,),

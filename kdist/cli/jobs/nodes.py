@@ -23,7 +23,7 @@ _NAMES = {  # the arguments, and what services that start a program on each node
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Adds the arguments to a group of a verb's parser."""
+    """Adds the arguments to a group of a subcommand's parser."""
     group.add_argument(
         "--rendezvous",
         metavar="HOST[:PORT]",

@@ -1,6 +1,6 @@
 """Options of a rank's shard, and whether `tf.data`'s tuner has anything to choose in a pipeline.
 
-The end of a tuned iterator waits for the tuner's thread, which may sleep for a while: a verb would return late. The
+The end of a tuned iterator waits for the tuner's thread, which may sleep for a while: a call would return late. The
 buffer of `prefetch(AUTOTUNE)` is none of the tuner's: the operation itself lets it grow whenever it was found empty.
 """
 

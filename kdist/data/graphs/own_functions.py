@@ -1,6 +1,6 @@
 """Operations of a rank's pipeline with functions of kdist's own: quick to prepare, and cheap to run.
 
-An iterator prepares its functions again, in each verb and each epoch. One that might run on several devices is placed
+An iterator prepares its functions again, in each call and each epoch. One that might run on several devices is placed
 and cut into parts then, which takes milliseconds; and it runs on several threads, which takes longer than small
 operations do. kdist's own only choose and gather rows, on the CPU.
 """

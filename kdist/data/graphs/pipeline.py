@@ -255,7 +255,7 @@ def _is_deterministic(dataset: Any) -> bool:
 def _fixed_seeds(dataset: Any) -> list[tuple[int, int]]:
     """Returns the id of each shuffle without a seed, inputs first, with the seed for one order in all passes.
 
-    All datasets made of such a shuffle must have one order, whichever verb they are given to and whatever they are
+    All datasets made of such a shuffle must have one order, whichever call they are given to and whatever they are
     joined with there: a part for training and one for validation would overlap. So the seed is derived from what is
     shuffled.
     """

@@ -29,9 +29,9 @@ SAVED_ATTRIBUTES = {
 SAVE_MODEL, LOAD_MODEL, SHOULD_SAVE = "_save_model", "_load_model", "_should_save_model"
 
 
-def is_called_each_step(callback: Any, verbs: Sequence[str] = ("", "train_")) -> bool:
+def is_called_each_step(callback: Any, prefixes: Sequence[str] = ("", "train_")) -> bool:
     """Returns whether a callback overrides a method that is called at each step, of training by default."""
-    names = [f"on_{verb}batch_{moment}" for verb in verbs for moment in ("begin", "end")]
+    names = [f"on_{prefix}batch_{moment}" for prefix in prefixes for moment in ("begin", "end")]
     return not all(is_default(getattr(callback, name)) for name in names)
 
 

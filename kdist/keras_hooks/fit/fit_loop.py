@@ -71,7 +71,7 @@ def callback_lists(make: Callable[..., Any], strategy: tf.distribute.Strategy) -
 
     Args:
         make: callable with the arguments of `keras.callbacks.CallbackList`, whose first may be such a list; it returns
-            a list, which the verb and the verbs within it use.
+            a list, which the call and the calls within it use.
         strategy: the strategy; models of other strategies use Keras' list.
     """
     plain = keras.callbacks.CallbackList

@@ -1,4 +1,4 @@
-"""The data of a replicated model's verbs, in orders that are equal on all ranks."""
+"""The data of a replicated model's methods, in orders that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kdist.trainer.feeding.orders_by_hand import OrdersByHand
 
 
 class Feed:
-    """Makes this rank's shards of the data of each verb, and synchronises the random states that the data uses.
+    """Makes this rank's shards of the data of each call, and synchronises the random states that the data uses.
 
     Attributes:
         orders: `OrdersByHand` of the running `fit`.
@@ -49,14 +49,14 @@ class Feed:
         self._end_pass = end_pass
         self._training: ShardedEpochIterator | None = None
         self._holds_random_state = False
-        self._random_state = ""  # at the beginning of the outermost verb, before a generator draws
+        self._random_state = ""  # at the beginning of the outermost call, before a generator draws
         self._num_sources = 0
         self.widths_differ = False
         self.orders = OrdersByHand({})
 
     @contextlib.contextmanager
-    def outermost_verb(self) -> Iterator[None]:
-        """A context that is open while the outermost verb runs."""
+    def outermost_call(self) -> Iterator[None]:
+        """A context that is open while the outermost call runs."""
         self._random_state = repr(random.getstate())
         try:
             yield
@@ -94,14 +94,14 @@ class Feed:
         return holds_random_state(self.training.data_adapter.source)
 
     def make_iterator(
-        self, verb: str, adapter: Any, *, steps_per_epoch: int | None, steps_per_execution: int, is_for_training: bool
+        self, method: str, adapter: Any, *, steps_per_epoch: int | None, steps_per_execution: int, is_for_training: bool
     ) -> ShardedEpochIterator:
-        """Returns this rank's shards of a verb's data.
+        """Returns this rank's shards of a call's data.
 
         Collective: every rank must call this, in the same order.
 
         Args:
-            verb: str, the verb.
+            method: str, the method.
             adapter: Keras' data adapter of the user's data.
             steps_per_epoch: int or `None`, as given by the user.
             steps_per_execution: int, the steps in one call of the model's function.
@@ -112,7 +112,7 @@ class Feed:
             MismatchError: if the ranks have different kinds of data.
         """
         # The first data of a `fit` that does not call Keras' own, too.
-        trains = is_for_training or (verb == "fit" and self._training is None)
+        trains = is_for_training or (method == "fit" and self._training is None)
         make = functools.partial(
             make_source,
             adapter,
@@ -124,7 +124,7 @@ class Feed:
         )
         self._num_sources += 1
         source = make(seed=input_seed(self._random_state, self._num_sources))
-        num_own_batches = check_inputs(verb, adapter, source, self._engine, auto_shard=self._settings.auto_shard)
+        num_own_batches = check_inputs(method, adapter, source, self._engine, auto_shard=self._settings.auto_shard)
         source.end_together(num_own_batches)
 
         def remake(seed: int) -> Source:
@@ -132,13 +132,13 @@ class Feed:
             made.end_together(num_own_batches)
             return made
 
-        if verb == "predict" and self.widths_differ != (widths_differ := not has_fixed_shapes(source)):
+        if method == "predict" and self.widths_differ != (widths_differ := not has_fixed_shapes(source)):
             self.widths_differ, self._model.predict_function = widths_differ, None
         if trains and holds_random_state(source) and not self._holds_random_state:
             self._holds_random_state = True
             self._strategy.draws.num_holding += 1
         iterator = ShardedEpochIterator(
-            SourceAdapter(source, functools.partial(self.agree_random_state, verb), is_for_training=trains),
+            SourceAdapter(source, functools.partial(self.agree_random_state, method), is_for_training=trains),
             strategy=self._strategy,
             steps_per_epoch=source.plan.job_steps_per_epoch,
             steps_per_execution=_steps_per_execution(steps_per_execution, source),
@@ -152,21 +152,21 @@ class Feed:
             self._training = iterator
         return iterator
 
-    def begin_verb(self, verb: str, arguments: dict[str, Any]) -> None:
-        """Compares the arguments of a verb over the ranks, and broadcasts random states; see `agree_random_state`.
+    def begin_call(self, method: str, arguments: dict[str, Any]) -> None:
+        """Compares the arguments of a call over the ranks, and broadcasts random states; see `agree_random_state`.
 
         A dataset continues after the orders of its seeded shuffles that rank 0 has made by hand.
 
         Collective: every rank must call this, in the same order.
 
         Args:
-            verb: str, the verb.
+            method: str, the method.
             arguments: dict, its arguments by name.
 
         Raises:
-            MismatchError: if the ranks call other verbs, or with other arguments.
+            MismatchError: if the ranks call other methods, or with other arguments.
         """
-        what = f"the arguments of {verb}"
+        what = f"the arguments of {method}"
         orders = OrdersByHand(arguments)
         gathered = self._agree(what, [comparable(arguments), orders.made()])
         by_rank, made = ([each[part] for each in gathered] for part in (0, 1))
@@ -178,13 +178,13 @@ class Feed:
                 raise MismatchError(
                     f"Each rank has other class weights. The likely cause is a `train_test_split` without "
                     f"`random_state` before the scope, from which they were computed. Received: {name} is {mine} on "
-                    f"rank 0 and {theirs} on rank {rank} in `model.{verb}`. Expected the same on all ranks. Fix: pass "
-                    "a seed (`random_state=0`, `default_rng(0)`) to what splits or shuffles the data."
+                    f"rank 0 and {theirs} on rank {rank} in `model.{method}`. Expected the same on all ranks. Fix: "
+                    "pass a seed (`random_state=0`, `default_rng(0)`) to what splits or shuffles the data."
                 )
 
         refuse_differences(what, by_rank, refuse)
 
-    def agree_random_state(self, verb: str) -> None:
+    def agree_random_state(self, method: str) -> None:
         """Broadcasts rank 0's random states, unless a generator in a background thread draws from them.
 
         What `tf.random` draws is agreed on always: such threads draw by themselves.
@@ -192,9 +192,9 @@ class Feed:
         Collective: every rank must call this, in the same order.
 
         Args:
-            verb: str, the verb.
+            method: str, the method.
         """
-        self._agree(f"model.{verb}", None)
+        self._agree(f"model.{method}", None)
 
     def _agree(self, what: str, given: Any) -> list[Any]:
         # The state of such a generator must not change while it prefetches, whichever model trains on it.

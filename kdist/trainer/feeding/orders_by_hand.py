@@ -20,10 +20,10 @@ from kdist.data.graphs.replay import orders_of
 
 
 class OrdersByHand:
-    """The orders that were made by hand of the datasets among a verb's arguments.
+    """The orders that were made by hand of the datasets among a call's arguments.
 
     Args:
-        arguments: mapping, the verb's arguments.
+        arguments: mapping, the call's arguments.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -34,7 +34,7 @@ class OrdersByHand:
         return self._counts(BY_HAND)
 
     def skipped(self) -> dict[str, list[int]]:
-        """Returns how many the verb has skipped, by argument, for each seeded shuffle."""
+        """Returns how many the call has skipped, by argument, for each seeded shuffle."""
         return self._counts(SKIPPED)
 
     def _counts(self, key: str) -> dict[str, list[int]]:

@@ -130,7 +130,7 @@ def initial_epoch() -> None:
 
 @feature
 def steps_per_execution() -> None:
-    simple(lambda: {"steps_per_execution": 2, "metrics": ["mae"]}, all_verbs=True)
+    simple(lambda: {"steps_per_execution": 2, "metrics": ["mae"]}, all_methods=True)
 
 
 @feature
@@ -177,7 +177,7 @@ if hasattr(keras.config, "set_max_steps_per_epoch"):
 
 @feature
 def run_eagerly() -> None:
-    simple(lambda: {"run_eagerly": True, "metrics": ["mae"]}, all_verbs=True)
+    simple(lambda: {"run_eagerly": True, "metrics": ["mae"]}, all_methods=True)
 
 
 class CallsNumPy(keras.Model):

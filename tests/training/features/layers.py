@@ -46,7 +46,7 @@ def synchronized_batch_normalization() -> None:
         return made
 
     # The variance is a difference of means: it loses digits.
-    simple(lambda: {"metrics": ["mae"]}, model=model, rtol=1e-7, all_verbs=True)
+    simple(lambda: {"metrics": ["mae"]}, model=model, rtol=1e-7, all_methods=True)
     if size() > 2:
         simple(lambda: {"metrics": ["mae"]}, model=model, shape="few", rtol=1e-7)
 

@@ -169,7 +169,7 @@ def losses_whose_call_is_the_instances_own() -> None:
         def squared(self, y_true: Any, y_pred: Any) -> Any:
             return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
 
-    simple(lambda: {"loss": Chosen()}, all_verbs=True)
+    simple(lambda: {"loss": Chosen()}, all_methods=True)
 
 
 @feature
@@ -192,7 +192,7 @@ def regularizers_and_add_loss() -> None:
         deterministic_weights(made)
         return made
 
-    simple(lambda: {"metrics": ["mae"]}, model=model, all_verbs=True)
+    simple(lambda: {"metrics": ["mae"]}, model=model, all_methods=True)
 
 
 @feature

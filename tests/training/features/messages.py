@@ -146,7 +146,7 @@ class Rows(keras.layers.Layer):
 
 @feature
 def gradients_travel_with_their_update() -> None:
-    """Epochs end between two updates; one layer has sparse gradients, another statistics; verbs take turns."""
+    """Epochs end between two updates; one layer has sparse gradients, another statistics; methods take turns."""
     x, y = sequences()
     whole = size() * BATCH
 
@@ -299,7 +299,7 @@ def messages_of_python() -> Iterator[list[str]]:
 
 
 @feature
-def verbs_send_few_messages_beside_their_steps() -> None:
+def calls_send_few_messages_beside_their_steps() -> None:
     """Of a model with statistics, metrics and a scaled learning rate; the first call of each is not counted."""
     x, y = np.ones((4 * BATCH * size(), 5)), np.ones((4 * BATCH * size(), 2))
     fresh()

@@ -58,7 +58,7 @@ def an_optimizer_of_several() -> None:
         parts = keras.optimizers.SGD(0.05, momentum=0.9), keras.optimizers.Adam(0.01)
         return keras.optimizers.MultiOptimizer(lambda variable: parts["bias" in variable.path])
 
-    simple(lambda: {"optimizer": several(), "metrics": ["mae"]}, all_verbs=True)
+    simple(lambda: {"optimizer": several(), "metrics": ["mae"]}, all_methods=True)
 
 
 @feature

@@ -1,4 +1,4 @@
-"""`predict`, `evaluate` and the verbs of one batch."""
+"""`predict`, `evaluate` and the methods of one batch."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def predictions_of_a_dataset() -> None:
 
 @feature
 def predictions_of_a_model_that_was_never_compiled() -> None:
-    """By each verb that needs no `compile`, more than once; built or not; with `jit_compile` set by hand."""
+    """By each method that needs no `compile`, more than once; built or not; with `jit_compile` set by hand."""
     x, _ = rows("ragged")
 
     class Unbuilt(keras.Model):

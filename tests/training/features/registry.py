@@ -25,7 +25,7 @@ def simple(
     kind: str = "arrays",
     rtol: float = 1e-9,
     scope: dict[str, Any] | None = None,
-    all_verbs: bool = False,
+    all_methods: bool = False,
     **fit: Any,
 ) -> None:
     x, y = rows(shape)
@@ -34,6 +34,6 @@ def simple(
         made = model()
         made.compile(**{"optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "loss": "mse", **compile_()})
         data = fed(kind, (x, y), batch)
-        return fit_evaluate_predict(made, data, x, y, batch, **fit) if all_verbs else fit_alone(made, data, **fit)
+        return fit_evaluate_predict(made, data, x, y, batch, **fit) if all_methods else fit_alone(made, data, **fit)
 
     both(script, rtol=rtol, **(scope or {}))
