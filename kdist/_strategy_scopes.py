@@ -210,8 +210,8 @@ def _trained_by(strategy: AllReduceStrategy, settings: Settings, seed: int) -> I
     from kdist.keras_hooks.trainer import is_overridden, watch_models
     from kdist.keras_hooks.tuner import JointSearches
     from kdist.sharding.embedding import tables_in_parts
+    from kdist.trainer.custom_loops import CustomLoops
     from kdist.trainer.downloads import once_a_host
-    from kdist.trainer.own_loops import OwnLoops
     from kdist.trainer.replicated_model import replicate
     from kdist.trainer.saving import whole_files
 
@@ -239,7 +239,7 @@ def _trained_by(strategy: AllReduceStrategy, settings: Settings, seed: int) -> I
         scopes_outlive_clear_session(silence_other_ranks),
         strategy.scope(),
         watch_models(made, adopt),
-        OwnLoops(strategy).opened(),
+        CustomLoops(strategy).opened(),
         tables_in_parts(strategy, settings.options.shard_embeddings),
         strategy.draws.running(),
         one_order(seed) if settings.auto_shard else contextlib.nullcontext(),

@@ -15,7 +15,7 @@ from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
 from kdist._tf_internals import is_compiled_by_xla
 from kdist.keras_hooks.patching import patched
-from kdist.keras_hooks.trainer import computes_own_loss, is_output_loss, loss_tracker
+from kdist.keras_hooks.trainer import computes_custom_loss, is_output_loss, loss_tracker
 
 _BUILT_FOR = "kdist_built_for"
 
@@ -295,7 +295,7 @@ def _may_be_wider_elsewhere(model: keras.Model, values: Any, weights: Any, of_st
     if get_keras_mask(values) is not None or is_compiled_by_xla():
         return False
     if tf.executing_eagerly():
-        return not computes_own_loss(model)
+        return not computes_custom_loss(model)
     return bool(None in values.shape[1:] and values.graph is of_step.graph)
 
 

@@ -26,7 +26,7 @@ Trainer = getattr(trainer_module, "TensorFlowTrainer", None) or trainer_module.T
 MAKE_FUNCTION = "_make_function"
 SYMBOLIC_BUILD = "_maybe_symbolic_build"
 EPOCH_LOGS = "_get_metrics_result_or_logs"
-OWN_STEPS = "_kdist_own_steps"  # of a model: the names of steps that its owner has set on the instance
+CUSTOM_STEPS = "_kdist_custom_steps"  # of a model: the names of steps that its owner has set on the instance
 
 
 def watch_models(
@@ -68,15 +68,15 @@ def patch_methods(model: keras.Model, wrappers: dict[str, Callable[..., Any]]) -
 
 def is_overridden(model: keras.Model, name: str) -> bool:
     """Returns whether a model's class overrides a method of the trainer, or its owner has set one on the instance."""
-    return name in vars(model).get(OWN_STEPS, ()) or getattr(type(model), name) is not getattr(Trainer, name)
+    return name in vars(model).get(CUSTOM_STEPS, ()) or getattr(type(model), name) is not getattr(Trainer, name)
 
 
-def has_own_steps(model: keras.Model) -> bool:
+def has_custom_steps(model: keras.Model) -> bool:
     """Returns whether a model overrides `train_step` or `test_step`."""
     return any(is_overridden(model, name) for name in ("train_step", "test_step"))
 
 
-def computes_own_loss(model: keras.Model) -> bool:
+def computes_custom_loss(model: keras.Model) -> bool:
     """Returns whether a model overrides what calls its compiled loss."""
     return any(is_overridden(model, name) for name in ("train_step", "test_step", "compute_loss"))
 
@@ -188,7 +188,7 @@ def build_eagerly(model: keras.Model, batch: Any) -> None:
     for part in (model._compile_metrics, model._compile_loss):
         if part is not None and not part.built and targets is not None:
             part.build(targets, outputs)
-    if model.optimizer is not None and not model.optimizer.built and not has_own_steps(model):
+    if model.optimizer is not None and not model.optimizer.built and not has_custom_steps(model):
         model.optimizer.build(model.trainable_variables)
     model._post_build()
 

@@ -13,7 +13,7 @@ from kdist._tf_internals import UninitializedVariable
 from kdist.errors import KDistError
 from kdist.keras_hooks.layers.embedding import has_plain_lookup, refusal_reasons
 from kdist.keras_hooks.optimizers import innermost, is_elementwise, optimizers_of, trained_variables
-from kdist.keras_hooks.trainer import has_own_steps, layers_of
+from kdist.keras_hooks.trainer import has_custom_steps, layers_of
 from kdist.planning.activations import estimated_row
 from kdist.planning.memory import TABLE_BYTES, Sizes
 from kdist.sharding.refusals import can_update_parts, can_update_rows
@@ -136,7 +136,7 @@ def _used_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     found = optimizers_of(model)
     others = [each for each in found if each is not model.optimizer]
     is_default = type(model.optimizer) is keras.optimizers.RMSprop and not model.optimizer.built
-    return others if others and is_default and has_own_steps(model) else found
+    return others if others and is_default and has_custom_steps(model) else found
 
 
 def _bytes_of_state(optimizer: keras.optimizers.Optimizer) -> int:

@@ -15,11 +15,11 @@ from kdist.engines.engine import Engine
 from kdist.keras_hooks.losses import replaced_losses, scaled_activity_losses
 from kdist.keras_hooks.metrics import weighted_scalars, wrapped_updates
 from kdist.keras_hooks.random_seeds import folded_seeds
-from kdist.keras_hooks.trainer import computes_own_loss, seed_generators
+from kdist.keras_hooks.trainer import computes_custom_loss, seed_generators
 from kdist.state.random_state import folded_draws
 from kdist.step.losses.custom_losses import CustomLosses
+from kdist.step.losses.custom_metrics import CustomMetrics
 from kdist.step.losses.global_loss import GlobalLoss
-from kdist.step.losses.own_metrics import OwnMetrics
 from kdist.step.losses.step_rows import StepRows
 from kdist.step.traced_rows import TracedRows
 from kdist.strategies.all_reduce import AllReduceExtended
@@ -164,13 +164,13 @@ class Step:
         """
         self.applying = self.loss_is_weighted = False
         self.weights = model.trainable_variables
-        has_other_rows = computes_own_loss(model)
+        has_other_rows = computes_custom_loss(model)
         batch = GlobalBatch(self, has_other_rows=has_other_rows)
 
         def global_loss(loss: Any) -> Any:
             return self.custom_losses.compiled(loss, GlobalLoss(loss, self, batch, has_other_rows=has_other_rows))
 
-        metrics = OwnMetrics(self, self.custom_losses, batch)
+        metrics = CustomMetrics(self, self.custom_losses, batch)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._extended.in_step(self))

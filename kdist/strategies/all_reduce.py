@@ -205,7 +205,7 @@ class AllReduceExtended(StrategyExtendedV1):
         return self._run_update(var, fn, args, kwargs or {}, group)
 
     def _update(self, var: Any, fn: Callable[..., Any], args: tuple, kwargs: dict, group: bool) -> Any:
-        # Cross-replica context: nothing was reduced (`kdist/trainer/own_loops.py` opens a replica's). Keras' moving
+        # Cross-replica context: nothing was reduced (`kdist/trainer/custom_loops.py` opens a replica's). Keras' moving
         # average of weights (EMA) is allowed here, an optimizer's update is not.
         if self.num_replicas > 1 and getattr(fn, "__name__", "") == UPDATE:
             raise NotSynchronizedError(

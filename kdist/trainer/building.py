@@ -15,7 +15,7 @@ from kdist.keras_hooks.trainer import (
     SYMBOLIC_BUILD,
     build_eagerly,
     build_layers,
-    has_own_steps,
+    has_custom_steps,
     is_built,
     keeps_states_of_one_row,
     runs_eagerly,
@@ -56,7 +56,7 @@ def build(session: ReplicatedSession, iterator: Any, batch: Any) -> None:
         # Without a strategy Keras does not call the model here; one with custom steps may not be callable, and
         # Keras takes sparse targets for dense ones.
         sparse = (tf.SparseTensor, tf.SparseTensorSpec)
-        if not has_own_steps(model) and not any(isinstance(x, sparse) for x in tf.nest.flatten(batch)):
+        if not has_custom_steps(model) and not any(isinstance(x, sparse) for x in tf.nest.flatten(batch)):
             raise
 
 
@@ -71,7 +71,7 @@ def _build(session: ReplicatedSession, iterator: Any, batch: Any) -> None:
         with session.strategy.scope(), contextlib.suppress(Exception):  # Keras' own build then explains it
             build_layers(model, batch)
     # A step of the user's own may update other variables than the model's: the first update builds the optimizer.
-    builds = not has_own_steps(model)
+    builds = not has_custom_steps(model)
     with (
         tensor_names_kept(),
         contextlib.nullcontext() if builds else not_built(optimizers_of(model)),

@@ -15,17 +15,17 @@ import keras
 import tensorflow as tf
 
 from kdist.data.batch import Rows, Shard
+from kdist.keras_hooks.custom_steps import CustomSteps
 from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.metrics import summed_variables
 from kdist.keras_hooks.optimizers import innermost, optimizers_of
-from kdist.keras_hooks.own_steps import OwnSteps
 from kdist.keras_hooks.patching import METHODS, original
 from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import (
     EPOCH_LOGS,
     MAKE_FUNCTION,
     SYMBOLIC_BUILD,
-    computes_own_loss,
+    computes_custom_loss,
     is_built,
     is_overridden,
     keeps_states,
@@ -88,7 +88,7 @@ class ReplicatedModel:
             "predict_step": TracedRows(are_unknown=True),
         }
         self._prepared_optimizers: dict[str, Any] = {}  # by method on a batch: the optimizer at its last call
-        self._own_steps = OwnSteps(
+        self._custom_steps = CustomSteps(
             session.model,
             {"train_step": self.train_step, "test_step": self.test_step, "predict_step": self.predict_step},
         )
@@ -107,7 +107,7 @@ class ReplicatedModel:
             "reset_metrics": self._reset_metrics,
         }
         patch_methods(self._model, {**methods, **hooks, **saving.wrappers(self.session)})
-        self._own_steps.patch()
+        self._custom_steps.patch()
         set_session(self._model, self.session)
 
     def _original(self, name: str) -> Callable[..., Any]:
@@ -126,7 +126,7 @@ class ReplicatedModel:
                 return run(*args, **kwargs)
         is_outermost = not session.running_methods
         if is_outermost and not has_extensions(self._model):
-            self._own_steps.patch()
+            self._custom_steps.patch()
         session.warn_of_other_settings()
         session.end_interrupted_pass()
         arguments = named_arguments(inspect.signature(run).bind(*args, **kwargs))
@@ -153,7 +153,7 @@ class ReplicatedModel:
         session = self.session
         session.end_interrupted_pass()
         if not session.running_methods and not has_extensions(self._model):
-            self._own_steps.patch()
+            self._custom_steps.patch()
         self._compiled_steps.disable_keras_compilation()
         # The first call with an optimizer does what the other methods do at each call.
         is_first = self._is_first_on_batch(name)
@@ -216,7 +216,7 @@ class ReplicatedModel:
 
     def _make_function(self, step: Callable[..., Any]) -> StepFunction:
         rows = self._traced_rows["test_step" if step == self._model.test_step else "train_step"]
-        if computes_own_loss(self._model):
+        if computes_custom_loss(self._model):
             rows.hide_row_count()
         return StepFunction(self._model, functools.partial(self._original(MAKE_FUNCTION), step), rows)
 
@@ -248,7 +248,7 @@ class ReplicatedModel:
     def train_step(self, data: Any) -> Any:
         """Trains on this rank's share of a batch."""
         if self._extended.step is not None:
-            return self._own_steps.get("train_step")(data)  # called in another model's step, on its share
+            return self._custom_steps.get("train_step")(data)  # called in another model's step, on its share
         session, is_shard = self.session, isinstance(data, Shard)
         kind: Callable[..., TrainStep] = TrainStep
         if session.local_sgd is not None and is_shard:
@@ -276,7 +276,7 @@ class ReplicatedModel:
     def test_step(self, data: Any) -> Any:
         """Evaluates this rank's share of a batch."""
         if self._extended.step is not None:
-            return self._own_steps.get("test_step")(data)
+            return self._custom_steps.get("test_step")(data)
         is_shard = isinstance(data, Shard)
         step = ForwardStep(
             self._extended,
@@ -305,7 +305,7 @@ class ReplicatedModel:
         before = [tf.identity(v.value) for v in variables]
 
         def run() -> tuple[Any, Any]:
-            return measured_logs(lambda: self._own_steps.get(name)(step.data), model, step)
+            return measured_logs(lambda: self._custom_steps.get(name)(step.data), model, step)
 
         done = self._compiled_steps.run(name, step, run) if self._compiled_steps.is_requested else None
         if done is None:
@@ -358,12 +358,12 @@ class ReplicatedModel:
     def predict_step(self, data: Any) -> Any:
         """Predicts this rank's share, and returns all ranks' predictions in the order of the rows."""
         if self._extended.step is not None:
-            return self._own_steps.get("predict_step")(data)
+            return self._custom_steps.get("predict_step")(data)
         step = ForwardStep(
             self._extended, self._share(data, "predict_step"), written=self.session.written, is_traced_alike=False
         )
         with step.running(self._model):
-            outputs = self._own_steps.get("predict_step")(step.data)
+            outputs = self._custom_steps.get("predict_step")(step.data)
         leaves = keras.tree.flatten(outputs)
         self._dense_outputs = [not isinstance(leaf, tf.RaggedTensor) for leaf in leaves]
         widths_differ = self.session.feed.widths_differ

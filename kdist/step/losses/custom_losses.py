@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from kdist.keras_hooks.losses import layer_that_added, scaled_added_losses
 from kdist.keras_hooks.patching import patched
-from kdist.keras_hooks.trainer import computes_own_loss
+from kdist.keras_hooks.trainer import computes_custom_loss
 from kdist.reports.log import once
 from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.linear_terms import linear_terms
@@ -86,7 +86,7 @@ class CustomLosses:
         self._are_means: set[Any] = set()  # keys of what is found to be a mean
         self._unrecorded: dict[Any, tf.Tensor] = {}  # what no tape has recorded, by graph and name
         self._rows = rows
-        self._has_own_loss = False
+        self._has_custom_loss = False
         self._pairs = StepPairs(step, rows, lambda _, own: own)
         self._gradients = StepGradients(step)
         self._gather: Gather = lambda _, rows: rows
@@ -124,7 +124,7 @@ class CustomLosses:
         """
 
         def call(*args: Any, **kwargs: Any) -> tf.Tensor:
-            if not self._has_own_loss:
+            if not self._has_custom_loss:
                 tell_of_related_layers(self._step.engine, self._rows, (args, kwargs))
             elif self._pairs.relates_rows((args, kwargs)):
                 return loss(*args, **kwargs)
@@ -136,7 +136,7 @@ class CustomLosses:
 
     def of_all_ranks(self, values: Any, who: str) -> Any | None:
         """See `StepPairs.of_all_ranks`; `None` if the model's steps are Keras' own."""
-        return self._pairs.of_all_ranks(values, who) if self._has_own_loss else None
+        return self._pairs.of_all_ranks(values, who) if self._has_custom_loss else None
 
     @contextlib.contextmanager
     def opened(self, model: keras.Model, gather: Gather) -> Iterator[None]:
@@ -148,17 +148,17 @@ class CustomLosses:
                 and returns those of all ranks.
         """
         self._gather = gather
-        self._has_own_loss = computes_own_loss(model) and self._step.engine.size > 1
+        self._has_custom_loss = computes_custom_loss(model) and self._step.engine.size > 1
         self._pairs = StepPairs(self._step, self._rows, gather)
         self._model = type(model).__name__
         self._loss = f"The loss that the step of {self._model} differentiates"
-        if self._has_own_loss and tf.executing_eagerly():
+        if self._has_custom_loss and tf.executing_eagerly():
             self._tell(_EAGER, type(model).__name__)
         with contextlib.ExitStack() as stack:
             stack.enter_context(
                 scaled_added_losses(model, lambda loss, total: self.as_mean(total, layer_that_added(model, loss)))
             )
-            if computes_own_loss(model):
+            if computes_custom_loss(model):
                 stack.enter_context(self._scaled_gradients())
             yield
 

@@ -12,7 +12,7 @@ from kdist.strategies.global_batch import GlobalBatch
 from kdist.strategies.open_step import OpenStep
 
 
-class OwnMetrics:
+class CustomMetrics:
     """Updates of metrics in an open step.
 
     Args:

@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from kdist.errors import StrategyError
 from kdist.gradients.agreement import agreed_gradients
+from kdist.keras_hooks.custom_loops import APPLY, watch_optimizers, watch_scopes, whole_losses
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, set_optimizer_strategy, trained_variables
-from kdist.keras_hooks.own_loops import APPLY, watch_optimizers, watch_scopes, whole_losses
 from kdist.keras_hooks.patching import original, patch
 from kdist.sharding.optimizer import shard, sharded
 from kdist.state.broadcast import broadcast_state
@@ -31,7 +31,7 @@ _SHARE_OUT = (
 )
 
 
-class OwnLoops:
+class CustomLoops:
     """The updates of optimizers outside of a replica.
 
     Gradients are averaged over the ranks, in one message an update. Where all ranks saw the same rows that is one

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 
 from kdist.keras_hooks.patching import original
-from kdist.keras_hooks.trainer import OWN_STEPS, patch_methods
+from kdist.keras_hooks.trainer import CUSTOM_STEPS, patch_methods
 
 
-class OwnSteps:
+class CustomSteps:
     """The user's steps of one model: those of the instance, else those of its class.
 
     Args:
@@ -34,7 +34,7 @@ class OwnSteps:
             if given is None or given is not self._patched.get(name):
                 patch_methods(self._model, {name: step})
                 self._patched[name], self._own[name] = methods.get(name), given
-        methods[OWN_STEPS] = {name for name, own in self._own.items() if own is not None}
+        methods[CUSTOM_STEPS] = {name for name, own in self._own.items() if own is not None}
 
     def get(self, name: str) -> Callable[..., Any]:
         """Returns the user's step of the instance, else the class's, which the first may call as the model's."""
