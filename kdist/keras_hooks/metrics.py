@@ -212,6 +212,7 @@ def weighted_scalars(
     model: keras.Model,
     weight: Callable[[], tf.Tensor],
     *,
+    rows: Callable[[], tf.Tensor],
     joint: bool,
     loss_weight: Callable[[tf.Tensor], tf.Tensor],
     as_mean: Callable[[Any, str], Any],
@@ -228,6 +229,7 @@ def weighted_scalars(
     Args:
         model: `keras.Model`.
         weight: callable that returns the share, a scalar tensor.
+        rows: callable that returns the number of the rank's rows, a scalar tensor.
         joint: bool, whether `joint_metrics` and what is nested in them count the global batch, without a weight.
         loss_weight: callable that returns the weight of a loss, from the one that Keras gives it: the length of the
             first input.
@@ -257,9 +259,9 @@ def weighted_scalars(
             sample_weight = tf.cast(weight(), self.dtype)
         elif sample_weight is not None and is_loss:
             sample_weight = loss_weight(tf.convert_to_tensor(sample_weight))
-        elif sample_weight is not None and not tf.executing_eagerly() and is_output_loss(model, self):
-            # The output's length, as fixed in the graph: in one process it weighs all steps equally.
-            sample_weight = tf.cast(sample_weight, self.dtype) * tf.cast(weight(), self.dtype)
+        elif sample_weight is not None and is_output_loss(model, self):
+            # Keras gives the output's length where it is fixed, which on each rank may be another one.
+            sample_weight = tf.cast(rows(), self.dtype)
         elif sample_weight is not None and _may_be_wider_elsewhere(model, values, sample_weight, weight()):
             values, sample_weight = equally_wide([values, sample_weight])
         return original(self, values, sample_weight=sample_weight)

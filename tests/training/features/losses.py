@@ -239,6 +239,31 @@ def _several_outputs(shape: str) -> None:
 
 
 @feature
+def logged_losses_of_outputs_in_batches_that_ranks_do_not_divide() -> None:
+    """Keras weighs them by an output's length where it is fixed, which is another one on each rank."""
+    batch = 3 * size() - 1
+    x = np.random.default_rng(0).normal(size=(2 * batch, 5))
+    x[: batch // 2] *= 9
+    y = {"one": x[:, :2] ** 2, "two": x[:, :1]}
+
+    def script(_: int, is_eager: bool = False) -> dict[str, Any]:
+        given = keras.Input((5,))
+        model = keras.Model(given, {name: keras.layers.Dense(y[name].shape[1], name=name)(given) for name in y})
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.01), loss={"one": "mse", "two": "mae"}, run_eagerly=is_eager)
+        logs: list[Any] = [
+            model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, validation_data=(x, y), verbose=0).history
+        ]
+        for rows_given in (slice(batch), slice(2 * batch)):  # of two lengths, in one mean
+            part = {name: values[rows_given] for name, values in y.items()}
+            logs.append(model.test_on_batch(x[rows_given], part, return_dict=True))
+        return {"logs": logs, "weights": model.get_weights()}
+
+    both(script, scale_batch=False)
+    both(functools.partial(script, is_eager=True), scale_batch=False)
+
+
+@feature
 def a_loss_that_one_row_has_not() -> None:
     """A rank without data runs one row at weight 0: its gradient counts nothing, NaN or not."""
     x, y = rows("ragged")
