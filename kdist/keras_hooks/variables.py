@@ -31,7 +31,7 @@ def recorded_assignments(record: Callable[[Any, str, list[Any]], tf.Tensor | Non
     Args:
         record: callable that takes the `keras.Variable`, or the `tf.Variable` that is assigned to by itself, the name
             of the method, the tensors, arrays and numbers among its arguments. It returns what is to be assigned in the
-            place of the first argument, or `None`.
+            place of the first argument, or of a method that writes some rows, to the whole variable; or `None`.
     """
     thread, is_recording = threading.get_ident(), False
 
@@ -43,7 +43,12 @@ def recorded_assignments(record: Callable[[Any, str, list[Any]], tf.Tensor | Non
             is_recording = True
             try:
                 value = record(self, name, _values_in([*args, *(kwargs[each] for each in sorted(kwargs))]))
-                return write(self, *(args if value is None else (value, *args[1:])), **kwargs)
+                if value is None:
+                    return write(self, *args, **kwargs)
+                if name in SCATTERS:
+                    return self.assign(value)
+                others = {key: each for key, each in kwargs.items() if key not in ("value", "delta")}
+                return write(self, value, *args[1:], **others)
             finally:
                 is_recording = False
 

@@ -10,11 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist._tf_internals import SCATTERS
 from kdist.engines.engine import Engine
 from kdist.keras_hooks.optimizers import innermost, optimizers_of, trained_variables
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.variables import (
-    DIRECT_ASSIGN,
     aggregation_of,
     is_of_one_rank,
     is_seed,
@@ -25,6 +25,7 @@ from kdist.keras_hooks.variables import (
 )
 from kdist.state.graphs.increments import Increments
 from kdist.state.graphs.rank_dependence import RankDependence
+from kdist.state.graphs.scattered import scattered
 from kdist.state.rows.reduction_frontier import is_weighted_sum
 from kdist.state.written import FIX, Merge, Written, WrittenState
 
@@ -35,7 +36,6 @@ _KEPT = {
     "first": "Rank 0's value is kept",
 }
 _COLLECTIVES = ("allreduce", "allgather", "broadcast")  # their results are equal on all ranks
-_OF_ONE_VALUE = (DIRECT_ASSIGN, "assign", "assign_add", "assign_sub")
 _TABLE_WRITES = ("LookupTableInsertV2", "LookupTableImportV2", "LookupTableRemoveV2")
 
 
@@ -170,20 +170,25 @@ class Assignments:
         graph = tf.compat.v1.get_default_graph()
         self._dependence.add_graph(graph)
         value = self._global_value(variable, method, values)
-        given = values if value is None else [value]
-        self._written[key].assignments.append((method, given, graph, len(graph.get_operations())))
+        if value is not None:
+            method, values = "assign" if method in SCATTERS else method, [value]
+        self._written[key].assignments.append((method, values, graph, len(graph.get_operations())))
         return value
 
     def _global_value(self, variable: Any, method: str, values: list[Any]) -> tf.Tensor | None:
         """Returns what the rows of all ranks make of a value, if nothing else says how the ranks' values are merged."""
         raw = raw_variable(variable)
-        if method not in _OF_ONE_VALUE or len(values) != 1 or not self._is_traced_alike:
-            return None
-        is_known = raw.dtype != tf.string and raw.shape.is_fully_defined() and tf.is_symbolic_tensor(values[0])
+        is_known = raw.dtype != tf.string and raw.shape.is_fully_defined() and self._is_traced_alike
         if not is_known or aggregation_of(variable) != "none":
             return None
         terms = self._increments.terms(raw, method, values)
         if terms is not None and raw.dtype.is_integer:  # it counts
+            return None
+        if method in SCATTERS:
+            with self.suspended():
+                whole = scattered(raw, method, values)
+            values = [] if whole is None else [whole]
+        if len(values) != 1 or not tf.is_symbolic_tensor(values[0]):
             return None
         is_of_rows = self.depends_on_rows(values[0])
         if not (is_of_rows or self._is_number_of_rows(terms or [])):

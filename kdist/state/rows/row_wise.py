@@ -17,6 +17,7 @@ from kdist.state.rows.means_and_sums import OF_EACH, RANGES, MeansAndSums, has_r
 
 _CHOOSING = ("Slice", "StridedSlice", "GatherV2")
 _SHAPES = ("Shape", "ShapeN", "Size")
+_LOOKUPS = ("ResourceGather", "ResourceGatherNd")  # of a variable's rows, by indices
 _FILLING = ("Fill", "ZerosLike", "OnesLike", "BroadcastTo")  # all rows alike
 _EXACT = 0.1  # of the tolerance of means: what is not found costs a longer message alone
 
@@ -168,6 +169,10 @@ class RowWise:
         return key in self._is_clear or is_of_shape or self._is_leaf(tensor)
 
     def _is_of_each_element(self, output: tf.Tensor, inputs: Sequence[tf.Tensor]) -> bool:
+        """Returns whether each element is known to be computed from one, also where made-up rows all give the same."""
+        if output.op.type in _LOOKUPS:  # of a variable that begins with zeros, say
+            by_place = output.op.type == "ResourceGather" and output.op.get_attr("batch_dims")
+            return not by_place and all(each is output.op.inputs[1] and self(each) for each in inputs)
         return output.op.type in OF_EACH and all(
             each.shape.rank == output.shape.rank and each.shape[0] is None and self(each) for each in inputs
         )

@@ -358,6 +358,63 @@ def what_a_layer_keeps_is_that_of_the_global_batch() -> None:
         assert not said, said
 
 
+BANKS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "replaced": lambda bank, i, x: bank.scatter_update(tf.IndexedSlices(x, i)),
+    "replaced_by_places": lambda bank, i, x: bank.scatter_nd_update(i[:, None], x),
+    "added": lambda bank, i, x: bank.scatter_nd_add(i[:, None] // 2, x),
+    "added_as_slices": lambda bank, i, x: bank.scatter_add(sparse_delta=tf.IndexedSlices(x, i // 2)),
+    "largest": lambda bank, i, x: bank.scatter_max(tf.IndexedSlices(x, i // 3)),
+    "averaged": lambda bank, i, x: bank.scatter_nd_update(i[:, None], 0.7 * tf.gather(bank, i) + 0.3 * x),
+    "assigned": lambda bank, i, x: bank.assign(
+        value=tf.tensor_scatter_nd_update(bank, i[:, None], 0.5 * tf.gather(bank, i) + x)
+    ),
+    "first_labels": lambda bank, i, x: bank.scatter_update(tf.IndexedSlices(tf.cast(x[:, :1] * 100, bank.dtype), i)),
+}
+
+
+class Banks(keras.layers.Layer):
+    """What is kept of each sample, written by its index, which is the first column; used when just written."""
+
+    def build(self, shape: Any) -> None:
+        self.banks = {
+            name: self.add_weight(
+                shape=(40, 1 if "labels" in name else shape[1]),
+                dtype="int32" if "labels" in name else None,
+                initializer="zeros",
+                trainable=False,
+                name=name,
+            )
+            for name in BANKS
+        }
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return inputs
+        i = tf.cast(inputs[:, 0], tf.int64)
+        for name, write in BANKS.items():
+            write(self.banks[name].value, i, inputs)
+        return inputs + 0.1 * tf.gather(self.banks["averaged"].value, i)
+
+
+@feature
+def banks_of_samples_are_those_of_the_global_batch() -> None:
+    """As of early-learning regularization, temporal ensembling, memories: by the methods that write some rows."""
+    for shape in ("ragged", "even"):
+        x, y = rows(shape)
+        x[:, 0] = np.arange(len(x)) % 40
+
+        def script(batch: int, data: Any = (x, y)) -> dict[str, Any]:
+            model = keras.Sequential([keras.Input((5,)), Banks(), keras.layers.Dense(2)])
+            deterministic_weights(model.layers[-1])
+            model.compile(keras.optimizers.SGD(1e-4), "mse")
+            history = model.fit(*data, batch_size=batch, epochs=2, verbose=0, shuffle=False)
+            return outcome(model, history)
+
+        with warned() as said:
+            both(script)
+        assert not said, said
+
+
 @feature
 def what_no_rule_can_merge_is_told_of() -> None:
     """In eager steps, and in branches: equal on all ranks, and one warning for each, by the chief."""
