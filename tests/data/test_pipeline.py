@@ -14,6 +14,14 @@ from kdist.errors import DataError
 Dataset = tf.data.Dataset
 
 
+@pytest.fixture(autouse=True)
+def no_global_seed():
+    """Unseeded shuffles are unseeded, whatever a test before has set."""
+    tf.random.set_seed(None)
+    yield
+    tf.random.set_seed(None)
+
+
 def epochs(dataset, count=2):
     """Draws epochs as one flat list of numbers each."""
 
@@ -207,7 +215,6 @@ def test_arrays_are_never_serialised_for_a_shuffle_before(monkeypatch, caplog, n
         raise AssertionError("a graph is serialised")
 
     monkeypatch.setattr(determinism, "graph_of", serialised)
-    tf.random.set_seed(None)  # a test before may have set one
 
     def make():
         return SHUFFLED[name](Dataset.from_tensor_slices(np.arange(9)).shuffle(9, seed=seed))
@@ -298,7 +305,6 @@ def test_files_that_a_cache_will_write_are_known(tmp_path):
 @pytest.mark.parametrize(("seed", "is_told"), [(None, True), (1, False)])
 def test_decisions_after_random_numbers_are_warned_of(caplog, seed, is_told):
     """Each rank draws its own: one may keep an element that another one leaves out."""
-    tf.random.set_seed(None)  # a test before may have set one
     drawn = Dataset.range(8).map(lambda x: tf.cast(x, tf.float32) + tf.random.uniform([], seed=seed))
     Pipeline(drawn.batch(2), 7)
     assert "drawn unseeded" not in caplog.text
