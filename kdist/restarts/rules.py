@@ -95,7 +95,7 @@ def _why_not(attempts: Sequence[Attempt]) -> str:
         if len(attempts) > 1 and _raised(attempts[-2]) and _raised(last) and not are_new(attempts)[-1]:
             return "it was raised twice, without a new checkpoint between"
     if not any(_news(attempts)[-_MAX_WITHOUT_CHECKPOINT:]) and len(_news(attempts)) >= _MAX_WITHOUT_CHECKPOINT:
-        return f"{_MAX_WITHOUT_CHECKPOINT} attempts have made no new checkpoint"
+        return f"{_MAX_WITHOUT_CHECKPOINT} attempts have made no new checkpoint of BackupAndRestore"
     return ""
 
 

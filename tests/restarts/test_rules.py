@@ -43,9 +43,15 @@ def test_what_is_started_again(kind):
         ([attempt(Kind.SIGNAL, events=NO_SCOPE, backup=False)], "no rank entered"),
         ([attempt(Kind.EXCEPTION, events=IN_SCOPE, backup=False)], "no step was trained"),
         ([attempt(events=IN_SCOPE, backup=False)], "no step was trained"),
-        ([attempt(KILLED), attempt(KILLED)], "2 attempts have made no new checkpoint"),
-        ([attempt(KILLED, backup=False), attempt(KILLED, backup=False)], "2 attempts have made no new checkpoint"),
-        ([attempt(KILLED, 4), attempt(KILLED, 4), attempt(KILLED, 4)], "2 attempts have made no new checkpoint"),
+        ([attempt(KILLED), attempt(KILLED)], "2 attempts have made no new checkpoint of BackupAndRestore"),
+        (
+            [attempt(KILLED, backup=False), attempt(KILLED, backup=False)],
+            "2 attempts have made no new checkpoint of BackupAndRestore",
+        ),
+        (
+            [attempt(KILLED, 4), attempt(KILLED, 4), attempt(KILLED, 4)],
+            "2 attempts have made no new checkpoint of BackupAndRestore",
+        ),
         ([attempt(Kind.EXCEPTION, 4), attempt(Kind.EXCEPTION, 4)], "raised twice"),
     ],
 )
