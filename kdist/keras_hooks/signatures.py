@@ -21,7 +21,7 @@ def comparable(arguments: dict[str, Any]) -> dict[str, str]:
             for key, weight in value.items():
                 number = weight.item() if isinstance(weight, np.generic) else weight
                 compared[f"{CLASS_WEIGHT}[{key!r}]"] = repr(number)
-        elif name not in ("methodose", "callbacks") and (
+        elif name not in ("verbose", "callbacks") and (
             isinstance(value, (bool, int, float, str, type(None)))
             or (isinstance(value, list) and name in (CLASS_WEIGHT, "validation_freq"))
         ):

@@ -73,7 +73,7 @@ def _replicated_list(
         may_end_passes=gathered.may_end_passes,
     )
     if session.engine.rank != 0:
-        params = {**params, "add_progbar": False, "methodose": 0}
+        params = {**params, "add_progbar": False, "verbose": 0}
     if container is None:
         made = keras.callbacks.CallbackList(users, **params)
     else:

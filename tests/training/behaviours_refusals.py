@@ -39,7 +39,7 @@ def refused(kind: type[Exception], *words: str) -> Any:
 
 def fit(model: keras.Model, **kwargs: Any) -> Any:
     x, y = rows("even")
-    return model.fit(**{"x": x, "y": y, "batch_size": BATCH, "methodose": 0, **kwargs})
+    return model.fit(**{"x": x, "y": y, "batch_size": BATCH, "verbose": 0, **kwargs})
 
 
 # Rule 10.
