@@ -89,26 +89,33 @@ class _UpdateOfSums:
 
 @contextlib.contextmanager
 def wrapped_updates(
-    model: keras.Model, call: Callable[..., Any], call_sums: Callable[..., Any] | None = None
+    model: keras.Model,
+    call: Callable[..., Any],
+    call_sums: Callable[..., Any],
+    call_rows: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
     """Replaces `update_state` of a model's metrics while the context is open.
 
     Args:
         model: `keras.Model`.
         call: callable that takes what a metric is, its `update_state`, and the arguments for that; for `joint_metrics`.
-        call_sums: the same for those metrics whose states add up over the rows; by default these stay as they are.
+        call_sums: the same for those metrics whose states add up over the rows.
+        call_rows: the same for those `joint_metrics` that Keras' own step updates, with rows; of them it leaves the
+            others as they are. `None` for a step of the user's, which may pass anything to them.
     """
     with contextlib.ExitStack() as stack:
         seen: list[keras.metrics.Metric] = []
 
         def wrap() -> None:
-            joint = joint_metrics(model)
-            for metric in joint if call_sums is None else _flat(model.metrics, _adds_up):
+            joint, given_rows = joint_metrics(model), [] if call_rows is None else _updated_by_keras(model)
+            for metric in _flat(model.metrics, _adds_up):
                 is_joint = any(metric is each for each in joint)
-                if any(metric is each for each in seen) or isinstance(metric, (CompileMetrics, MetricsList)):
+                is_given_rows = any(metric is each for each in given_rows)
+                is_left = is_given_rows and not is_joint
+                if is_left or any(metric is each for each in seen) or isinstance(metric, (CompileMetrics, MetricsList)):
                     continue
                 seen.append(metric)
-                by = call if is_joint or call_sums is None else call_sums
+                by = call_sums if not is_joint else call_rows if is_given_rows and call_rows else call
                 update = functools.partial(by, f"The metric {metric.name!r}", metric.update_state)
                 stack.enter_context(patched(metric, "update_state", update if is_joint else _UpdateOfSums(update)))
 
@@ -123,9 +130,15 @@ def wrapped_updates(
         for metric in model.metrics:
             if isinstance(metric, CompileMetrics):  # the first step may build it
                 stack.enter_context(patched(metric, "build", building(metric.build)))
-                if call_sums is not None:
+                if call_rows is None:
                     stack.enter_context(patched(metric, "update_state", _rebuilding(metric)))
         yield
+
+
+def _updated_by_keras(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Returns the metrics that Keras' own steps update, nested ones too: others are updated in layers."""
+    found = [each for each in model.metrics if isinstance(each, CompileMetrics) or is_output_loss(model, each)]
+    return [*filter(None, [loss_tracker(model)]), *_flat(found)]
 
 
 @contextlib.contextmanager
@@ -217,6 +230,7 @@ def weighted_scalars(
     loss_weight: Callable[[tf.Tensor], tf.Tensor],
     as_mean: Callable[[Any, str], Any],
     as_sum: Callable[[Any, str], Any],
+    as_weighted: Callable[[tf.Tensor, tf.Tensor, str], tuple[tf.Tensor, tf.Tensor]],
     equally_wide: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     is_of_all: Callable[[], bool],
 ) -> Iterator[None]:
@@ -236,6 +250,8 @@ def weighted_scalars(
         as_mean: callable that takes a scalar that counts as a mean over the rank's rows, and what it is; returns what
             is to be counted.
         as_sum: callable that takes a scalar, and what it is; returns this rank's part of what is to be added.
+        as_weighted: callable that takes a scalar, its weight, and what they are; returns what is to be counted on this
+            rank.
         equally_wide: callable that pads tensors with zeros to the widths that they have on other ranks.
         is_of_all: callable that returns whether what is passed now is that of the global batch.
     """
@@ -262,6 +278,10 @@ def weighted_scalars(
         elif sample_weight is not None and is_output_loss(model, self):
             # Keras gives the output's length where it is fixed, which on each rank may be another one.
             sample_weight = tf.cast(rows(), self.dtype)
+        elif sample_weight is not None and not tf.executing_eagerly() and _are_scalars(values, sample_weight):
+            if is_counted_alone(self):
+                number, its_weight = (tf.cast(each, self.dtype) for each in (values, sample_weight))
+                values, sample_weight = as_weighted(number, its_weight, f"What the metric {self.name!r} is given")
         elif sample_weight is not None and _may_be_wider_elsewhere(model, values, sample_weight, weight()):
             values, sample_weight = equally_wide([values, sample_weight])
         return original(self, values, sample_weight=sample_weight)
@@ -279,6 +299,10 @@ def weighted_scalars(
         patched(keras.metrics.Sum, "update_state", update_sum),
     ):
         yield
+
+
+def _are_scalars(*values: Any) -> bool:
+    return all(tf.convert_to_tensor(each).shape.rank == 0 for each in values)
 
 
 def _may_be_wider_elsewhere(model: keras.Model, values: Any, weights: Any, of_step: tf.Tensor) -> bool:

@@ -185,6 +185,7 @@ class Step:
                     loss_weight=self._weight_of_loss,
                     as_mean=self.custom_losses.as_mean,
                     as_sum=self.custom_losses.as_sum,
+                    as_weighted=self.custom_losses.as_weighted,
                     equally_wide=batch.equally_wide,
                     is_of_all=lambda: batch.is_in_call,
                 )
@@ -192,7 +193,12 @@ class Step:
             stack.enter_context(self.custom_losses.opened(model, lambda who, rows: batch.call(who, list, rows)))
             if self.has_joint_metrics:
                 stack.enter_context(
-                    wrapped_updates(model, metrics.update_of_all, metrics.update_of_sums if has_other_rows else None)
+                    wrapped_updates(
+                        model,
+                        metrics.update_of_all,
+                        metrics.update_of_sums,
+                        call_rows=None if has_other_rows else batch.call,
+                    )
                 )
             is_graph = not tf.executing_eagerly()
 

@@ -272,7 +272,8 @@ def _is_open_in_rows(tensor: tf.Tensor) -> bool:
 
 def can_relate_rows(tensor: tf.Tensor) -> bool:
     """Returns whether a tensor that depends on rows holds numbers of some of them, or several numbers of all."""
-    return _can_be_compared(tensor) or (tensor.dtype.is_floating and bool(tensor.shape.rank))
+    is_number = tensor.dtype.is_floating or tensor.dtype.is_integer
+    return _can_be_compared(tensor) or bool(is_number and tensor.shape.rank)
 
 
 def _can_be_compared(tensor: tf.Tensor) -> bool:

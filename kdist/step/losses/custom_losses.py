@@ -135,8 +135,8 @@ class CustomLosses:
         return call
 
     def of_all_ranks(self, values: Any, who: str) -> Any | None:
-        """See `StepPairs.of_all_ranks`; `None` if the model's steps are Keras' own."""
-        return self._pairs.of_all_ranks(values, who) if self._has_custom_loss else None
+        """See `StepPairs.of_all_ranks`; `None` on one rank."""
+        return self._pairs.of_all_ranks(values, who) if self._step.engine.size > 1 else None
 
     @contextlib.contextmanager
     def opened(self, model: keras.Model, gather: Gather) -> Iterator[None]:
@@ -236,11 +236,41 @@ class CustomLosses:
         if self._step.engine.size == 1:  # as with local SGD
             return value
         if self._step.depends_on_rows(value):
-            found = self._rows.of(value)
-            if found is None or self._kind(found, value, self._rows.means) in ("sum", None):
+            if self._kind_of(value) in ("sum", None):
                 return value
             value = self.as_mean(value, who)
         return tf.math.multiply_no_nan(value, tf.cast(self._step.share, value.dtype))
+
+    def as_weighted(self, value: tf.Tensor, weight: tf.Tensor, who: str) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns a number and its weight so that over the ranks their products and weights are the global batch's.
+
+        Where that is not found out, as in a branch, each rank's own are returned.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            value: symbolic tensor of the step.
+            weight: tensor of its dtype.
+            who: see `as_mean`.
+        """
+        step = self._step
+        of_rows = [each for each in (value, weight) if step.depends_on_rows(each)]
+        is_found_out = bool(of_rows) and all(self._rows.row_wise(each) is not None for each in of_rows)
+        if step.engine.size == 1 or not is_found_out:
+            return value, weight
+        if self._kind_of(weight) == "sum" and self._kind_of(value * weight) == "sum":
+            return value, weight  # as a mean over tokens, by their number
+        value = self.as_mean(value, who)
+        if step.depends_on_rows(weight):
+            (weight,) = step.engine.allreduce([step.weighted(self.as_mean(weight, who))])
+        elif step.may_differ(weight):  # a number of rows
+            return value, weight
+        return value, tf.math.multiply_no_nan(weight, tf.cast(step.share, weight.dtype))
+
+    def _kind_of(self, value: tf.Tensor) -> Kind | None:
+        """Returns what a number of the step is of the rank's rows, as far as that is found out."""
+        found = self._rows.of(value) if tf.is_symbolic_tensor(value) and self._step.depends_on_rows(value) else None
+        return None if found is None else self._kind(found, value, self._rows.means)
 
     def of_state(self, value: tf.Tensor) -> tf.Tensor | None:
         """Returns what the rows of all ranks make of a tensor that the step keeps; `None` if that is not found out.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,73 @@ def sums_of_what_a_step_counts() -> None:
             return {"evaluate": model.evaluate(*data, batch_size=batch, verbose=0, return_dict=True)}
 
         both(script)
+
+
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "mean": lambda x: keras.ops.mean(x, axis=0),
+    "sum": lambda x: keras.ops.sum(x, axis=0),
+    "largest": lambda x: keras.ops.max(x, axis=0),
+    "deviation": lambda x: keras.ops.std(x, axis=0),
+    "pairs": lambda x: keras.ops.matmul(keras.ops.transpose(x), x),
+    "first": lambda x: x[0],
+    "ratio": lambda x: keras.ops.sum(x * x, axis=0) / (1 + keras.ops.sum(keras.ops.abs(x), axis=0)),
+    "counts": lambda x: keras.ops.sum(keras.ops.cast(x > 0, "int32"), axis=0),
+}
+
+
+class Given(keras.layers.Layer):
+    """Gives metrics what is not one value for each row: vectors over the rows, and numbers with a weight."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.means = [keras.metrics.Mean(name=f"mean_of_{name}") for name in NUMBERS]
+        self.sums = {name: keras.metrics.Sum(name=f"sum_of_{name}") for name in ("mean", "sum", "counts")}
+        self.weighted = {name: keras.metrics.Mean(name=f"by_{name}") for name in ("hits", "size", "rows", "constant")}
+
+    def call(self, x: Any) -> Any:
+        for metric, number in zip(self.means, NUMBERS.values(), strict=True):
+            metric.update_state(number(x))
+        for name, metric in self.sums.items():
+            metric.update_state(NUMBERS[name](x))
+        hits, size = keras.ops.cast(x[:, 0] > 0, x.dtype), keras.ops.abs(x)
+        of_hits = keras.ops.sum(hits * x[:, 1]) / keras.ops.maximum(keras.ops.sum(hits), 1)
+        self.weighted["hits"].update_state(of_hits, sample_weight=keras.ops.sum(hits))
+        self.weighted["size"].update_state(keras.ops.mean(x), sample_weight=keras.ops.sum(size))
+        self.weighted["rows"].update_state(keras.ops.mean(x), sample_weight=keras.ops.shape(x)[0])
+        self.weighted["constant"].update_state(keras.ops.mean(x), sample_weight=2.0)
+        return x
+
+
+@feature
+def numbers_that_layers_and_steps_count_and_log() -> None:
+    """Each of them where ranks have other numbers of rows."""
+
+    class Logging(keras.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            return {**super().train_step(data), **{name: number(data[0]) for name, number in NUMBERS.items()}}
+
+        def test_step(self, data: Any) -> dict[str, Any]:
+            return {**super().test_step(data), **{name: number(data[0]) for name, number in NUMBERS.items()}}
+
+    x, y = rows("ragged")
+    batch = 3 * size() - 1
+
+    def script(_: int, kind: type[keras.Model]) -> dict[str, Any]:
+        given = keras.Input((5,))
+        hidden = Given()(given) if kind is keras.Model else given
+        model = kind(given, keras.layers.Dense(2)(hidden))
+        deterministic_weights(model)
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        logs: list[Any] = [
+            model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, validation_data=(x, y), verbose=0).history
+        ]
+        logs += [model.test_on_batch(x[:count], y[:count], return_dict=True) for count in (batch, batch + 3)]
+        return {"logs": logs, "weights": model.get_weights()}
+
+    for kind in (keras.Model, Logging):
+        with logged() as said:
+            both(functools.partial(script, kind=kind), scale_batch=False)
+        assert not [each for each in said if "he metric " in each or "he log " in each], said
 
 
 @feature
