@@ -21,12 +21,14 @@ from kdist.errors import ScopeError, StrategyError
 from kdist.reports.log import show_log
 from kdist.reports.scope_marks import own_scopes
 from kdist.strategies.options import TPU, AllReduce, ParameterServer
-from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH
+from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, check_one_process
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 logger = logging.getLogger("kdist")
+
+_OF_ONE_PROCESS = ("MirroredStrategy", "OneDeviceStrategy", "CentralStorageStrategy", "_DefaultDistributionStrategy")
 
 
 @with_suggestions
@@ -121,6 +123,8 @@ def _chosen_scope(chosen: dict[str, Any]) -> contextlib.AbstractContextManager[t
     asked = chosen["strategy"]
     if not isinstance(asked, (str, AllReduce, ParameterServer, TPU)):
         _refuse_multi_worker(asked)
+        if type(asked).__name__ in _OF_ONE_PROCESS:
+            check_one_process(type(asked).__name__, cluster_info())
         own_scopes.mark_alone()
         _refuse_micro_batches(chosen, type(asked).__name__)
         if chosen["scale_lr"] in ("auto", None):  # the strategy's own conventions, unless the user sets a scale

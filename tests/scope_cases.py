@@ -17,7 +17,7 @@ from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 import kdist
 from kdist import _strategy_scopes
 from kdist._tf_internals import default_graphs
-from kdist.errors import MismatchError, NotSynchronizedError, ScopeError
+from kdist.errors import MismatchError, NotSynchronizedError, ScopeError, StrategyError
 from kdist.reports.scope_marks import mark_crowd, own_scopes
 from tests.helpers.logs import logged
 
@@ -183,8 +183,9 @@ def case_clear_session_leaves_the_scope_open():
     assert trained(made()).distribute_strategy is not strategy
 
 
-def case_clear_session_leaves_the_scope_of_a_tensorflow_strategy_open():
-    with kdist.scope(tf.distribute.OneDeviceStrategy("/cpu:0")) as strategy:
-        keras.utils.clear_session()
-        assert trained(made()).distribute_strategy is strategy
+def case_a_strategy_of_one_process_is_refused_on_several():
+    for made in (tf.distribute.OneDeviceStrategy("/cpu:0"), tf.distribute.MirroredStrategy(["/cpu:0"])):
+        expected = rf"one process. Received: {type(made).__name__} and 2 process\(es\)"
+        with pytest.raises(StrategyError, match=expected), kdist.scope(made):
+            pass
     assert not tf.distribute.has_strategy()

@@ -230,13 +230,26 @@ def _preferred(resources: Resources) -> tuple[list[str], str]:
     return [], ""
 
 
-def _in_one_process(word: str, info: ClusterInfo, num_gpus: int) -> Selection:
+def check_one_process(received: str, info: ClusterInfo) -> None:
+    """Raises for a strategy of one process in a job of several, each of which would train by itself.
+
+    Args:
+        received: str, the strategy, for the message.
+        info: `ClusterInfo`.
+
+    Raises:
+        StrategyError: if there are several.
+    """
     if info.size > 1:
         raise StrategyError(
-            f"This strategy runs in one process. Received: strategy={word!r} and {info.size} process(es) of "
+            f"This strategy runs in one process. Received: {received} and {info.size} process(es) of "
             f"{info.launcher} ({info.reason}). Expected one process, which has all devices. Fix: start the script with "
             '`python`, or choose strategy="auto", which trains one replica per process.'
         )
+
+
+def _in_one_process(word: str, info: ClusterInfo, num_gpus: int) -> Selection:
+    check_one_process(f"strategy={word!r}", info)
     if word == "mirrored":
         return Selection(word, "requested")
     if word == "tpu" or info.launcher == "tpu":
