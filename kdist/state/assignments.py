@@ -337,7 +337,6 @@ class Assignments:
         if not (is_known or self._is_traced_again()):
             self._state.tell_once(
                 written.variable,
-                self._engine,
                 "the step writes %r from each rank's own rows, and no `aggregation` says how they make the value of "
                 f"one process. {_KEPT[merge]}. {FIX}",
             )
@@ -353,14 +352,13 @@ class Assignments:
     def _tell_of_tables(self) -> None:
         for operation in self.graph.get_operations() if not self.is_eager else ():
             if operation.type in _TABLE_WRITES and self._dependence.differs(operation.inputs[1:], self.graph):
-                self._state.tell_of_tables_once(self._engine)
+                self._state.tell_of_tables_once()
 
     def _tell_of_weights(self) -> None:
         differing = (variable for variable, assignment in self._written_weights if self._may_differ(*assignment))
         if (variable := next(differing, None)) is not None:
             self._state.tell_once(
                 variable,
-                self._engine,
                 "the step writes the weight %r from this rank's own rows, as sharpness-aware minimization does: "
                 "results differ from those of one process. Fix: compute it from what "
                 '`kdist.all_reduce(gradients, "mean")` returns',
@@ -376,7 +374,6 @@ class Assignments:
                 if self._dependence.is_used(handle, graph, place, lambda other: id(other) in self._written):
                     self._state.tell_once(
                         written.variable,
-                        self._engine,
                         "the step uses %r after it has written it, when it has this rank's rows only: results differ "
                         "from those of one process. Fix: write the value of the global batch, by "
                         '`kdist.all_reduce(x, "mean")` in the layer',

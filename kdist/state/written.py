@@ -48,28 +48,32 @@ class Written:
 class WrittenState:
     """The variables beside weights that the steps of a model write, in the order in which they were found.
 
+    Args:
+        engine: `Engine`, of all ranks.
+
     Attributes:
         merges: dict by the kinds of steps of dicts, by the variables' keys, of pairs of a variable in which ranks
             differ and its `Merge`.
         variables: dict by their keys of all that are written, but not by each rank for itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self._warns = engine.rank == 0 and engine.size > 1
         self.merges: dict[str, dict[int, tuple[Any, Merge]]] = collections.defaultdict(dict)
         self.variables: dict[int, Any] = {}
         self._told: set[tuple[int, str]] = set()
         self._is_told_of_tables = False
 
-    def tell_once(self, variable: Any, engine: Engine, message: str) -> None:
+    def tell_once(self, variable: Any, message: str) -> None:
         """Logs a warning about a variable on rank 0, once; its path is filled in."""
         key = key_of(variable), message
-        if key not in self._told and engine.rank == 0:
+        if key not in self._told and self._warns:
             logger.warning(message, path_of(variable))
         self._told.add(key)
 
-    def tell_of_tables_once(self, engine: Engine) -> None:
+    def tell_of_tables_once(self) -> None:
         """Logs a warning about lookup tables on rank 0, once."""
-        if not self._is_told_of_tables and engine.rank == 0:
+        if not self._is_told_of_tables and self._warns:
             logger.warning(
                 "the step writes a lookup table from each rank's own rows: its contents differ between the ranks, and "
                 "so does what is looked up. Fix: insert what `kdist.all_gather` returns for keys and values, or fill "

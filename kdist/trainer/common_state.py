@@ -137,7 +137,7 @@ class CommonState:
         found = broadcast_differing(self._engine, variables, checksums)
         for variable in found:
             message = f"%r differs between the ranks, and is rank 0's on all of them now. {expected}"
-            self._written.tell_once(variable, self._engine, message)
+            self._written.tell_once(variable, message)
         return found
 
     def _buffers(self) -> list[Any]:

@@ -65,7 +65,7 @@ class ReplicatedSession(TrainingSession):
         self.strategy = strategy
         self.settings = settings
         self.running_methods: list[str] = []
-        self.written = WrittenState()
+        self.written = WrittenState(self.engine)
         self.writes = self.engine.rank == 0
         self.feed = Feed(model, strategy, settings, begin_pass=self._begin_pass, end_pass=self._end_pass)
         self.effective_rates = EffectiveRates(

@@ -27,7 +27,7 @@ def after_one_step(model, local_sgd):
 def test_the_slot_of_a_scalar_is_an_array_and_comes_back():
     model = keras.Sequential([keras.Input((2,)), Scale()])
     settings = {"every": 2, "learning_rate": 1.0, "momentum": 0.5, "bucket_mb": None}
-    trained, resumed = (LocalSGD(model, SingleEngine(), WrittenState(), **settings) for _ in range(2))
+    trained, resumed = (LocalSGD(model, SingleEngine(), WrittenState(SingleEngine()), **settings) for _ in range(2))
     trained.begin()
     model.layers[0].scale.assign(3.0)
     state = after_one_step(model, trained)

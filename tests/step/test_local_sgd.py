@@ -11,7 +11,7 @@ from kdist.step.local_sgd import LocalSGD
 
 def averaged_once(model):
     local_sgd = LocalSGD(
-        model, SingleEngine(), WrittenState(), every=1, learning_rate=0.7, momentum=0.9, bucket_mb=None
+        model, SingleEngine(), WrittenState(SingleEngine()), every=1, learning_rate=0.7, momentum=0.9, bucket_mb=None
     )
     local_sgd.begin()
     for variable in model.trainable_variables:
@@ -60,7 +60,9 @@ def test_learning_rates_are_not_averaged():
     optimizer = keras.optimizers.MultiOptimizer(lambda v: first if v.name == "kernel" else second)
     model.compile(optimizer, "mse")
     optimizer.build(model.trainable_variables)
-    local_sgd = LocalSGD(model, Thirds(), WrittenState(), every=1, learning_rate=1.0, momentum=0.0, bucket_mb=None)
+    local_sgd = LocalSGD(
+        model, Thirds(), WrittenState(SingleEngine()), every=1, learning_rate=1.0, momentum=0.0, bucket_mb=None
+    )
     local_sgd.average_all()
     assert float(first.learning_rate) == np.float32(0.1)
     assert float(second.learning_rate) == np.float32(0.05)
