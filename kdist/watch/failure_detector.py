@@ -34,6 +34,7 @@ class RankReport:
         in_user_code: bool, whether the user's code runs outside of Keras' loops, or in a callback.
         stack: tuple of str, the stack of its main thread, innermost frame last; empty if it was active just now.
         threads: tuple of str, the innermost frames of its other threads.
+        has_failed: bool, whether it reports an error or an exit of its own.
         is_healing: bool, whether it has left its collectives, to go on without a rank that is gone.
     """
 
@@ -50,6 +51,7 @@ class RankReport:
     in_user_code: bool = False
     stack: tuple[str, ...] = ()
     threads: tuple[str, ...] = ()
+    has_failed: bool = False
     is_healing: bool = False
 
 
@@ -110,6 +112,14 @@ def _died(reports: Sequence[RankReport]) -> Failure | None:
     dead = [each for each in reports if each.disconnected and not each.finished and each.heartbeat_age >= _GRACE]
     if not dead:
         return None
+    if failed := [each for each in dead if each.has_failed]:  # in a terminal of its own, if no launcher has ended all
+        return Failure(
+            is_fatal=True,
+            ranks=_ranks(failed),
+            text=f"{_names(failed)} failed{_last_place(failed)}. Received: an error or an exit, which its own output "
+            "names. Expected it to keep training. Fix: read its output.",
+            kind=Kind.LOST,
+        )
     return Failure(
         is_fatal=True,
         ranks=_ranks(dead),

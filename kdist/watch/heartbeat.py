@@ -60,7 +60,7 @@ class Heartbeat:
         self._listener: socket.socket | None = None
         self._token = ""
         self._reporter: dict[str, int] = {}  # on rank 0: the rank that asked first to report a failure
-        self._asks = False  # on the others: whether this rank asks to report one
+        self._asks = False  # whether this rank asks to report one
         self._is_reporter = True
         self._answered = threading.Event()
         self._due = 0.0
@@ -132,10 +132,10 @@ class Heartbeat:
         Args:
             timeout: float, seconds. Without an answer of rank 0 by then, this rank may.
         """
-        if self._rank == 0:
-            return self._reporter.setdefault("rank", 0) == 0
         self._asks = True
         self._wake.send(b".")
+        if self._rank == 0:
+            return self._reporter.setdefault("rank", 0) == 0
         self._answered.wait(timeout)
         return self._is_reporter
 
@@ -196,7 +196,7 @@ class Heartbeat:
                 self._answered.set()
             else:
                 peer.last_report = message
-                if message.get("asks"):
+                if message.get("has_failed"):
                     peer.send({"is_reporter": self._reporter.setdefault("rank", peer.rank) == peer.rank})
         if peer.is_closed:
             self._selector.unregister(peer.connection)
@@ -205,11 +205,13 @@ class Heartbeat:
                 del self._peers[peer.connection]
 
     def _beat(self) -> None:
-        mine = {**self._activity.report(), "asks": self._asks, "is_healing": self._is_paused}
+        mine = {**self._activity.report(), "has_failed": self._asks, "is_healing": self._is_paused}
         own_reports.record_place(mine["place"])
         for peer in self._peers.values():
             # Rank 0 gets the whole report; the others need a heartbeat of rank 0, and whether they wait for it in vain.
-            peer.send(mine if self._rank else {name: mine[name] for name in ("finished", "calls", "is_healing")})
+            peer.send(
+                mine if self._rank else {name: mine[name] for name in ("finished", "calls", "has_failed", "is_healing")}
+            )
         reports = [_rank_report(self._rank, mine)]
         reports += [peer.report() for peer in self._peers.values() if peer.rank is not None]
         reports.sort(key=lambda each: each.rank)

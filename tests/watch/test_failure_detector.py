@@ -69,6 +69,8 @@ def test_the_users_call_and_line_stand_in_the_place_of_collectives():
     assert found.text.startswith(f"rank 1 makes no collective for 101 s and is idle in {fit}; rank 0 waits in {fit}")
     found = detect(waits(0, 4.0), RankReport(rank=1, disconnected=True, heartbeat_age=4.0, place=fit))
     assert f"rank 1 died without an error message, in {fit}. " in found.text
+    found = detect(waits(0, 4.0), RankReport(rank=1, disconnected=True, heartbeat_age=4.0, place=fit, has_failed=True))
+    assert found.text.startswith(f"rank 1 failed, in {fit}. Received: an error or an exit, which its own output names.")
 
 
 def test_ranks_in_different_calls_are_both_named():
