@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from kdist.cluster import connections
 from kdist.errors import ClusterError, ClusterLostError
 
+JOINED = b"+"
+"""What the chief answers to a registration."""
 SUCCEEDED = b"succeeded"
 FAILED = b"failed"
 CONNECT_TIMEOUT = 10.0
@@ -44,7 +46,7 @@ class ChiefConnection:
         timeout: float, seconds within which the chief must be reached.
 
     Raises:
-        ClusterError: if it is not.
+        ClusterError: if it is not, or if what listens there is no chief.
     """
 
     def __init__(self, cluster: Cluster, job: str, index: int, timeout: float) -> None:
@@ -55,9 +57,18 @@ class ChiefConnection:
             "task": task_name(job, index),
             "cluster": {each: list(addresses) for each, addresses in cluster.items()},
         }
-        keep_alive(self._socket)
-        with contextlib.suppress(OSError):  # the chief has ended: `wait` raises
+        self._socket.settimeout(timeout)
+        answer = b""
+        try:
             self._socket.sendall(json.dumps(registration).encode() + b"\n")
+            answer = self._socket.recv(len(JOINED))
+        except TimeoutError:
+            raise self._no_chief(f"no answer within {timeout:.0f} s") from None
+        except OSError:  # the chief has ended: `wait` raises
+            pass
+        if answer not in (JOINED, b""):
+            raise self._no_chief("another answer than a chief's")
+        keep_alive(self._socket)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Waits until the chief has finished, and sends heartbeats.
@@ -90,6 +101,14 @@ class ChiefConnection:
             )
         self._is_over = True
         return True
+
+    def _no_chief(self, received: str) -> ClusterError:
+        close(self._socket)
+        return ClusterError(
+            f"What listens at the chief's address is no chief. Received: {received} from chief 0 ({self._address}). "
+            "Expected the chief of TF_CONFIG in kdist.scope(). Fix: end the process that uses this port, or give the "
+            "chief another one in TF_CONFIG."
+        )
 
     def _connect(self, timeout: float) -> socket.socket:
         deadline = time.monotonic() + timeout

@@ -143,6 +143,8 @@ class Membership:
                 name = str(registration["task"])
         if name is not None:
             connections.keep_alive(connection)
+            with contextlib.suppress(OSError):  # it has ended, which the next read shows
+                connection.sendall(connections.JOINED)
             self._set_joined(name, connection)
             with contextlib.suppress(OSError):
                 while connection.recv(1024):

@@ -10,7 +10,7 @@ import pytest
 
 from kdist.errors import ClusterError, ClusterLostError
 from kdist.launchers.hosts.ports import free_ports
-from kdist.parameter_server.connection import ChiefConnection
+from kdist.parameter_server.connection import JOINED, ChiefConnection
 from kdist.parameter_server.membership import Membership
 
 SOON = 10.0  # seconds; a generous guard
@@ -85,9 +85,31 @@ def test_a_connection_that_breaks_means_that_the_chief_is_lost():
     cluster = cluster_of()
     host, port = cluster["chief"][0].split(":")
     with socket.create_server((host, int(port))) as listener:
-        end = outcome(ChiefConnection(cluster, "ps", 0, SOON))
-        listener.accept()[0].close()
-        assert "the connection to the chief broke" in end()
+
+        def answer_and_end():
+            connection = listener.accept()[0]
+            connection.recv(4096)
+            connection.sendall(JOINED)
+            connection.close()
+
+        threading.Thread(target=answer_and_end, daemon=True).start()
+        assert "the connection to the chief broke" in outcome(ChiefConnection(cluster, "ps", 0, SOON))()
+
+
+@pytest.mark.parametrize(("answer", "received"), [(b"", "no answer within 1 s"), (b"HTTP", "another answer")])
+def test_another_program_at_the_chiefs_address_is_told_from_it(answer, received):
+    cluster = cluster_of()
+    host, port = cluster["chief"][0].split(":")
+    with socket.create_server((host, int(port))) as listener, contextlib.ExitStack() as held:
+
+        def accept():
+            connection = held.enter_context(listener.accept()[0])
+            connection.recv(4096)
+            connection.sendall(answer)
+
+        threading.Thread(target=accept, daemon=True).start()
+        with pytest.raises(ClusterError, match=rf"no chief. Received: {received}"):
+            ChiefConnection(cluster, "worker", 0, 1.0)
 
 
 def test_a_chief_that_cannot_be_reached_is_named():
