@@ -56,7 +56,7 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
     others = {
         name: step.custom_losses.as_mean(tf.cast(value, tf.float64), f"The log {name!r} of the step")
         if name in counts
-        else (step.custom_losses.as_mean(value, f"The log {name!r} of the step") if _is_whole(value) else value)
+        else (step.custom_losses.as_mean(value, f"The log {name!r} of the step") if _is_whole(value, step) else value)
         for name, value in others.items()
         if value.dtype.is_floating or name in counts
     }
@@ -66,13 +66,16 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
 
 def _is_count(value: tf.Tensor, step: Step) -> bool:
     """Returns whether a log is an integer that is computed from rows, of which the graph shows what it is of them."""
-    is_integer = bool(value.dtype.is_integer) and _is_whole(value)
+    is_integer = bool(value.dtype.is_integer) and _is_whole(value, step)
     return is_integer and tf.is_symbolic_tensor(value) and step.engine.size > 1 and step.depends_on_rows(value)
 
 
-def _is_whole(value: tf.Tensor) -> bool:
-    """Returns whether a log has a fixed shape: then it holds no rows, as a vector of counts by class does not."""
-    return bool(value.shape.is_fully_defined())
+def _is_whole(value: tf.Tensor, step: Step) -> bool:
+    """Returns whether a log holds no rows: a number, or of a fixed shape where the graph does not know their number."""
+    if value.shape.rank == 0:
+        return True
+    found = step.own_rows.of(value) if value.shape.is_fully_defined() and tf.is_symbolic_tensor(value) else None
+    return found is not None and found.length is None
 
 
 def _computed_from(sources: Sequence[Any], values: Mapping[str, tf.Tensor]) -> list[str]:

@@ -255,7 +255,7 @@ class CustomLosses:
         """
         step = self._step
         of_rows = [each for each in (value, weight) if step.depends_on_rows(each)]
-        is_found_out = bool(of_rows) and all(self._rows.row_wise(each) is not None for each in of_rows)
+        is_found_out = bool(of_rows) and all(self._rows.of(each) and self._rows.row_wise(each) for each in of_rows)
         if step.engine.size == 1 or not is_found_out:
             return value, weight
         if self._kind_of(weight) == "sum" and self._kind_of(value * weight) == "sum":

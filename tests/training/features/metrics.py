@@ -131,6 +131,34 @@ def numbers_that_layers_and_steps_count_and_log() -> None:
 
 
 @feature
+def a_weighted_number_in_batches_of_other_lengths() -> None:
+    """The graph of a batch knows the number of its rows at first, on each rank for itself."""
+
+    class Weighted(keras.layers.Layer):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.mean = keras.metrics.Mean(name="weighted")
+
+        def call(self, x: Any) -> Any:
+            self.mean.update_state(keras.ops.max(x), sample_weight=keras.ops.sum(keras.ops.abs(x)))
+            return x
+
+    x, y = rows("ragged")
+    most = 3 * size() - 1
+
+    def script(_: int) -> dict[str, Any]:
+        model = keras.Sequential([keras.Input((5,)), Weighted(), keras.layers.Dense(2)])
+        deterministic_weights(model.layers[-1])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        counts = (most, most - 1, most + 2, most)
+        logs = [model.train_on_batch(x[:count], y[:count], return_dict=True) for count in counts]
+        logs += [model.test_on_batch(x[:count], y[:count], return_dict=True) for count in counts]
+        return {"logs": logs, "weights": model.get_weights()}
+
+    both(script, scale_batch=False)
+
+
+@feature
 def exact_metrics() -> None:
     x, _ = rows("ragged")
     y = (x[:, :1] + 0.3 * x[:, 1:2] > 0).astype("int64")
