@@ -184,18 +184,18 @@ class Assignments:
         terms = self._increments.terms(raw, method, values)
         if terms is not None and raw.dtype.is_integer:  # it counts
             return None
-        if method in SCATTERS:
-            with self.suspended():
-                whole = scattered(raw, method, values)
-            values = [] if whole is None else [whole]
-        if len(values) != 1 or not tf.is_symbolic_tensor(values[0]):
-            return None
-        is_of_rows = self.depends_on_rows(values[0])
+        is_of_rows = any(map(self.depends_on_rows, filter(tf.is_symbolic_tensor, values)))
         if not (is_of_rows or self._is_number_of_rows(terms or [])):
             return None
         if key_of(variable) in statistics_of_keras(self._model) or is_of_one_rank(self._model, variable):
             return None
         if is_of_rows and terms and all(map(self._is_of_gradients, terms)):
+            return None
+        if method in SCATTERS:
+            with self.suspended():
+                whole = scattered(raw, method, values)
+            values = [] if whole is None else [whole]
+        if len(values) != 1 or not tf.is_symbolic_tensor(values[0]):
             return None
         with self.suspended():
             is_known = values[0].shape.is_fully_defined()

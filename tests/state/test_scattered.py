@@ -24,3 +24,12 @@ def test_it_is_what_the_method_writes(method):
 @pytest.mark.parametrize("method", ["scatter_mul", "scatter_div", "batch_scatter_update", "_strided_slice_assign"])
 def test_others_are_not_known(method):
     assert scattered(tf.Variable(np.ones((5, 2), "float32")), method, [UPDATES, np.array(INDICES)]) is None
+
+
+def test_parts_of_nested_lists_are_not_known():
+    """As of `scatter_nd_update([[place]], [row])` with tensors: how they were nested is not said."""
+    variable = tf.Variable(np.ones((5, 2), "float32"))
+    assert scattered(variable, "scatter_nd_update", [tf.constant(1), tf.ones([2])]) is None
+    assert (
+        scattered(variable, "scatter_nd_update", [tf.constant(1), tf.constant(2), tf.ones([2]), tf.ones([2])]) is None
+    )

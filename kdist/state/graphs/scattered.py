@@ -22,11 +22,14 @@ def scattered(variable: tf.Variable, method: str, values: Sequence[Any]) -> tf.T
     Args:
         variable: `tf.Variable`.
         method: str, the name of its method, as `"scatter_nd_update"`.
-        values: sequence of tensors, arrays and numbers that the method was given: indices and updates, or the values
-            and indices of `tf.IndexedSlices`.
+        values: sequence of tensors, arrays and numbers that the method was given: indices and updates, or the values,
+            the indices, and perhaps the shape of `tf.IndexedSlices`.
     """
-    operation = _OPERATIONS.get(method.rpartition("_")[2])
-    if operation is None or not method.startswith("scatter_") or len(values) < 2:
+    operation, is_by_places = _OPERATIONS.get(method.rpartition("_")[2]), method.startswith("scatter_nd_")
+    if operation is None or not method.startswith("scatter_") or len(values) not in ((2,) if is_by_places else (2, 3)):
         return None
-    indices, updates = values[:2] if method.startswith("scatter_nd_") else (tf.expand_dims(values[1], -1), values[0])
-    return operation(variable, indices, tf.cast(updates, variable.dtype))
+    try:
+        indices, updates = values if is_by_places else (tf.expand_dims(values[1], -1), values[0])
+        return operation(variable, indices, tf.cast(updates, variable.dtype))
+    except (TypeError, ValueError, tf.errors.OpError):  # of nested lists of tensors, flattened
+        return None

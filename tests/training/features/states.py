@@ -365,6 +365,7 @@ BANKS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "added_as_slices": lambda bank, i, x: bank.scatter_add(sparse_delta=tf.IndexedSlices(x, i // 2)),
     "largest": lambda bank, i, x: bank.scatter_max(tf.IndexedSlices(x, i // 3)),
     "averaged": lambda bank, i, x: bank.scatter_nd_update(i[:, None], 0.7 * tf.gather(bank, i) + 0.3 * x),
+    "by_lists": lambda bank, i, x: bank.scatter_nd_update([[3], [4]], [[1.0] * 5, [2.0] * 5]),
     "assigned": lambda bank, i, x: bank.assign(
         value=tf.tensor_scatter_nd_update(bank, i[:, None], 0.5 * tf.gather(bank, i) + x)
     ),
