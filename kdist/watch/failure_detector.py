@@ -112,11 +112,11 @@ def _died(reports: Sequence[RankReport]) -> Failure | None:
     dead = [each for each in reports if each.disconnected and not each.finished and each.heartbeat_age >= _GRACE]
     if not dead:
         return None
-    if failed := [each for each in dead if each.has_failed]:  # in a terminal of its own, if no launcher has ended all
+    if all(each.has_failed for each in dead):  # in a terminal of its own, where no launcher has ended all
         return Failure(
             is_fatal=True,
-            ranks=_ranks(failed),
-            text=f"{_names(failed)} failed{_last_place(failed)}. Received: an error or an exit, which its own output "
+            ranks=_ranks(dead),
+            text=f"{_names(dead)} failed{_last_place(dead)}. Received: an error or an exit, which its own output "
             "names. Expected it to keep training. Fix: read its output.",
             kind=Kind.LOST,
         )

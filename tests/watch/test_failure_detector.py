@@ -71,6 +71,10 @@ def test_the_users_call_and_line_stand_in_the_place_of_collectives():
     assert f"rank 1 died without an error message, in {fit}. " in found.text
     found = detect(waits(0, 4.0), RankReport(rank=1, disconnected=True, heartbeat_age=4.0, place=fit, has_failed=True))
     assert found.text.startswith(f"rank 1 failed, in {fit}. Received: an error or an exit, which its own output names.")
+    consequence = RankReport(rank=1, disconnected=True, heartbeat_age=4.0, has_failed=True)
+    found = detect(waits(0, 4.0), consequence, RankReport(rank=2, disconnected=True, heartbeat_age=4.0))
+    assert found.text.startswith("each of ranks 1, 2 died without an error message")
+    assert found.ranks == (1, 2)
 
 
 def test_ranks_in_different_calls_are_both_named():
