@@ -123,7 +123,7 @@ def _chosen_scope(chosen: dict[str, Any]) -> contextlib.AbstractContextManager[t
     asked = chosen["strategy"]
     if not isinstance(asked, (str, AllReduce, ParameterServer, TPU)):
         _refuse_multi_worker(asked)
-        if type(asked).__name__ in _OF_ONE_PROCESS:
+        if any(each.__name__ in _OF_ONE_PROCESS for each in type(asked).__mro__):
             check_one_process(type(asked).__name__, cluster_info())
         own_scopes.mark_alone()
         _refuse_micro_batches(chosen, type(asked).__name__)

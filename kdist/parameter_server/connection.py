@@ -10,6 +10,7 @@ import contextlib
 import json
 import select
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -57,7 +58,7 @@ class ChiefConnection:
             "task": task_name(job, index),
             "cluster": {each: list(addresses) for each, addresses in cluster.items()},
         }
-        self._socket.settimeout(timeout)
+        self._socket.settimeout(min(timeout, threading.TIMEOUT_MAX))
         answer = b""
         try:
             self._socket.sendall(json.dumps(registration).encode() + b"\n")
