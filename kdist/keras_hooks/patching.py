@@ -99,7 +99,7 @@ PATCHES = (
         ),
         "instance",
         "an optimizer's life",
-        "serve own loops, sharded slots, TensorFlow's strategies",
+        "serve loops, sharded slots, TensorFlow's strategies",
     ),
     Patch(_OPTIMIZER, ("build", "add_variable"), "instance", "a build", "build later, and know slots"),
     Patch(_OPTIMIZER, ("apply", "apply_gradients", "scale_loss"), "instance", _STEP, "run the update pipeline"),
