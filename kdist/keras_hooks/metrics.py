@@ -225,7 +225,7 @@ def weighted_scalars(
     model: keras.Model,
     weight: Callable[[], tf.Tensor],
     *,
-    rows: Callable[[], tf.Tensor],
+    fixed_rows: Callable[[], tf.Tensor | None],
     joint: bool,
     loss_weight: Callable[[tf.Tensor], tf.Tensor],
     as_mean: Callable[[Any, str], Any],
@@ -243,7 +243,8 @@ def weighted_scalars(
     Args:
         model: `keras.Model`.
         weight: callable that returns the share, a scalar tensor.
-        rows: callable that returns the number of the rank's rows, a scalar tensor.
+        fixed_rows: callable that returns the number of the rank's rows, an `int64` scalar, or `None` if the step takes
+            any number of them.
         joint: bool, whether `joint_metrics` and what is nested in them count the global batch, without a weight.
         loss_weight: callable that returns the weight of a loss, from the one that Keras gives it: the length of the
             first input.
@@ -276,8 +277,10 @@ def weighted_scalars(
         elif sample_weight is not None and is_loss:
             sample_weight = loss_weight(tf.convert_to_tensor(sample_weight))
         elif sample_weight is not None and is_output_loss(model, self):
-            # Keras gives the output's length where it is fixed, which on each rank may be another one.
-            sample_weight = tf.cast(rows(), self.dtype)
+            # The output's length where it is fixed: by the number of rows, which ranks may differ in, or without rows.
+            fixed = fixed_rows()
+            by_share = tf.cast(sample_weight, self.dtype) * tf.cast(weight(), self.dtype)
+            sample_weight = by_share if fixed is None else tf.cast(fixed, self.dtype)
         elif sample_weight is not None and not tf.executing_eagerly() and _are_scalars(values, sample_weight):
             if is_counted_alone(self):
                 number, its_weight = (tf.cast(each, self.dtype) for each in (values, sample_weight))

@@ -180,7 +180,7 @@ class Step:
                 weighted_scalars(
                     model,
                     lambda: self.share,
-                    rows=lambda: self.rows,
+                    fixed_rows=lambda: None if Rows(self.data).size is None else self.rows,
                     joint=self.has_joint_metrics,
                     loss_weight=self._weight_of_loss,
                     as_mean=self.custom_losses.as_mean,
