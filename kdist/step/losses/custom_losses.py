@@ -12,40 +12,16 @@ import tensorflow as tf
 from kdist.keras_hooks.losses import layer_that_added, scaled_added_losses
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import computes_custom_loss
-from kdist.reports.log import once
-from kdist.state.graphs.inlined import Inlined
-from kdist.state.graphs.linear_terms import linear_terms
 from kdist.state.graphs.rank_dependence import tensor_key
-from kdist.state.rows.aggregates import Aggregates
-from kdist.state.rows.frontier import Frontier
-from kdist.state.rows.means import is_mean
-from kdist.state.rows.means_and_sums import Kind, MeansAndSums
-from kdist.state.rows.row_frontier import RowFrontier
-from kdist.state.rows.row_wise import RowWise
-from kdist.step.losses.global_recomputation import GlobalRecomputation
 from kdist.step.losses.global_value import GlobalValue
 from kdist.step.losses.related_layers import tell_of_related_layers
 from kdist.step.losses.scaled_sums import ScaledSums
 from kdist.step.losses.step_gradients import StepGradients
+from kdist.step.losses.step_numbers import KEPT, StepNumbers
 from kdist.step.losses.step_pairs import Gather, StepPairs
 from kdist.step.losses.step_rows import Means, StepRows
 from kdist.strategies.open_step import OpenStep
 
-_NO_MEAN = (
-    "{} is computed from this rank's rows, and is no mean, no sum, and not computed from means and sums over them as "
-    "far as kdist can find out: it relates rows. It counts as a mean, and results differ from those of one process. "
-    "Fix: compute it from rows of `kdist.all_gather`, or from means and sums of `kdist.all_reduce`"
-)
-_UNKNOWN = (
-    "{} is computed from this rank's rows, and kdist cannot find out whether it is a mean or a sum over them. It "
-    "counts as a mean; if it is none, results differ from those of one process. Fix, then: compute it from means and "
-    "sums of `kdist.all_reduce`"
-)
-_FIXED_NUMBER = (
-    "{} is a sum over this rank's rows, and counts as a mean over them, as the step can only be traced for a fixed "
-    "number of rows. Results differ from those of one process. Fix: read the number of rows by "
-    "`keras.ops.shape(x)[0]`, or compute a mean"
-)
 _APPLIED = (
     "The step of {} applies gradients that it computes from this rank's, as by clipping, and kdist cannot compute them "
     "from those of all ranks: results differ from those of one process. Fix: compute them from what "
@@ -60,9 +36,6 @@ _EAGER = (
     "{} computes losses by itself in eager steps (run_eagerly=True). They count as means over the rank's rows, as only "
     "a graph shows what they are. A sum is too small then. Fix: train without run_eagerly=True"
 )
-
-_KEPT = "What the step keeps of its rows"
-_MAX_TERMS = 16  # of a number, as finding out about each takes time
 
 
 class CustomLosses:
@@ -80,16 +53,12 @@ class CustomLosses:
     def __init__(self, step: OpenStep, rows: StepRows) -> None:
         self._step = step
         self._model = self._loss = ""
-        self._found: dict[Any, ScaledSums | GlobalValue | None] = {}
         self._differentiated: Means = {}
-        self._told: list[Any] = []
-        self._are_means: set[Any] = set()  # keys of what is found to be a mean
-        self._unrecorded: dict[Any, tf.Tensor] = {}  # what no tape has recorded, by graph and name
         self._rows = rows
         self._has_custom_loss = False
         self._pairs = StepPairs(step, rows, lambda _, own: own)
         self._gradients = StepGradients(step)
-        self._gather: Gather = lambda _, rows: rows
+        self._numbers = StepNumbers(step, rows, self._gradients)
 
     def is_gradient(self, value: tf.Tensor) -> bool:
         """Returns whether a tensor is a gradient that a tape has returned, whose mean by rows is the global one."""
@@ -103,11 +72,14 @@ class CustomLosses:
         with self._rows.computing_again():
             found = self._gradients.applied(gradients, self._rows.means)
         if found is None:
-            self._tell(_APPLIED, self._model)
+            self._numbers.tell(_APPLIED, self._model)
         return list(gradients) if found is None else found
 
     def as_differentiated_mean(self, value: Any) -> Any:
-        """See `as_mean`; of the loss that the step is about to differentiate."""
+        """See `as_mean`; of the loss that the step is about to differentiate.
+
+        Collective: every rank must call this, in the same order.
+        """
         return self.as_mean(value, self._loss)
 
     def note_differentiated_mean(self, value: Any) -> None:
@@ -115,7 +87,7 @@ class CustomLosses:
         self._differentiated[tensor_key(value)] = value
 
     def compiled(self, loss: Callable[..., tf.Tensor], of_rows: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-        """Returns a function that computes a loss.
+        """Returns a function that computes a loss; every rank must call that, in the same order.
 
         Args:
             loss: callable, the compiled loss.
@@ -135,7 +107,10 @@ class CustomLosses:
         return call
 
     def of_all_ranks(self, values: Any, who: str) -> Any | None:
-        """See `StepPairs.of_all_ranks`; `None` on one rank."""
+        """See `StepPairs.of_all_ranks`; `None` on one rank.
+
+        Collective: every rank must call this, in the same order.
+        """
         return self._pairs.of_all_ranks(values, who) if self._step.engine.size > 1 else None
 
     @contextlib.contextmanager
@@ -147,13 +122,13 @@ class CustomLosses:
             gather: callable that takes what a number is, for messages, and rows of this rank that it is computed from,
                 and returns those of all ranks.
         """
-        self._gather = gather
+        self._numbers.gather = gather
         self._has_custom_loss = computes_custom_loss(model) and self._step.engine.size > 1
         self._pairs = StepPairs(self._step, self._rows, gather)
         self._model = type(model).__name__
         self._loss = f"The loss that the step of {self._model} differentiates"
         if self._has_custom_loss and tf.executing_eagerly():
-            self._tell(_EAGER, type(model).__name__)
+            self._numbers.tell(_EAGER, type(model).__name__)
         with contextlib.ExitStack() as stack:
             stack.enter_context(
                 scaled_added_losses(model, lambda loss, total: self.as_mean(total, layer_that_added(model, loss)))
@@ -176,11 +151,11 @@ class CustomLosses:
                 self._gradients.note(tf.nest.flatten(gradients))
                 return gradients
             scalars = [each for each in tf.nest.flatten(target) if tf.is_tensor(each) and each.shape.rank == 0]
-            if any(are_weights) and any(self._find(each, self._loss, self._differentiated) for each in scalars):
-                self._tell(_AS_MEAN, self._model)
+            if any(are_weights) and any(self._numbers.find(each, self._loss, self._differentiated) for each in scalars):
+                self._numbers.tell(_AS_MEAN, self._model)
             return original(tape, target, sources, output_gradients, *args, **kwargs)
 
-        unrecorded, stop = self._unrecorded, tf.GradientTape.stop_recording
+        unrecorded, stop = self._numbers.unrecorded, tf.GradientTape.stop_recording
 
         @contextlib.contextmanager
         def stop_recording(tape: tf.GradientTape) -> Iterator[None]:
@@ -201,7 +176,7 @@ class CustomLosses:
 
     def _targets(self, targets: list[Any]) -> tuple[list[Any], list[tf.Tensor]] | None:
         """Returns what is differentiated in the place of targets, and by which gradients; `None` for as they are."""
-        found = [self._find(each, self._loss, self._differentiated) for each in targets]
+        found = [self._numbers.find(each, self._loss, self._differentiated) for each in targets]
         if not any(found) or not all(isinstance(each, tf.Tensor) for each in targets):
             return None
         scaled = []
@@ -212,11 +187,13 @@ class CustomLosses:
     def as_mean(self, value: Any, who: str) -> Any:
         """Returns a number of the step such that its weighted sum over the ranks is that of the global batch.
 
+        Collective: every rank must call this, in the same order.
+
         Args:
             value: tensor or number.
             who: str, what it is, for messages.
         """
-        found = self._find(value, who)
+        found = self._numbers.find(value, who)
         if found:
             value = found.as_mean(value)
             self._rows.note_mean(value)
@@ -236,7 +213,7 @@ class CustomLosses:
         if self._step.engine.size == 1:  # as with local SGD
             return value
         if self._step.depends_on_rows(value):
-            if self._kind_of(value) in ("sum", None):
+            if self._numbers.kind_of(value) in ("sum", None):
                 return value
             value = self.as_mean(value, who)
         return tf.math.multiply_no_nan(value, tf.cast(self._step.share, value.dtype))
@@ -258,7 +235,7 @@ class CustomLosses:
         is_found_out = bool(of_rows) and all(self._rows.of(each) and self._rows.row_wise(each) for each in of_rows)
         if step.engine.size == 1 or not is_found_out:
             return value, weight
-        if self._kind_of(weight) == "sum" and self._kind_of(value * weight) == "sum":
+        if self._numbers.kind_of(weight) == "sum" and self._numbers.kind_of(value * weight) == "sum":
             return value, weight  # as a mean over tokens, by their number
         value = self.as_mean(value, who)
         if step.depends_on_rows(weight):
@@ -266,11 +243,6 @@ class CustomLosses:
         elif step.may_differ(weight):  # a number of rows
             return value, weight
         return value, tf.math.multiply_no_nan(weight, tf.cast(step.share, weight.dtype))
-
-    def _kind_of(self, value: tf.Tensor) -> Kind | None:
-        """Returns what a number of the step is of the rank's rows, as far as that is found out."""
-        found = self._rows.of(value) if tf.is_symbolic_tensor(value) and self._step.depends_on_rows(value) else None
-        return None if found is None else self._kind(found, value, self._rows.means)
 
     def of_state(self, value: tf.Tensor) -> tf.Tensor | None:
         """Returns what the rows of all ranks make of a tensor that the step keeps; `None` if that is not found out.
@@ -286,132 +258,12 @@ class CustomLosses:
         if self._rows.row_wise(value) is None:
             return None
         if not value.dtype.is_floating:  # made-up rows show little of integers and flags
-            return self._pairs.of_rows(value, _KEPT)
+            return self._pairs.of_rows(value, KEPT)
         with self._rows.computing_again():
-            found = self._find(value, "")
+            found = self._numbers.find(value, "")
             if isinstance(found, GlobalValue):
                 return found.as_mean(value)
-            if found is None and tensor_key(value) not in self._are_means:
+            if found is None and not self._numbers.is_mean(value):
                 return None
             own = value if found is None else found.as_mean(value)
             return self._step.engine.allreduce([self._step.weighted(own)])[0]
-
-    def _find(self, value: Any, who: str, means: Means | None = None) -> ScaledSums | GlobalValue | None:
-        """Returns what a number is of the rank's rows; `None` for a mean, or if nothing is known of it."""
-        if not (tf.is_symbolic_tensor(value) and isinstance(value, tf.Tensor)):
-            return None
-        key = tensor_key(value), bool(means), tf.compat.v1.get_default_graph()
-        if key not in self._found:
-            self._found[key] = self._found_of(value, who, {**self._rows.means, **(means or {})})
-        return self._found[key]
-
-    def _found_of(self, value: tf.Tensor, who: str, means: Means) -> ScaledSums | GlobalValue | None:
-        is_alone = self._step.engine.size == 1  # as with local SGD
-        if is_alone or not self._step.depends_on_rows(value):
-            return None
-        terms = linear_terms(value, lambda term: tensor_key(term) in means)
-        terms = [each for each in terms if self._step.depends_on_rows(each[0])]
-        if all(tensor_key(term) in means for term, _ in terms):
-            return None
-        with self._rows.computing_again():
-            of_gradients = self._gradients.number(value, means)
-        if of_gradients is not None:
-            return of_gradients
-        if self._gradients.are_of_share(value):
-            if who:
-                self._told.append(value)
-                self._tell(_NO_MEAN, who)
-            return None
-        found = self._rows.of(value)
-        if found is None:
-            return None
-        rows, of_data = self._rows.row_wise(value), value
-        ends = [*means.values(), *self._rows.known(), *self._told, *self._unrecorded.values()]
-        inlined = Inlined(self._step.depends_on_rows, ends)
-        if rows is not None:
-            of_data = inlined(value)
-            found = rows.data_of(of_data, self._rows.known(), list(means.values()))
-
-        def without_calls(term: tf.Tensor) -> tf.Tensor:
-            return term if of_data is value else inlined(term)
-
-        is_whole = found.length is not None or [term.name for term, _ in terms] == [value.name]  # factors may hold it
-        if is_whole or len(terms) > _MAX_TERMS:
-            terms = [(value, 1.0)]
-        kinds = [self._kind(found, without_calls(term), means) for term, _ in terms]
-        if not set(kinds) <= {"mean", "sum"} and len(terms) > 1:  # a small one says little about the whole
-            terms, kinds = [(value, 1.0)], [self._kind(found, without_calls(value), means)]
-        known = [*means.values(), *self._rows.known(), *self._told]
-        relates_rows = "other" in kinds or any(
-            kind != "sum" and found.relates_rows(without_calls(term), known)
-            for (term, _), kind in zip(terms, kinds, strict=True)
-            if tensor_key(term) not in means and found.length is None
-        )
-        if set(kinds) == {"mean"} and not relates_rows:
-            self._are_means.add(tensor_key(value))
-        if relates_rows or None in kinds:
-            whole = value if value.shape.is_fully_defined() else tf.reduce_sum(value)  # as it is differentiated
-            of_all_ranks = None if rows is None else self._of_all_ranks(found, rows, whole, inlined, who, means)
-            if of_all_ranks is not None:
-                return of_all_ranks
-        if relates_rows and who:
-            self._told.append(value)
-            self._tell(_NO_MEAN, who)
-        elif None in kinds and rows is not None and not is_mean(of_data, found, known, list(means.values())):
-            self._tell(_UNKNOWN, who)
-        sums = [each for each, kind in zip(terms, kinds, strict=True) if kind == "sum"]
-        if sums and found.length is not None:  # of another number of rows nothing might be known
-            self._tell(_FIXED_NUMBER, who)
-            return None
-        return ScaledSums(self._step.weight, sums) if sums else None
-
-    def _of_all_ranks(
-        self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, inlined: Inlined, who: str, means: Means
-    ) -> GlobalValue | None:
-        """Returns a number computed from means and sums over the rows of all ranks, or else from these rows, or `None`.
-
-        Collective: every rank must call this, in the same order.
-        """
-        graph = tf.compat.v1.get_default_graph()
-        if self._rows.is_computed_again(value, means):
-            return None  # as of a gradient
-        with self._rows.computing_again():
-            try:
-                own = inlined(value)
-                frontier = self._frontier_of(found, rows, own, means)
-                if any(frontier.is_changed(each) for each in self._unrecorded.values() if each.graph is graph):
-                    return None  # a copy would have the gradients that no tape takes
-                of_all_ranks = GlobalRecomputation(
-                    self._step, frontier, inlined, lambda rows: self._gather(who or _KEPT, rows)
-                )
-                return GlobalValue(own, of_all_ranks, inlined)
-            except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
-                return None
-
-    def _frontier_of(self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, means: Means) -> Frontier:
-        """Returns from what a number is to be computed again.
-
-        Raises:
-            LookupError: if it cannot be.
-        """
-        fixed, numbers = self._rows.known(), list(means.values())
-        with contextlib.suppress(LookupError):
-            return Aggregates(value, found, fixed, numbers)
-        if not value.shape.is_fully_defined():
-            raise LookupError(value.name)
-        frontier = RowFrontier([value], rows, fixed, numbers)
-        if not found.can_run(value, [*fixed, *numbers]):
-            raise LookupError(value.name)  # as where it has the number of a rank's rows written into it
-        return frontier
-
-    def _kind(self, found: MeansAndSums, value: tf.Tensor, means: Means) -> Kind | None:
-        if tensor_key(value) in means:
-            return "mean"
-        fixed = [*means.values(), *self._rows.known()]
-        kind = found.kind(value, fixed)
-        # What is computed from one that was told of is no news; and a sum that is divided by its rows is a mean.
-        return kind if kind in ("mean", "sum") or not self._told else found.kind(value, [*fixed, *self._told])
-
-    def _tell(self, text: str, who: str) -> None:
-        if self._step.engine.rank == 0 and who:
-            once.warning(text.format(who))
