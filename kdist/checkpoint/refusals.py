@@ -40,7 +40,7 @@ def check_arguments(backup_dir: object, save_freq: object, asynchronous: object,
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def check_built(model: keras.Model) -> None:

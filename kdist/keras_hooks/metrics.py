@@ -91,7 +91,7 @@ class _UpdateOfSums:
 def wrapped_updates(
     model: keras.Model,
     call: Callable[..., Any],
-    call_sums: Callable[..., Any],
+    call_sums: Callable[..., Any] | None = None,
     call_rows: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
     """Replaces `update_state` of a model's metrics while the context is open.
@@ -99,9 +99,9 @@ def wrapped_updates(
     Args:
         model: `keras.Model`.
         call: callable that takes what a metric is, its `update_state`, and the arguments for that; for `joint_metrics`.
-        call_sums: the same for those metrics whose states add up over the rows.
-        call_rows: the same for those `joint_metrics` that Keras' own step updates, with rows; of them it leaves the
-            others as they are. `None` for a step of the user's, which may pass anything to them.
+        call_sums: the same for those metrics whose states add up over the rows; by default these stay as they are.
+        call_rows: the same for those `joint_metrics` that Keras' own step updates, with rows; other metrics that it
+            updates stay as they are. `None` for a step of the user's, which may pass anything to them.
     """
     with contextlib.ExitStack() as stack:
         seen: list[keras.metrics.Metric] = []
@@ -109,13 +109,15 @@ def wrapped_updates(
         def wrap() -> None:
             joint, given_rows = joint_metrics(model), [] if call_rows is None else _updated_by_keras(model)
             for metric in _flat(model.metrics, _adds_up):
+                if any(metric is each for each in seen) or isinstance(metric, (CompileMetrics, MetricsList)):
+                    continue
                 is_joint = any(metric is each for each in joint)
-                is_given_rows = any(metric is each for each in given_rows)
-                is_left = is_given_rows and not is_joint
-                if is_left or any(metric is each for each in seen) or isinstance(metric, (CompileMetrics, MetricsList)):
+                by: Callable[..., Any] | None = call if is_joint else call_sums
+                if any(metric is each for each in given_rows):
+                    by = call_rows if is_joint else None
+                if by is None:
                     continue
                 seen.append(metric)
-                by = call_sums if not is_joint else call_rows if is_given_rows and call_rows else call
                 update = functools.partial(by, f"The metric {metric.name!r}", metric.update_state)
                 stack.enter_context(patched(metric, "update_state", update if is_joint else _UpdateOfSums(update)))
 
@@ -278,9 +280,10 @@ def weighted_scalars(
             sample_weight = loss_weight(tf.convert_to_tensor(sample_weight))
         elif sample_weight is not None and is_output_loss(model, self):
             # The output's length where it is fixed: by the number of rows, which ranks may differ in, or without rows.
-            fixed = fixed_rows()
-            by_share = tf.cast(sample_weight, self.dtype) * tf.cast(weight(), self.dtype)
-            sample_weight = by_share if fixed is None else tf.cast(fixed, self.dtype)
+            if (fixed := fixed_rows()) is None:
+                sample_weight = tf.cast(sample_weight, self.dtype) * tf.cast(weight(), self.dtype)
+            else:
+                sample_weight = tf.cast(fixed, self.dtype)
         elif sample_weight is not None and not tf.executing_eagerly() and _are_scalars(values, sample_weight):
             if is_counted_alone(self):
                 number, its_weight = (tf.cast(each, self.dtype) for each in (values, sample_weight))

@@ -31,7 +31,7 @@ def recorded_assignments(record: Callable[[Any, str, list[Any]], tf.Tensor | Non
     Args:
         record: callable that takes the `keras.Variable`, or the `tf.Variable` that is assigned to by itself, the name
             of the method, the tensors, arrays and numbers among its arguments. It returns what is to be assigned in the
-            place of the first argument, or of a method that writes some rows, to the whole variable; or `None`.
+            place of the first argument, or, for a method that writes some rows, the whole new value; or `None`.
     """
     thread, is_recording = threading.get_ident(), False
 

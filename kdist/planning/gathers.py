@@ -82,15 +82,9 @@ def counted_gathers(model: keras.Model) -> Iterator[Gathers]:
         for name in _STEPS:
             stack.enter_context(patched(model, name, begun(getattr(model, name))))
         stack.enter_context(replaced_losses(model, counted))
-        stack.enter_context(wrapped_updates(model, gathers.call, _updated, call_rows=gathers.call))
+        stack.enter_context(wrapped_updates(model, gathers.call, call_rows=gathers.call))
         stack.enter_context(gathers_noted(gathers.note))
         yield gathers
-
-
-def _updated(who: str, update: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Updates a metric that gathers nothing."""
-    del who
-    return update(*args, **kwargs)
 
 
 def traced_gathers(call: FirstCall) -> int:

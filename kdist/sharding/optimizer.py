@@ -168,7 +168,8 @@ class ShardedOptimizer:
                 elif (table := table_of(weight)) is not None:
                     hold(slot, table)
             self.free()
-        check_shared_variables(optimizer, [slot for slot, _ in slots])
+        if self.cuts_weights:
+            check_shared_variables(optimizer, [slot for slot, _ in slots])
         set_trained_variables(optimizer, weights)
         vars(optimizer)[SHARDED_SLOTS] = self
 

@@ -123,7 +123,7 @@ class SlotPart(PartVariable):
 
 
 def hold(slot: Any, holder: Holder) -> None:
-    """Makes a slot, which has the shape of this rank's part, one that `holder` knows as a whole."""
+    """Makes a slot, which has the shape of this rank's part, one whose whole value `holder` reads and sets."""
     patch(slot, "__class__", SlotPart)
     slot.kdist_holder = holder
 

@@ -45,7 +45,10 @@ class TableReduce(Reduce):
         return [by_place[place] for place in places], others
 
     def _send_whole(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
-        """Returns what `_send` does, of weights that are whole on each rank."""
+        """Returns what `_send` does, of weights that are whole on each rank.
+
+        Collective: every rank must call this, in the same order.
+        """
         return super()._send(update, places, exact)
 
     def _update(self, update: Update, proceed: Callable[[], Any]) -> Any:

@@ -31,7 +31,7 @@ class CompiledSteps:
         self._reported: set[str] = set()
 
     def disable_keras_compilation(self) -> None:
-        """Keeps Keras from compiling whole steps. Must be called when a call begins."""
+        """Keeps Keras from compiling whole steps. Must be called before each call of `fit` and the like."""
         if self._model.jit_compile:
             self._model.jit_compile = False
             self._config = compile_config(self._model)

@@ -22,6 +22,8 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
     results. An integer that is computed from rows is that of the global batch; what else is no float stays this rank's,
     with a warning if it depends on the rank's rows. Results are this rank's, until the metrics are summed.
 
+    Collective: every rank must call this, in the same order.
+
     Returns:
         The logs, and a dict by name of callables that read the metrics' results again.
     """

@@ -97,7 +97,10 @@ class ReplicatedSteps:
         return rows.split(data, self._engine.size, self._engine.rank)
 
     def train_step(self, data: Any) -> Any:
-        """Trains on this rank's share of a batch."""
+        """Trains on this rank's share of a batch.
+
+        Collective: every rank must call this, in the same order.
+        """
         if self._extended.step is not None:
             return self._custom_steps.get("train_step")(data)  # called in another model's step, on its share
         session, is_shard = self.session, isinstance(data, Shard)
@@ -125,7 +128,10 @@ class ReplicatedSteps:
             return self._measured_step("train_step", step, is_whole_pass=not is_shard)
 
     def test_step(self, data: Any) -> Any:
-        """Evaluates this rank's share of a batch."""
+        """Evaluates this rank's share of a batch.
+
+        Collective: every rank must call this, in the same order.
+        """
         if self._extended.step is not None:
             return self._custom_steps.get("test_step")(data)
         is_shard = isinstance(data, Shard)
@@ -140,7 +146,10 @@ class ReplicatedSteps:
             return self._measured_step("test_step", step, is_whole_pass=not is_shard)
 
     def predict_step(self, data: Any) -> Any:
-        """Predicts this rank's share, and returns all ranks' predictions in the order of the rows."""
+        """Predicts this rank's share, and returns all ranks' predictions in the order of the rows.
+
+        Collective: every rank must call this, in the same order.
+        """
         if self._extended.step is not None:
             return self._custom_steps.get("predict_step")(data)
         step = ForwardStep(

@@ -112,7 +112,9 @@ def _died(reports: Sequence[RankReport]) -> Failure | None:
     dead = [each for each in reports if each.disconnected and not each.finished and each.heartbeat_age >= _GRACE]
     if not dead:
         return None
-    if all(each.has_failed for each in dead):  # in a terminal of its own, where no launcher has ended all
+    silent = [each for each in dead if not each.has_failed]
+    failed = [each for each in dead if each.has_failed]
+    if not silent:  # in a terminal of its own, where no launcher has ended all
         return Failure(
             is_fatal=True,
             ranks=_ranks(dead),
@@ -120,12 +122,13 @@ def _died(reports: Sequence[RankReport]) -> Failure | None:
             "names. Expected it to keep training. Fix: read its output.",
             kind=Kind.LOST,
         )
+    others = f"; {_names(failed)} failed, as its own output says" if failed else ""
     return Failure(
         is_fatal=True,
-        ranks=_ranks(dead),
-        text=f"{_names(dead)} died without an error message{_last_place(dead)}. Received: a closed connection. "
-        "Expected it to keep training. Fix: read its output and the system log of its host; the kernel kills "
-        "processes that run out of memory.",
+        ranks=_ranks(silent + failed),
+        text=f"{_names(silent)} died without an error message{_last_place(silent)}{others}. Received: a closed "
+        "connection. Expected it to keep training. Fix: read its output and the system log of its host; the kernel "
+        "kills processes that run out of memory.",
         kind=Kind.LOST,
     )
 

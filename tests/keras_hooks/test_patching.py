@@ -20,7 +20,7 @@ def table() -> str:
         has_all_methods = set(METHODS) <= set(row.names)
         names = [f"`{name}`" for name in row.names if not has_all_methods or name not in METHODS]
         if has_all_methods:
-            names.append("the methods")
+            names.append("`fit` etc.")
         elif len(names) > 10 or row.names == WRITING:
             names = ["what it writes with"]
         owner = row.owner.rpartition(".")[2]

@@ -103,7 +103,7 @@ def test_a_rank_is_in_the_users_code_outside_of_kerass_loop_or_in_a_callback(out
 
     with activity.running("model.fit"):
         assert called_in(outermost, lambda: deeper(depth))["in_user_code"] == is_users
-    assert called_in("", lambda: deeper(150))["in_user_code"], "between two methods"
+    assert called_in("", lambda: deeper(150))["in_user_code"], "between two calls"
 
 
 def test_a_call_whose_stack_is_missing_among_many_threads_is_not_taken_for_the_users_code():

@@ -73,8 +73,8 @@ def test_the_users_call_and_line_stand_in_the_place_of_collectives():
     assert found.text.startswith(f"rank 1 failed, in {fit}. Received: an error or an exit, which its own output names.")
     consequence = RankReport(rank=1, disconnected=True, heartbeat_age=4.0, has_failed=True)
     found = detect(waits(0, 4.0), consequence, RankReport(rank=2, disconnected=True, heartbeat_age=4.0))
-    assert found.text.startswith("each of ranks 1, 2 died without an error message")
-    assert found.ranks == (1, 2)
+    assert found.text.startswith("rank 2 died without an error message; rank 1 failed, as its own output says. ")
+    assert found.ranks == (2, 1)
 
 
 def test_ranks_in_different_calls_are_both_named():

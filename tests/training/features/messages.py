@@ -146,7 +146,7 @@ class Rows(keras.layers.Layer):
 
 @feature
 def gradients_travel_with_their_update() -> None:
-    """Epochs end between two updates; one layer has sparse gradients, another statistics; methods take turns."""
+    """Epochs end between two updates; one layer has sparse gradients, another statistics; calls take turns."""
     x, y = sequences()
     whole = size() * BATCH
 
