@@ -90,6 +90,16 @@ def differs(memory, rank, size):
     memory.sum(np.ones(10 + (rank == size - 1), np.float32))
 
 
+def goes_on_after_a_difference(memory, rank, size):
+    try:
+        memory.sum(np.ones(10 + rank, np.float32))
+    except EngineError:
+        total = np.ones(3, np.float32)
+        memory.sum(total)
+        assert total.tolist() == [size] * 3
+        print("done", flush=True)
+
+
 def dies(memory, rank, size):
     if rank == size - 1:
         os._exit(0)
@@ -107,7 +117,18 @@ def differs_in_dtype(memory, rank, size):
 
 
 ACTIONS = {
-    each.__name__: each for each in (sums, gathers, rows, differs, differs_in_kind, differs_in_dtype, dies, stops)
+    each.__name__: each
+    for each in (
+        sums,
+        gathers,
+        rows,
+        differs,
+        differs_in_kind,
+        differs_in_dtype,
+        goes_on_after_a_difference,
+        dies,
+        stops,
+    )
 }
 
 

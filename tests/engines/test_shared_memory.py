@@ -71,6 +71,11 @@ def test_where_one_rank_has_no_such_memory_none_uses_it_and_nothing_is_left_open
 
 
 @pytest.mark.timeout(60)
+def test_a_sum_after_one_of_sizes_that_differ_is_right(run):
+    assert run("goes_on_after_a_difference", 3) == ["done"] * 3
+
+
+@pytest.mark.timeout(60)
 def test_ranks_that_differ_are_told_of_both_sizes(run):
     first, second = run("differs", 2)
     assert "40 bytes of float32 to sum on this rank, and 44 bytes of float32 to sum on rank 1" in first

@@ -260,13 +260,16 @@ class SharedMemory:
                 os.write(pipe, _WORD.pack(word))
             except BrokenPipeError:
                 raise self._failure(f"rank {self._names[rank]} has ended") from None
+        words = {}
         for rank, pipe in self._of.items():
             if self._timeout is not None and not select.select([pipe], [], [], self._timeout)[0]:
                 raise self._failure(f"no answer from rank {self._names[rank]} within {self._timeout:g} s")
             received = os.read(pipe, _WORD.size)
             if not received:
                 raise self._failure(f"rank {self._names[rank]} has ended")
-            if (theirs := _WORD.unpack(received)[0]) != word:
+            (words[rank],) = _WORD.unpack(received)
+        for rank, theirs in words.items():  # once all are read, so that the next call finds none of them
+            if theirs != word:
                 raise self._failure(f"{_said(word)} on this rank, and {_said(theirs)} on rank {self._names[rank]}")
 
     def _failure(self, what: str) -> EngineError:
