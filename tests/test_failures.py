@@ -122,8 +122,10 @@ def test_a_rank_that_waits_at_exit_takes_part_in_no_collective(ended):
 
 
 @needs.horovod
-def test_ranks_whose_graphs_send_different_tensors_are_both_named(ended):
-    lines = """
+def test_ranks_whose_graphs_send_different_tensors_are_both_named(ended, tmp_path):
+    """Through Horovod, as on several hosts; in shared memory a sum itself says so, see `tests/engines`."""
+    lines = f"import os\nos.environ['HOROVOD_TIMELINE'] = {os.fspath(tmp_path / 'timeline.json')!r}"
+    lines += """
 import tensorflow as tf
 class Own(keras.Model):
     def train_step(self, data):

@@ -58,8 +58,8 @@ class CollectiveEngine(Engine):
             for no limit. A rank that has died is noticed without it, at once.
         abort: function of an exit code that ends all ranks, where a launcher offers one; by default the others notice
             that this one has ended.
-        share_memory: bool, whether ranks of one host sum large tensors, and gather, in memory that they share, which is
-            several times faster than any network.
+        share_memory: bool, whether ranks of one host sum, and gather, in memory that they share, which is several
+            times faster than any network.
 
     Raises:
         EngineError: if the server does not start, TensorFlow was used before, or a rank does not appear in time.
@@ -293,6 +293,8 @@ class CollectiveEngine(Engine):
         else:
             reasons = (text.partition(before)[2] for before in (FAILURE, "Collective ops is aborted by: "))
             what = next(filter(None, reasons), text).strip().partition("\n")[0]
+            if what.startswith("no answer"):
+                fix = f"look for a rank that does not run; {fix}"
         explained = EngineError(
             f"A collective failed on rank {self.world_ranks[self.rank]} of {len(self.addresses)}. Received: {what}. "
             "Expected: every rank calls the same collectives in the same order, with equal shapes and dtypes. "
@@ -365,7 +367,7 @@ class CollectiveEngine(Engine):
     def _sum_buffers(self, buffers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums buffers of known size: in shared memory, or in pieces, each in the next lane."""
         count, sums = 0, []
-        if self._shared is not None and self._shared.pays(buffers):
+        if self._shared is not None:
             return self._shared.sum(buffers)
         is_eager = tf.executing_eagerly() and not tf.config.functions_run_eagerly()
         if is_eager and sum(len(self._cut(buffer)) for buffer in buffers) > 1:

@@ -42,8 +42,9 @@ class HorovodEngine(Engine):
     `jit_compile=True` they cannot be compiled. Ranks that disagree about the next call, or about its shapes, wait,
     and after a minute Horovod logs for what (`HOROVOD_STALL_CHECK_TIME_SECONDS`).
 
-    Where all ranks are on one host and see no GPU, they sum large tensors, and gather, in memory that they share:
-    Horovod's thread takes turns with the computation on each core, and costs several times as much.
+    Where all ranks are on one host and see no GPU, they sum, and gather, in memory that they share: Horovod's thread
+    takes turns with the computation on each core, and costs several times as much. With Horovod's timeline
+    (`HOROVOD_TIMELINE`), which shows what Horovod sends, all goes through Horovod.
 
     A process that ends waits until all ranks have ended: the first to leave would shut Horovod down for all.
 
@@ -54,7 +55,7 @@ class HorovodEngine(Engine):
     Args:
         controller: str or `None`, `"mpi"` or `"gloo"`: what the launcher needs Horovod to be built with. Collective:
             every rank must construct its engine, in the same order.
-        share_memory: bool, whether ranks of one host sum large tensors, and gather, in memory that they share.
+        share_memory: bool, whether ranks of one host sum, and gather, in memory that they share.
 
     Raises:
         EngineNotFoundError: if Horovod does not load, or was built without TensorFlow or the controller.
@@ -90,12 +91,9 @@ class HorovodEngine(Engine):
         with tf.init_scope(), tf.device("CPU:0"):
             self._order = tf.Variable(0, trainable=False, name="kdist_horovod_order")
         self._shared: SharedTensors | None = None
-        # The ranks decide together: each may see other devices.
-        if (
-            share_memory
-            and 1 < self.size == self.local_size
-            and not any(self.gather_objects(bool(tf.config.get_visible_devices("GPU"))))
-        ):
+        # The ranks decide together: each may see other devices and another environment.
+        needs_horovod = bool(tf.config.get_visible_devices("GPU")) or "HOROVOD_TIMELINE" in os.environ
+        if share_memory and 1 < self.size == self.local_size and not any(self.gather_objects(needs_horovod)):
             memory = SharedMemory.open(self.rank, self.size, self.gather_objects)
             if memory is not None:
                 self._shared = SharedTensors(memory, OrderedCalls("kdist_horovod_shared_order"))
@@ -247,7 +245,7 @@ class HorovodEngine(Engine):
             return self._hvd.grouped_allreduce(group, op=self._hvd.Sum, **names)
 
         sent = [flat.to_summable(tensor) for tensor in tensors]
-        if self._shared is not None and all(each.shape.is_fully_defined() for each in sent) and self._shared.pays(sent):
+        if self._shared is not None and all(each.shape.is_fully_defined() for each in sent):
             in_memory = _without_names(self._shared.sum)
             sums = flat.sum_together(sent, lambda group: send(kind, in_memory, group, [each.shape for each in group]))
             return [flat.from_summable(total, tensor) for total, tensor in zip(sums, tensors, strict=True)]

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdist.engines.arrays.shared_memory import PIECE_BYTES
 from kdist.engines.collective import LANES, CollectiveEngine
-from kdist.engines.tensors.shared_tensors import SHARED_BYTES
 
 
 def addresses() -> list[str]:
@@ -48,8 +48,8 @@ def case_ranks_of_one_host_share_memory(engine: CollectiveEngine) -> None:
     assert (engine._shared is None) == (engine.size == 1)
 
 
-def case_sizes_around_those_that_go_through_shared_memory(engine: CollectiveEngine) -> None:
-    for size in (SHARED_BYTES // 4 - 1, SHARED_BYTES // 4, 3):
+def case_sizes_around_a_piece_of_shared_memory(engine: CollectiveEngine) -> None:
+    for size in (3, PIECE_BYTES // 4, PIECE_BYTES // 4 + 1):
         for wrap in (lambda f: f, tf.function(autograph=False)):
             totals = wrap(lambda x: engine.allreduce([x, tf.cast(x, tf.int64)]))(tf.range(float(size)))
             for total in totals:

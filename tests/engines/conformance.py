@@ -109,7 +109,7 @@ def case_allreduce_sums_every_dtype_and_shape(engine):
 
 
 def case_allreduce_warns_of_nothing_that_is_not_finite(engine):
-    """A loss scale that is too large is no error; large enough to be summed in shared memory."""
+    """A loss scale that is too large is no error."""
     sent = {
         tf.float32: np.full(40_000, 3e38, np.float32),
         tf.float16: np.full(90_000, np.inf if engine.rank % 2 else -np.inf, np.float16),

@@ -129,7 +129,7 @@ def test_a_worker_that_never_appears_is_named_with_its_address(pair):
 
 @pytest.mark.parametrize(
     ("action", "words"),
-    [("dies", " has ended"), ("stops", "no answer within 10 s")],
+    [("dies", " has ended"), ("stops", "no answer from rank 1 within 10 s")],
 )
 def test_a_peer_that_is_gone_ends_the_others(pair, action, words):
     said_by_the_first(pair(f"goes_on_until_a_peer_is_gone({action!r}, 4)"), action, words)

@@ -15,9 +15,6 @@ from kdist.engines.arrays.shared_memory import SharedMemory
 from kdist.engines.tensors import flat, slices
 from kdist.engines.tensors.ordered_calls import OrderedCalls
 
-SHARED_BYTES = 1 << 16
-"""The size from which a sum in shared memory is faster than a message: it takes Python in the graph."""
-
 
 class SharedTensors:
     """Sums and gathers tensors in a `SharedMemory`: several times faster than any network.
@@ -31,10 +28,6 @@ class SharedTensors:
 
     def __init__(self, memory: SharedMemory, in_turn: OrderedCalls) -> None:
         self._memory, self._in_turn = memory, in_turn
-
-    def pays(self, buffers: Sequence[tf.Tensor]) -> bool:
-        """Returns whether buffers of known sizes are large enough to be summed here."""
-        return sum(flat.size(each) * each.dtype.size for each in buffers) >= SHARED_BYTES
 
     def sum(self, buffers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums 1-D tensors of numbers over all ranks, in rank order.
