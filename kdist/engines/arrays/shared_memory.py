@@ -9,6 +9,7 @@ import secrets
 import select
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ _NUM_SLOTS = 3
 _GATHER = -1  # the word of ranks that gather; that of ranks which sum has their number of bytes and the dtype
 _SCATTER = -2  # less the same, the word of ranks which sum rows of their own
 _TOKEN_BYTES = 16
+_AWAKE = 0.0002  # seconds that a rank waits for a word before it sleeps: to wake up takes longer than most messages
 _WORD = struct.Struct("=q")
 
 
@@ -71,6 +73,9 @@ class SharedMemory:
         others = [other for other in range(self.size) if other != rank]
         self._to = {other: to[other] for other in others}
         self._of = {other: of[other] for other in others}
+        self._polls = {pipe: select.poll() for pipe in self._of.values()}
+        for pipe, poll in self._polls.items():
+            poll.register(pipe, select.POLLIN)
         self._timeout = timeout
         self._slot = 0
         self._one_at_a_time = threading.Lock()
@@ -262,7 +267,7 @@ class SharedMemory:
                 raise self._failure(f"rank {self._names[rank]} has ended") from None
         words = {}
         for rank, pipe in self._of.items():
-            if self._timeout is not None and not select.select([pipe], [], [], self._timeout)[0]:
+            if not self._is_readable(pipe):
                 raise self._failure(f"no answer from rank {self._names[rank]} within {self._timeout:g} s")
             received = os.read(pipe, _WORD.size)
             if not received:
@@ -271,6 +276,16 @@ class SharedMemory:
         for rank, theirs in words.items():  # once all are read, so that the next call finds none of them
             if theirs != word:
                 raise self._failure(f"{_said(word)} on this rank, and {_said(theirs)} on rank {self._names[rank]}")
+
+    def _is_readable(self, pipe: int) -> bool:
+        """Returns when there is a word to read, or it is too late for one."""
+        poll = self._polls[pipe]
+        asleep_from = time.perf_counter() + _AWAKE
+        while time.perf_counter() < asleep_from:
+            if poll.poll(0):
+                return True
+            os.sched_yield()  # the other rank may need this core
+        return bool(poll.poll(None if self._timeout is None else self._timeout * 1000))
 
     def _failure(self, what: str) -> EngineError:
         return EngineError(f"{FAILURE}{what}")
