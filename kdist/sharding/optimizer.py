@@ -180,8 +180,8 @@ class ShardedOptimizer:
         elif self.optimizer.use_ema:
             for weight, average in moving_averages(self.optimizer):
                 if average is not None:
-                    is_cut = key_of(weight) in self.parts
-                    raw_variable(weight).assign(holder_of(average).whole(average) if is_cut else raw_variable(average))
+                    holder = holder_of(average) if key_of(weight) in self.parts else None
+                    raw_variable(weight).assign(holder.whole(average) if holder else raw_variable(average))
 
 
 def sharded(optimizer: keras.optimizers.Optimizer) -> ShardedOptimizer | None:

@@ -43,8 +43,11 @@ class ShardedReduce(TableReduce):
         super().__init__(*args)
         self._parts = parts
 
+    def _reduce_and(self, update: Update, proceed: Callable[[], Any]) -> Any:
+        _sharded(update.optimizer)  # refuses others
+        return super()._reduce_and(update, proceed)
+
     def _has_parts(self, update: Update) -> bool:
-        _sharded(update.optimizer)  # which refuses others
         return True
 
     def _send_whole(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:

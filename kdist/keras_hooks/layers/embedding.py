@@ -41,6 +41,8 @@ class TableVariable(PartVariable):
     It is read and assigned to as a whole: `numpy()` gathers the rows of all ranks. Operations refuse it.
     """
 
+    kdist_holder: WholeTable
+
     @property
     def value(self) -> Any:
         """A stand-in that has the variable's name and raises when it is used as a tensor, which has some rows only."""

@@ -46,7 +46,7 @@ class Holder(Protocol):
 class PartVariable(keras.Variable):  # type: ignore[misc]  # Keras has no types
     """A variable that has other values on each rank; files of TensorFlow would have those of one."""
 
-    kdist_holder: Any
+    kdist_holder: Holder
 
     def _refuse_file(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StrategyError(
@@ -62,6 +62,6 @@ class PartVariable(keras.Variable):  # type: ignore[misc]  # Keras has no types
         return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, in parts>"
 
 
-def holder_of(variable: Any) -> Any:
+def holder_of(variable: Any) -> Holder | None:
     """Returns the `Holder` of a variable in parts; `None` of any other variable."""
     return variable.kdist_holder if isinstance(variable, PartVariable) else None
