@@ -1,4 +1,4 @@
-"""Keras' metrics: nested ones, those whose states add up, their results in logs, and their weights."""
+"""Keras' metrics: nested ones, those whose states add up, and their results in logs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask
 from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
-from kdist._tf_internals import is_compiled_by_xla
 from kdist.keras_hooks.patching import patched
-from kdist.keras_hooks.trainer import computes_custom_loss, is_output_loss, loss_tracker
+from kdist.keras_hooks.trainer import is_output_loss, loss_tracker
 
 _BUILT_FOR = "kdist_built_for"
 
@@ -38,6 +36,18 @@ def joint_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     Known are Keras' own classes, if they have no function of the user's and take no statistics over the rows.
     """
     return [metric for metric in _flat(model.metrics, _adds_up) if not _adds_up(metric)]
+
+
+def is_among_weighted(metric: Any, model: keras.Model, *, joint: bool) -> bool:
+    """Returns whether what a metric is given by a model's step is weighted by the ranks' shares.
+
+    Args:
+        metric: `keras.metrics.Metric`, of any model.
+        model: `keras.Model`.
+        joint: bool, whether `joint_metrics` and what is nested in them count the global batch, without a weight.
+    """
+    counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)
+    return any(metric is each for each in counted) and (not joint or _adds_up(metric))
 
 
 def resets_by_assignments(metric: keras.metrics.Metric) -> bool:
@@ -220,115 +230,6 @@ def recorded_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[list[t
         for metric in metrics:
             stack.enter_context(patched(metric, "result", recording(metric.result)))
         yield recorded
-
-
-@contextlib.contextmanager
-def weighted_scalars(
-    model: keras.Model,
-    weight: Callable[[], tf.Tensor],
-    *,
-    fixed_rows: Callable[[], tf.Tensor | None],
-    joint: bool,
-    loss_weight: Callable[[tf.Tensor], tf.Tensor],
-    as_mean: Callable[[Any, str], Any],
-    as_sum: Callable[[Any, str], Any],
-    as_weighted: Callable[[tf.Tensor, tf.Tensor, str], tuple[tf.Tensor, tf.Tensor]],
-    equally_wide: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-    is_of_all: Callable[[], bool],
-) -> Iterator[None]:
-    """Weights what is passed to a model's `Mean` and `Sum` metrics as in the global batch.
-
-    A scalar is the mean of a batch. Weighted by the ranks' shares, N of them equal that of the global batch. What a
-    `Sum` is given may also be a sum over rows. A row of time steps is the mean of those that count, over the width of
-    the batch, which is that of the widest rank.
-
-    Args:
-        model: `keras.Model`.
-        weight: callable that returns the share, a scalar tensor.
-        fixed_rows: callable that returns the number of the rank's rows, an `int64` scalar, or `None` if the step takes
-            any number of them.
-        joint: bool, whether `joint_metrics` and what is nested in them count the global batch, without a weight.
-        loss_weight: callable that returns the weight of a loss, from the one that Keras gives it: the length of the
-            first input.
-        as_mean: callable that takes a scalar that counts as a mean over the rank's rows, and what it is; returns what
-            is to be counted.
-        as_sum: callable that takes a scalar, and what it is; returns this rank's part of what is to be added.
-        as_weighted: callable that takes a scalar, its weight, and what they are; returns what is to be counted on this
-            rank.
-        equally_wide: callable that pads tensors with zeros to the widths that they have on other ranks.
-        is_of_all: callable that returns whether what is passed now is that of the global batch.
-    """
-    original, original_of_sum = keras.metrics.Mean.update_state, keras.metrics.Sum.update_state
-
-    def is_counted_alone(metric: Any) -> bool:
-        counted = _flat(model.metrics, _adds_up) if joint else flat_metrics(model)
-        return any(metric is each for each in counted) and (not joint or _adds_up(metric))
-
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        if is_of_all():
-            return original(self, values, sample_weight=sample_weight)
-        is_loss, is_counted = self is loss_tracker(model), False
-        if (sample_weight is None or is_loss) and tf.convert_to_tensor(values).shape.rank == 0:
-            is_counted = is_counted_alone(self)
-        if is_counted:
-            values = tf.convert_to_tensor(values)
-            values = values if values.dtype.is_floating else tf.cast(values, self.dtype)
-            values = as_mean(values, f"What the metric {self.name!r} is given")
-        if sample_weight is None and is_counted:
-            sample_weight = tf.cast(weight(), self.dtype)
-        elif sample_weight is not None and is_loss:
-            sample_weight = loss_weight(tf.convert_to_tensor(sample_weight))
-        elif sample_weight is not None and is_output_loss(model, self):
-            # The output's length where it is fixed: by the number of rows, which ranks may differ in, or without rows.
-            if (fixed := fixed_rows()) is None:
-                sample_weight = tf.cast(sample_weight, self.dtype) * tf.cast(weight(), self.dtype)
-            else:
-                sample_weight = tf.cast(fixed, self.dtype)
-        elif sample_weight is not None and not tf.executing_eagerly() and _are_scalars(values, sample_weight):
-            if is_counted_alone(self):
-                number, its_weight = (tf.cast(each, self.dtype) for each in (values, sample_weight))
-                values, sample_weight = as_weighted(number, its_weight, f"What the metric {self.name!r} is given")
-        elif sample_weight is not None and _may_be_wider_elsewhere(model, values, sample_weight, weight()):
-            values, sample_weight = equally_wide([values, sample_weight])
-        return original(self, values, sample_weight=sample_weight)
-
-    def update_sum(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        if not is_of_all() and sample_weight is None and not tf.executing_eagerly():
-            tensor = tf.convert_to_tensor(values)
-            if tensor.shape.rank == 0 and is_counted_alone(self):
-                values = as_sum(tf.cast(tensor, self.dtype), f"What the metric {self.name!r} is given")
-        return original_of_sum(self, values, sample_weight=sample_weight)
-
-    # The classes, as `MeanMetricWrapper` calls its parent's method.
-    with (
-        patched(keras.metrics.Mean, "update_state", update_state),
-        patched(keras.metrics.Sum, "update_state", update_sum),
-    ):
-        yield
-
-
-def _are_scalars(*values: Any) -> bool:
-    return all(tf.convert_to_tensor(each).shape.rank == 0 for each in values)
-
-
-def _may_be_wider_elsewhere(model: keras.Model, values: Any, weights: Any, of_step: tf.Tensor) -> bool:
-    """Returns whether values have weights of their own within each row, and ranks may differ in their number.
-
-    An eager step of the user's may pass them on some ranks only, and a message would wait for the others.
-
-    Args:
-        model: `keras.Model` of the step.
-        values: what a metric is given.
-        weights: the same.
-        of_step: tensor of the step; in its branches and functions, and with XLA, no message is sent.
-    """
-    if not all(isinstance(each, tf.Tensor) and (each.shape.rank or 0) > 1 for each in (values, weights)):
-        return False
-    if get_keras_mask(values) is not None or is_compiled_by_xla():
-        return False
-    if tf.executing_eagerly():
-        return not computes_custom_loss(model)
-    return bool(None in values.shape[1:] and values.graph is of_step.graph)
 
 
 def flat_logs(logs: Any) -> Any:

@@ -9,17 +9,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.data.batch import Rows, Shard
+from kdist.data.batch import Shard
 from kdist.data.graphs.end_of_data import end_of_data_unless
 from kdist.engines.engine import Engine
 from kdist.keras_hooks.losses import replaced_losses, scaled_activity_losses
-from kdist.keras_hooks.metrics import weighted_scalars, wrapped_updates
+from kdist.keras_hooks.metrics import wrapped_updates
 from kdist.keras_hooks.random_seeds import folded_seeds
 from kdist.keras_hooks.trainer import computes_custom_loss, seed_generators
+from kdist.keras_hooks.weighted_metrics import weighted_metrics
 from kdist.state.random_state import folded_draws
 from kdist.step.losses.custom_losses import CustomLosses
 from kdist.step.losses.custom_metrics import CustomMetrics
 from kdist.step.losses.global_loss import GlobalLoss
+from kdist.step.losses.metric_numbers import MetricNumbers
 from kdist.step.losses.step_rows import StepRows
 from kdist.step.traced_rows import TracedRows
 from kdist.strategies.all_reduce import AllReduceExtended
@@ -130,22 +132,6 @@ class Step:
         self.own_rows.note_mean(mean)
         return mean
 
-    def _weight_of_loss(self, given: tf.Tensor) -> tf.Tensor:
-        """Returns the weight of this rank's loss in its mean, from the one that the step has given.
-
-        Keras gives the length of the first input. That is this rank's part of the sum over the ranks if it is a number
-        of rows; else the length counts once.
-        """
-        leaves = tf.nest.flatten(self.data)
-        number, first = next(((n, leaf) for n, leaf in enumerate(leaves) if tf.is_tensor(leaf)), (0, None))
-        if first is None or given.shape.rank != 0 or isinstance(first, tf.SparseTensor) or first.shape.rank == 0:
-            return given
-        weight = tf.cast(given, self.share.dtype)
-        is_length = weight == tf.cast(tf.shape(first)[0], weight.dtype)
-        if Rows(self.data).has_rows(number):  # or it is not known
-            is_length &= weight != tf.cast(tf.maximum(self.rows, 1), weight.dtype)
-        return tf.where(is_length, weight * self.share, weight)
-
     @contextlib.contextmanager
     def opened(self, model: keras.Model) -> Iterator[Any]:
         """Opens the step, and lets its operations wait for its data; yields the update pipeline of a training step.
@@ -171,25 +157,12 @@ class Step:
             return self.custom_losses.compiled(loss, GlobalLoss(loss, self, batch, has_other_rows=has_other_rows))
 
         metrics = CustomMetrics(self, self.custom_losses, batch)
-
+        numbers = MetricNumbers(self, self.rows, self.custom_losses, batch)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._extended.in_step(self))
             stack.enter_context(replaced_losses(model, global_loss))
             stack.enter_context(scaled_activity_losses(model, self.per_share))
-            stack.enter_context(
-                weighted_scalars(
-                    model,
-                    lambda: self.share,
-                    fixed_rows=lambda: None if Rows(self.data).size is None else self.rows,
-                    joint=self.has_joint_metrics,
-                    loss_weight=self._weight_of_loss,
-                    as_mean=self.custom_losses.as_mean,
-                    as_sum=self.custom_losses.as_sum,
-                    as_weighted=self.custom_losses.as_weighted,
-                    equally_wide=batch.equally_wide,
-                    is_of_all=lambda: batch.is_in_call,
-                )
-            )
+            stack.enter_context(weighted_metrics(model, numbers, joint=self.has_joint_metrics))
             stack.enter_context(self.custom_losses.opened(model, lambda who, rows: batch.call(who, list, rows)))
             if self.has_joint_metrics:
                 stack.enter_context(
