@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -40,6 +41,8 @@ _FIXED_NUMBER = (
     "number of rows. Results differ from those of one process. Fix: read the number of rows by "
     "`keras.ops.shape(x)[0]`, or compute a mean"
 )
+
+_Terms = list[tuple[tf.Tensor, Any]]  # with their factors
 
 KEPT = "What the step keeps of its rows"
 _MAX_TERMS = 16  # of a number, as finding out about each takes time
@@ -91,8 +94,7 @@ class StepNumbers:
         return self._found[key]
 
     def _found_of(self, value: tf.Tensor, who: str, means: Means) -> ScaledSums | GlobalValue | None:
-        is_alone = self._step.engine.size == 1  # as with local SGD
-        if is_alone or not self._step.depends_on_rows(value):
+        if self._step.engine.size == 1 or not self._step.depends_on_rows(value):  # one, as with local SGD
             return None
         terms = linear_terms(value, lambda term: tensor_key(term) in means)
         terms = [each for each in terms if self._step.depends_on_rows(each[0])]
@@ -103,13 +105,15 @@ class StepNumbers:
         if of_gradients is not None:
             return of_gradients
         if self._gradients.are_of_share(value):
-            if who:
-                self._told.append(value)
-                self.tell(_NO_MEAN, who)
+            self._tell_of_relation(value, who)
             return None
         found = self._rows.of(value)
-        if found is None:
-            return None
+        return None if found is None else self._of_rows(value, terms, found, who, means)
+
+    def _of_rows(
+        self, value: tf.Tensor, terms: _Terms, found: MeansAndSums, who: str, means: Means
+    ) -> ScaledSums | GlobalValue | None:
+        """Returns what a number is of the rank's rows, from those on which it depends; see `find`."""
         rows, of_data = self._rows.row_wise(value), value
         ends = [*means.values(), *self._rows.known(), *self._told, *self.unrecorded.values()]
         inlined = Inlined(self._step.depends_on_rows, ends)
@@ -120,12 +124,7 @@ class StepNumbers:
         def without_calls(term: tf.Tensor) -> tf.Tensor:
             return term if of_data is value else inlined(term)
 
-        is_whole = found.length is not None or [term.name for term, _ in terms] == [value.name]  # factors may hold it
-        if is_whole or len(terms) > _MAX_TERMS:
-            terms = [(value, 1.0)]
-        kinds = [self._kind(found, without_calls(term), means) for term, _ in terms]
-        if not set(kinds) <= {"mean", "sum"} and len(terms) > 1:  # a small one says little about the whole
-            terms, kinds = [(value, 1.0)], [self._kind(found, without_calls(value), means)]
+        terms, kinds = self._kinds(value, terms, found, without_calls, means)
         known = [*means.values(), *self._rows.known(), *self._told]
         relates_rows = "other" in kinds or any(
             kind != "sum" and found.relates_rows(without_calls(term), known)
@@ -134,14 +133,13 @@ class StepNumbers:
         )
         if set(kinds) == {"mean"} and not relates_rows:
             self._are_means.add(tensor_key(value))
-        if relates_rows or None in kinds:
+        if rows is not None and (relates_rows or None in kinds):
             whole = value if value.shape.is_fully_defined() else tf.reduce_sum(value)  # as it is differentiated
-            of_all_ranks = None if rows is None else self._of_all_ranks(found, rows, whole, inlined, who, means)
+            of_all_ranks = self._of_all_ranks(found, rows, whole, inlined, who, means)
             if of_all_ranks is not None:
                 return of_all_ranks
         if relates_rows and who:
-            self._told.append(value)
-            self.tell(_NO_MEAN, who)
+            self._tell_of_relation(value, who)
         elif None in kinds and rows is not None and not is_mean(of_data, found, known, list(means.values())):
             self.tell(_UNKNOWN, who)
         sums = [each for each, kind in zip(terms, kinds, strict=True) if kind == "sum"]
@@ -149,6 +147,24 @@ class StepNumbers:
             self.tell(_FIXED_NUMBER, who)
             return None
         return ScaledSums(self._step.weight, sums) if sums else None
+
+    def _kinds(
+        self,
+        value: tf.Tensor,
+        terms: _Terms,
+        found: MeansAndSums,
+        without_calls: Callable[[tf.Tensor], tf.Tensor],
+        means: Means,
+    ) -> tuple[_Terms, list[Kind | None]]:
+        """Returns the terms of which a number is a sum, and what each is; the number alone if that says more."""
+        whole: _Terms = [(value, 1.0)]
+        is_whole = found.length is not None or [term.name for term, _ in terms] == [value.name]  # factors may hold it
+        if is_whole or len(terms) > _MAX_TERMS:
+            terms = whole
+        kinds = [self._kind(found, without_calls(term), means) for term, _ in terms]
+        if set(kinds) <= {"mean", "sum"} or len(terms) == 1:
+            return terms, kinds
+        return whole, [self._kind(found, without_calls(value), means)]  # a small term says little about the whole
 
     def _of_all_ranks(
         self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, inlined: Inlined, who: str, means: Means
@@ -201,6 +217,12 @@ class StepNumbers:
         """Returns what a number of the step is of the rank's rows, as far as that is found out."""
         found = self._rows.of(value) if tf.is_symbolic_tensor(value) and self._step.depends_on_rows(value) else None
         return None if found is None else self._kind(found, value, self._rows.means)
+
+    def _tell_of_relation(self, value: tf.Tensor, who: str) -> None:
+        """Logs that a number relates rows, and remembers it: what is computed from it is no news."""
+        if who:
+            self._told.append(value)
+            self.tell(_NO_MEAN, who)
 
     def tell(self, text: str, who: str) -> None:
         """Logs a warning once, on rank 0."""
