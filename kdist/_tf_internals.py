@@ -52,6 +52,7 @@ __all__ = [
     "keep_open_scopes",
     "missing_names",
     "random_ops",
+    "recorded_elements",
     "saved_model_module",
     "schedule_on_any_worker",
     "seeds_of_op",
@@ -88,6 +89,7 @@ def missing_names() -> list[str]:
         (tf.Operation, ("_add_control_inputs", "_control_outputs")),
         (ConcreteFunction, ("_call_flat",)),
         (iter(tf.data.Dataset.range(1)), ("_iterator_resource",)),
+        (tf.GradientTape, ("_ensure_recording",)),
         (tf.function(len), ("_omit_frequent_tracing_warning",)),
         (Cluster, ("schedule",)),
         (StrategyExtendedV1, OVERRIDDEN),
@@ -110,6 +112,12 @@ def is_compiled_by_xla() -> bool:
     return not tf.executing_eagerly() and bool(
         control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
     )
+
+
+def recorded_elements(tape: tf.GradientTape, target: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the elements of a tensor that a tape has recorded, so that it can differentiate each."""
+    with tape._ensure_recording():
+        return list(tf.unstack(tf.reshape(target, [-1])))
 
 
 def add_control_inputs(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:

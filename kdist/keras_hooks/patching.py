@@ -107,7 +107,10 @@ PATCHES = (
     Patch(_OPTIMIZER, ("_backend_apply_gradients",), "instance", _STEP, "correct the momentum"),
     Patch(
         _OPTIMIZER,
-        ("_trainable_variables", "_clip_gradients", "_apply_weight_decay", "update_step"),
+        (
+            *("_trainable_variables", "_clip_gradients", "_apply_weight_decay", "update_step"),
+            *("_model_variables_moving_average", "_update_model_variables_moving_average"),
+        ),
         "instance",
         _STEP,
         "update parts, and fuse SGD",
@@ -139,7 +142,7 @@ PATCHES = (
     ),
     Patch("keras.layers.Layer", ("activity_regularizer",), "instance", _STEP, "scale sums, before Keras 3.14"),
     Patch(_MODEL, ("_aggregate_additional_loss",), "instance", _STEP, "scale sums"),
-    Patch("tensorflow.GradientTape", ("gradient", "stop_recording"), "class", _STEP, "scale sums"),
+    Patch("tensorflow.GradientTape", ("gradient", "jacobian", "stop_recording"), "class", _STEP, "scale sums"),
     Patch("keras.metrics.Mean", ("update_state",), "class", _STEP, "weight by its share"),
     Patch("keras.metrics.Sum", ("update_state",), "class", _STEP, "add its part"),
     Patch("keras.metrics.Metric", ("result",), "instance", _STEP, "know results"),

@@ -10,27 +10,21 @@ import keras
 import tensorflow as tf
 
 from kdist.keras_hooks.losses import layer_that_added, scaled_added_losses
-from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import computes_custom_loss
 from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.step.losses.global_value import GlobalValue
 from kdist.step.losses.related_layers import tell_of_related_layers
-from kdist.step.losses.scaled_sums import ScaledSums
 from kdist.step.losses.step_gradients import StepGradients
 from kdist.step.losses.step_numbers import KEPT, StepNumbers
 from kdist.step.losses.step_pairs import Gather, StepPairs
-from kdist.step.losses.step_rows import Means, StepRows
+from kdist.step.losses.step_rows import StepRows
+from kdist.step.losses.taped_gradients import TapedGradients
 from kdist.strategies.open_step import OpenStep
 
 _APPLIED = (
     "The step of {} applies gradients that it computes from this rank's, as by clipping, and kdist cannot compute them "
     "from those of all ranks: results differ from those of one process. Fix: compute them from what "
     '`kdist.all_reduce(gradients, "mean")` returns, or by `clipnorm=` of the optimizer'
-)
-_AS_MEAN = (
-    "The step of {} differentiates a number that is no mean over this rank's rows, with `output_gradients=`, or by "
-    "other sources beside weights. Its gradients count as those of a mean, and results differ from those of one "
-    "process. Fix: `tape.gradient(loss, weights)`, and another tape for the other sources"
 )
 _EAGER = (
     "{} computes losses by itself in eager steps (run_eagerly=True). They count as means over the rank's rows, as only "
@@ -53,19 +47,19 @@ class CustomLosses:
     def __init__(self, step: OpenStep, rows: StepRows) -> None:
         self._step = step
         self._model = self._loss = ""
-        self._differentiated: Means = {}
         self._rows = rows
         self._has_custom_loss = False
         self._pairs = StepPairs(step, rows, lambda _, own: own)
         self._gradients = StepGradients(step)
         self._numbers = StepNumbers(step, rows, self._gradients)
+        self._taped = TapedGradients(step, rows, self._numbers, self._gradients)
 
     def is_gradient(self, value: tf.Tensor) -> bool:
         """Returns whether a tensor is a gradient that a tape has returned, whose mean by rows is the global one."""
         return self._gradients.are_means(value)
 
     def applied(self, gradients: Sequence[Any]) -> list[Any]:
-        """Returns gradients that a step applies; those that it has computed from others, as by clipping, of all ranks'.
+        """Returns gradients that a step applies; those that it has computed from others, or from rows, of all ranks'.
 
         Collective: every rank must call this, in the same order.
         """
@@ -73,7 +67,17 @@ class CustomLosses:
             found = self._gradients.applied(gradients, self._rows.means)
         if found is None:
             self._numbers.tell(_APPLIED, self._model)
-        return list(gradients) if found is None else found
+            return list(gradients)
+        return list(map(self._applied_by_hand, found)) if self._has_custom_loss else found
+
+    def _applied_by_hand(self, gradient: Any) -> Any:
+        """Returns what the rows of all ranks make of a gradient that no tape has returned, or the gradient."""
+        if not self._rows.is_of_rows(gradient) or self._gradients.are_made_of(gradient):
+            return gradient
+        of_all_ranks = self.of_state(gradient)
+        if of_all_ranks is None:
+            return gradient
+        return self._step.weighted(of_all_ranks) if self._step.loss_is_weighted else of_all_ranks
 
     def as_differentiated_mean(self, value: Any) -> Any:
         """See `as_mean`; of the loss that the step is about to differentiate.
@@ -84,7 +88,7 @@ class CustomLosses:
 
     def note_differentiated_mean(self, value: Any) -> None:
         """Says that the gradients of a number are those of a mean, whatever the number is."""
-        self._differentiated[tensor_key(value)] = value
+        self._taped.means[tensor_key(value)] = value
 
     def compiled(self, loss: Callable[..., tf.Tensor], of_rows: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         """Returns a function that computes a loss; every rank must call that, in the same order.
@@ -134,55 +138,8 @@ class CustomLosses:
                 scaled_added_losses(model, lambda loss, total: self.as_mean(total, layer_that_added(model, loss)))
             )
             if computes_custom_loss(model):
-                stack.enter_context(self._scaled_gradients())
+                stack.enter_context(self._taped.patched(self._model, self._loss))
             yield
-
-    @contextlib.contextmanager
-    def _scaled_gradients(self) -> Iterator[None]:
-        original = tf.GradientTape.gradient
-
-        def gradient(
-            tape: tf.GradientTape, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any
-        ) -> Any:
-            are_weights = [isinstance(each, (tf.Variable, keras.Variable)) for each in tf.nest.flatten(sources)]
-            if all(are_weights) and output_gradients is None:
-                target, output_gradients = self._targets(tf.nest.flatten(target)) or (target, None)
-                gradients = original(tape, target, sources, output_gradients, *args, **kwargs)
-                self._gradients.note(tf.nest.flatten(gradients))
-                return gradients
-            scalars = [each for each in tf.nest.flatten(target) if tf.is_tensor(each) and each.shape.rank == 0]
-            if any(are_weights) and any(self._numbers.find(each, self._loss, self._differentiated) for each in scalars):
-                self._numbers.tell(_AS_MEAN, self._model)
-            return original(tape, target, sources, output_gradients, *args, **kwargs)
-
-        unrecorded, stop = self._numbers.unrecorded, tf.GradientTape.stop_recording
-
-        @contextlib.contextmanager
-        def stop_recording(tape: tf.GradientTape) -> Iterator[None]:
-            graph = tf.compat.v1.get_default_graph()
-            start = len(graph.get_operations())
-            try:
-                with stop(tape):
-                    yield
-            finally:
-                made = [output for each in graph.get_operations()[start:] for output in each.outputs]
-                unrecorded.update({tensor_key(each): each for each in made})
-
-        with (
-            patched(tf.GradientTape, "gradient", gradient),
-            patched(tf.GradientTape, "stop_recording", stop_recording),
-        ):
-            yield
-
-    def _targets(self, targets: list[Any]) -> tuple[list[Any], list[tf.Tensor]] | None:
-        """Returns what is differentiated in the place of targets, and by which gradients; `None` for as they are."""
-        found = [self._numbers.find(each, self._loss, self._differentiated) for each in targets]
-        if not any(found) or not all(isinstance(each, tf.Tensor) for each in targets):
-            return None
-        scaled = []
-        for each, own in zip(targets, found, strict=True):
-            scaled += (own or ScaledSums(self._step.weight, ())).targets(each)
-        return [each for each, _ in scaled], [by for _, by in scaled]
 
     def as_mean(self, value: Any, who: str) -> Any:
         """Returns a number of the step such that its weighted sum over the ranks is that of the global batch.

@@ -51,7 +51,7 @@ class StepGradients:
             value: tensor, the number.
             means: mapping by keys of tensors that count as means over the rank's rows.
         """
-        if not self._is_of_gradients(value):
+        if not self.are_made_of(value):
             return None
         inlined = self._inlined()
         try:
@@ -67,7 +67,7 @@ class StepGradients:
         So it is in those of Keras' losses: they are no gradients of the rank's rows alone.
         """
         shares = {tensor_key(each) for each in (self._step.weight, self._step.share)}
-        return self._is_of_gradients(value) and is_computed_of(value, shares)
+        return self.are_made_of(value) and is_computed_of(value, shares)
 
     def applied(self, gradients: Sequence[Any], means: Mapping[Any, tf.Tensor]) -> list[Any] | None:
         """Returns gradients of which those that are computed from others are computed from those of all ranks.
@@ -98,14 +98,15 @@ class StepGradients:
 
     def _makes(self, value: Any) -> bool:
         """Returns whether a tensor is computed from gradients otherwise than by a sum that the ranks may add up."""
-        return self._is_of_gradients(value) and not is_weighted_sum(
+        return self.are_made_of(value) and not is_weighted_sum(
             value,
             lambda each: tensor_key(each) in self._known,
             self._step.depends_on_rows,
             may_add_others=not self._step.loss_is_weighted,
         )
 
-    def _is_of_gradients(self, value: Any) -> bool:
+    def are_made_of(self, value: Any) -> bool:
+        """Returns whether a tensor of the step is a gradient, or is computed from gradients."""
         graph = tf.compat.v1.get_default_graph()
         is_alone = self._step.engine.size == 1  # as with local SGD
         if is_alone or not (self._known and isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)):

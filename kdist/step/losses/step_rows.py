@@ -103,6 +103,15 @@ class StepRows:
             return True
         return not all(each is value.graph for each in (*(x.graph for x in found.leaves), _graph()))
 
+    def is_in_vectorized_loop(self, value: Any) -> bool:
+        """Returns whether a tensor is computed from the counter of a loop that becomes operations on all its turns.
+
+        So loop `tf.vectorized_map`, and `jacobian` and `batch_jacobian` of tapes, in the graph of the step itself.
+        """
+        if not tf.is_symbolic_tensor(value) or not isinstance(value, tf.Tensor):
+            return False
+        return any(_is_counter(each) for each in computed_of([value]))
+
     def _means_and_sums(self) -> MeansAndSums:
         rows = Rows(self._step.data)
         leaves = [
@@ -120,6 +129,11 @@ class StepRows:
             return known[key]
 
         return MeansAndSums([leaf for leaf, _ in leaves], with_rows, depends_on_rows)
+
+
+def _is_counter(tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor is what TensorFlow's `pfor` counts by; so are made rows whose number is not known."""
+    return tensor.op.type == "PlaceholderWithDefault" and tensor.dtype == tf.int32 and tensor.shape.rank == 0
 
 
 def _graph() -> tf.Graph:

@@ -1,4 +1,4 @@
-"""Gradients that a step of the user's own clips, scales or measures before it applies them."""
+"""Gradients that a step of the user's own clips, scales, measures or computes by hand before it applies them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.logs import logged
 from tests.training.features.own_losses import NO_MEAN, silently_both
 from tests.training.features.pairs import compiled
 from tests.training.features.registry import feature
-from tests.training.fidelity import BATCH, mlp, sequences
+from tests.training.fidelity import BATCH, deterministic_weights, mlp, sequences
 
 
 class Uses(keras.Model):
@@ -97,3 +97,97 @@ def sparse_gradients_that_a_step_clips_are_told_of() -> None:
     names = [re.split(" (?:is|applies) ", text)[0] for text in told]
     expected = ["The step of Uses", "What the metric 'norms'"]
     assert names == (expected if kdist.rank() == 0 else []), said
+
+
+class Own(keras.Model):
+    """A step that applies gradients of its own.
+
+    Args:
+        gradients: callable that takes the model and a batch, and returns the gradients of its weights.
+        net: `keras.Model`.
+    """
+
+    def __init__(self, gradients: Callable[[Any, Any, Any], list[Any]], net: Any = None) -> None:
+        super().__init__()
+        self.net, self.gradients = net or mlp(), gradients
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, *_ = data
+        gradients = self.gradients(self, x, y)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"error": tf.reduce_mean((self(x) - y) ** 2)}
+
+
+def clipped_rows(gradients: list[Any]) -> list[Any]:
+    """Returns gradients of each row, each clipped by its norm."""
+    return [tf.clip_by_norm(each, 0.3, axes=list(range(1, each.shape.rank))) for each in gradients]
+
+
+def by_jacobian(model: Any, x: Any, y: Any) -> list[Any]:
+    with tf.GradientTape() as tape:
+        losses = tf.reduce_mean((model(x, training=True) - y) ** 2, axis=-1)
+    return clipped_rows(tape.jacobian(losses, model.trainable_variables))
+
+
+def by_map(model: Any, x: Any, y: Any) -> list[Any]:
+    def of_row(row: tuple[Any, Any]) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(row[0][tf.newaxis], training=True) - row[1]) ** 2)
+        return tape.gradient(loss, model.trainable_variables)
+
+    return clipped_rows(tf.vectorized_map(of_row, (x, y)))
+
+
+def surgery(model: Any, x: Any, y: Any) -> list[Any]:
+    """PCGrad: the gradient of one loss, without what goes against that of another."""
+    with tf.GradientTape() as tape:
+        predicted = model(x, training=True)
+        root = tf.sqrt(tf.reduce_mean((predicted - y) ** 2))  # no mean over rows
+        losses = tf.stack([root, tf.reduce_mean(tf.abs(predicted)), 0.01 * tf.reduce_sum(predicted)])
+    found = tape.jacobian(losses, model.trainable_variables)
+    flat = tf.concat([tf.reshape(each, [3, -1]) for each in found], 1)
+    against = tf.minimum(tf.reduce_sum(flat[0] * flat[1]) / tf.reduce_sum(flat[1] ** 2), 0.0)
+    return [each[0] - against * each[1] + each[2] for each in found]
+
+
+def linear() -> keras.Model:
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+    deterministic_weights(model)
+    return model
+
+
+def without_a_tape(model: Any, x: Any, y: Any) -> list[Any]:
+    error = model(x) - y
+    return [0.1 * tf.matmul(x, error, transpose_a=True), tf.reduce_sum(error, 0)]
+
+
+def hebbian(model: Any, x: Any, y: Any) -> list[Any]:
+    active = model(x)
+    related = tf.matmul(x, active, transpose_a=True) / tf.cast(tf.shape(x)[0], x.dtype)
+    return [related / (0.1 + tf.norm(related)), tf.reduce_max(active - y, 0)]
+
+
+@feature
+def gradients_of_each_row() -> None:
+    silently_both(
+        compiled(lambda: Own(lambda *batch: [tf.reduce_mean(each, 0) for each in by_jacobian(*batch)]), loss="mse")
+    )
+    silently_both(
+        compiled(
+            lambda: Own(lambda *batch: [tf.reduce_sum(each, 0) / 9 for each in by_map(*batch)]), "even", loss="mse"
+        )
+    )
+
+
+@feature
+def gradients_of_several_losses_at_once() -> None:
+    silently_both(compiled(lambda: Own(surgery), loss="mse"))
+
+
+@feature
+def gradients_that_no_tape_computes() -> None:
+    for gradients in (without_a_tape, hebbian):
+        silently_both(compiled(lambda by=gradients: Own(by, net=linear()), loss="mse"))

@@ -1,0 +1,161 @@
+"""Gradients that a step takes from tapes of its own: those whose mean over the ranks is that of the global batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist._tf_internals import recorded_elements
+from kdist.keras_hooks.patching import patched
+from kdist.state.graphs.rank_dependence import tensor_key
+from kdist.step.losses.scaled_sums import ScaledSums
+from kdist.step.losses.step_gradients import StepGradients
+from kdist.step.losses.step_numbers import StepNumbers
+from kdist.step.losses.step_rows import Means, StepRows
+from kdist.strategies.open_step import OpenStep
+
+_AS_MEAN = (
+    "The step of {} differentiates a number that is no mean over this rank's rows, with `output_gradients=`, or by "
+    "other sources beside weights. Its gradients count as those of a mean, and results differ from those of one "
+    "process. Fix: `tape.gradient(loss, weights)`, and another tape for the other sources"
+)
+_MAX_ELEMENTS = 64  # of what `jacobian` differentiates, one after the other
+
+
+class TapedGradients:
+    """What `tf.GradientTape` differentiates in a step in the place of the numbers that it is given.
+
+    Args:
+        step: the open step.
+        rows: `StepRows` of the step.
+        numbers: `StepNumbers` of the step.
+        gradients: `StepGradients` of the step, which gets to know what is returned.
+
+    Attributes:
+        means: dict, by their keys, of numbers whose gradients are those of means, whatever the numbers are.
+    """
+
+    def __init__(self, step: OpenStep, rows: StepRows, numbers: StepNumbers, gradients: StepGradients) -> None:
+        self._step = step
+        self._rows = rows
+        self._numbers = numbers
+        self._gradients = gradients
+        self._model = self._loss = ""
+        self.means: Means = {}
+
+    @contextlib.contextmanager
+    def patched(self, model: str, loss: str) -> Iterator[None]:
+        """A context in which tapes return such gradients.
+
+        Args:
+            model: str, the model's class, for messages.
+            loss: str, what the step differentiates, for messages.
+        """
+        self._model, self._loss = model, loss
+        tape = tf.GradientTape
+        own_gradient, own_jacobian, own_stop = tape.gradient, tape.jacobian, tape.stop_recording
+
+        def gradient(tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._gradient(own_gradient, tape, target, sources, *args, **kwargs)
+
+        def jacobian(tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._jacobian(own_jacobian, own_gradient, tape, target, sources, *args, **kwargs)
+
+        @contextlib.contextmanager
+        def stop_recording(tape: tf.GradientTape) -> Iterator[None]:
+            graph = tf.compat.v1.get_default_graph()
+            start = len(graph.get_operations())
+            try:
+                with own_stop(tape):
+                    yield
+            finally:
+                made = [output for each in graph.get_operations()[start:] for output in each.outputs]
+                self._numbers.unrecorded.update({tensor_key(each): each for each in made})
+
+        with (
+            patched(tf.GradientTape, "gradient", gradient),
+            patched(tf.GradientTape, "jacobian", jacobian),
+            patched(tf.GradientTape, "stop_recording", stop_recording),
+        ):
+            yield
+
+    def _gradient(
+        self,
+        original: Callable[..., Any],
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        targets = tf.nest.flatten(target)
+        if any(map(self._rows.is_in_vectorized_loop, targets)):  # of one row, or of one element of a `jacobian`
+            return original(tape, target, sources, output_gradients, *args, **kwargs)
+        are_weights = list(map(_is_weight, tf.nest.flatten(sources)))
+        if all(are_weights) and output_gradients is None:
+            target, output_gradients = self._targets(targets) or (target, None)
+            gradients = original(tape, target, sources, output_gradients, *args, **kwargs)
+            self._gradients.note(tf.nest.flatten(gradients))
+            return gradients
+        scalars = [each for each in targets if tf.is_tensor(each) and each.shape.rank == 0]
+        if any(are_weights) and any(self._numbers.find(each, self._loss, self.means) for each in scalars):
+            self._numbers.tell(_AS_MEAN, self._model)
+        return original(tape, target, sources, output_gradients, *args, **kwargs)
+
+    def _jacobian(
+        self,
+        original: Callable[..., Any],
+        gradient: Callable[..., Any],
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns the gradients of several losses, each as by `gradient`; of a loss for each row those of this rank."""
+        flat = tf.nest.flatten(sources)
+        if not self._is_of_losses(target) or not all(map(_is_weight, flat)):
+            return original(tape, target, sources, unconnected_gradients, *args, **kwargs)
+        losses = [[each] for each in recorded_elements(tape, target)]
+        targets = [self._targets(each) or (each, [tf.ones_like(each[0])]) for each in losses]
+        are_found: list[bool] = []
+
+        def gradients_of(place: tf.Tensor) -> list[tf.Tensor]:
+            by = [tf.where(place == other, each, 0) for other, (_, all_by) in enumerate(targets) for each in all_by]
+            tensors = [each for some, _ in targets for each in some]
+            found = gradient(tape, tensors, flat, by, unconnected_gradients)
+            are_found[:] = [each is not None for each in found]
+            return [place, *(tf.convert_to_tensor(each) for each in found if each is not None)]
+
+        _, *stacked = tf.vectorized_map(gradients_of, tf.range(len(losses)))
+        of_losses = iter([tf.reshape(each, [*target.shape, *each.shape[1:]]) for each in stacked])
+        made = [next(of_losses) if is_found else None for is_found in are_found]
+        self._gradients.note(made)
+        return tf.nest.pack_sequence_as(sources, made)
+
+    def _is_of_losses(self, target: Any) -> bool:
+        """Returns whether a tensor has losses of the batch as its elements, and not one for each row."""
+        if not (self._rows.is_of_rows(target) and 0 < (target.shape.num_elements() or 0) <= _MAX_ELEMENTS):
+            return False
+        # Where the number of rows is known, nothing tells losses from rows.
+        return self._rows.of(target) is not None and self._rows.row_wise(target) is not None
+
+    def _targets(self, targets: list[Any]) -> tuple[list[Any], list[tf.Tensor]] | None:
+        """Returns what is differentiated in the place of targets, and by which gradients; `None` for as they are."""
+        found = [self._numbers.find(each, self._loss, self.means) for each in targets]
+        if not any(found) or not all(isinstance(each, tf.Tensor) for each in targets):
+            return None
+        scaled = []
+        for each, own in zip(targets, found, strict=True):
+            scaled += (own or ScaledSums(self._step.weight, ())).targets(each)
+        return [each for each, _ in scaled], [by for _, by in scaled]
+
+
+def _is_weight(source: Any) -> bool:
+    return isinstance(source, (tf.Variable, keras.Variable))
