@@ -56,7 +56,7 @@ class Part:
         """Returns this rank's rows of a tensor or array of the weight's shape."""
         rows = tf.reshape(value, self.view)
         if not self.is_cut:  # no slices: TensorFlow 2.21's optimizer of graphs takes empty ones for others of them
-            return rows if self.stop else tf.zeros([0, *self.view[1:]], rows.dtype)
+            return _of_hidden_shape(rows) if self.stop else tf.zeros([0, *self.view[1:]], rows.dtype)
         return rows[self.start : self.stop]
 
     def of_slices(self, slices: tf.IndexedSlices) -> Any:
@@ -126,6 +126,16 @@ def hold(slot: Any, holder: Holder) -> None:
     """Makes a slot, which has the shape of this rank's part, one whose whole value `holder` reads and sets."""
     patch(slot, "__class__", SlotPart)
     slot.kdist_holder = holder
+
+
+def _of_hidden_shape(value: Any) -> Any:
+    """Returns a tensor whose shape a graph's optimizer does not know: TensorFlow 2.21's drops means of rows."""
+    if not tf.is_symbolic_tensor(value):
+        return value
+    shape = tf.constant(value.shape.as_list(), tf.int32)
+    hidden = tf.reshape(value, tf.compat.v1.placeholder_with_default(shape, shape.shape))
+    hidden.set_shape(value.shape)
+    return hidden
 
 
 def make_parts(weights: Sequence[Any], size: int, rank: int, *, is_elementwise: bool) -> list[Part]:

@@ -13,11 +13,14 @@ import tensorflow as tf
 from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import (
+    AVERAGE,
+    AVERAGES,
     TRAINED,
     accumulates_as_keras,
     is_elementwise,
     is_update_due,
     iterations,
+    moving_averages,
 )
 from kdist.keras_hooks.patching import patched
 from kdist.sharding.gradients import PartReducer
@@ -121,12 +124,24 @@ def _sets_weights(optimizer: keras.optimizers.Optimizer) -> Any:
 
 @contextlib.contextmanager
 def _own_weights_alone(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Makes an optimizer leave out the weights that other ranks update."""
+    """Makes an optimizer leave out the weights that other ranks update, and their moving averages."""
+    if is_elementwise(optimizer):
+        yield
+        return
     update_step = optimizer.update_step
 
     def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
         if math.prod(variable.shape):
             update_step(gradient, variable, learning_rate)
 
-    with contextlib.nullcontext() if is_elementwise(optimizer) else patched(optimizer, "update_step", update):
+    average = getattr(optimizer, AVERAGE)
+
+    def update_averages(variables: Any) -> None:
+        if optimizer.use_ema:  # Keras takes what has no rows for a bias, and leaves out `None`
+            averages = [each for _, each in moving_averages(optimizer)]
+            own = [None if each is None or not math.prod(each.shape) else each for each in averages]
+            with patched(optimizer, AVERAGES, own):
+                average(variables)
+
+    with patched(optimizer, "update_step", update), patched(optimizer, AVERAGE, update_averages):
         yield

@@ -392,6 +392,30 @@ def a_rule_that_copies_weights() -> None:
         both(script, strategy=SHARD)
 
 
+class Centered(keras.optimizers.SGD):
+    """Gradient centralization: of each row of a gradient, its mean is taken away."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if len(gradient.shape) > 1:
+            gradient = gradient - keras.ops.mean(gradient, axis=1, keepdims=True)
+        super().update_step(gradient, variable, learning_rate)
+
+
+@case
+def a_rule_that_takes_means_of_rows() -> None:
+    """TensorFlow 2.21's optimizer of graphs took each number for the mean of its row, and the weight stayed."""
+    x, y = rows("ragged")
+
+    for options in ({}, {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3}):
+
+        def script(batch: int, options: Any = options) -> dict[str, Any]:
+            model = mlp()
+            model.compile(Centered(0.05, **options), "mse")
+            return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+        both(script, strategy=SHARD)
+
+
 class ClippedChanges(keras.optimizers.Adam):
     """Clips what is subtracted from a weight by its norm, and lets biases not decay."""
 
