@@ -13,6 +13,7 @@ import tensorflow as tf
 from kdist._user_code import user_line
 from kdist.errors import KDistError
 from kdist.keras_hooks.patching import METHODS, patch, patched, watched
+from kdist.keras_hooks.trainer import is_overridden
 from kdist.planning.memory import is_training
 from kdist.planning.rows import copied_bytes, fed, first_rows, held_bytes, keras_tensor, number_of_rows, repeated
 from kdist.reports.scope_marks import own_scopes
@@ -198,8 +199,10 @@ def run_step(call: FirstCall, rows: int) -> None:
     batch = tf.nest.map_structure(lambda each: repeated(each, rows), call.batch)
     x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
     method = {"fit": "train", "evaluate": "test", "train_on_batch": "train", "test_on_batch": "test"}.get(call.method)
-    if call.method == "fit" and y is None:  # a step of the user's may take inputs alone: no tuple
-        type(call.model).fit(call.model, tf.data.Dataset.from_tensors(x), verbose=0)
+    is_custom = weight is None and is_overridden(call.model, "train_step")
+    if call.method == "fit" and (y is None or is_custom):  # `train_on_batch` gives steps a tuple of three
+        data = keras.utils.pack_x_y_sample_weight(x, y)
+        type(call.model).fit(call.model, tf.data.Dataset.from_tensors(data), verbose=0)
     elif method is None:
         type(call.model).predict_on_batch(call.model, x)
     else:
