@@ -49,6 +49,7 @@ __all__ = [
     "is_compiled_by_xla",
     "is_initialized",
     "is_updating",
+    "is_used_up",
     "keep_open_scopes",
     "missing_names",
     "random_ops",
@@ -89,7 +90,7 @@ def missing_names() -> list[str]:
         (tf.Operation, ("_add_control_inputs", "_control_outputs")),
         (ConcreteFunction, ("_call_flat",)),
         (iter(tf.data.Dataset.range(1)), ("_iterator_resource",)),
-        (tf.GradientTape, ("_ensure_recording",)),
+        (tf.GradientTape(), ("_ensure_recording", "_tape")),
         (tf.function(len), ("_omit_frequent_tracing_warning",)),
         (Cluster, ("schedule",)),
         (StrategyExtendedV1, OVERRIDDEN),
@@ -112,6 +113,11 @@ def is_compiled_by_xla() -> bool:
     return not tf.executing_eagerly() and bool(
         control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
     )
+
+
+def is_used_up(tape: tf.GradientTape) -> bool:
+    """Returns whether a tape has returned its one set of gradients, so that it raises when it is asked for more."""
+    return tape._tape is None
 
 
 def recorded_elements(tape: tf.GradientTape, target: tf.Tensor) -> list[tf.Tensor]:

@@ -71,13 +71,20 @@ class CustomLosses:
         return list(map(self._applied_by_hand, found)) if self._has_custom_loss else found
 
     def _applied_by_hand(self, gradient: Any) -> Any:
-        """Returns what the rows of all ranks make of a gradient that no tape has returned, or the gradient."""
-        if not self._rows.is_of_rows(gradient) or self._gradients.are_made_of(gradient):
+        """Returns a gradient that no tape of the step has returned, so that its mean by rows is the global one.
+
+        Collective: every rank must call this, in the same order.
+        """
+        if not self._rows.is_of_rows(gradient) or self._gradients.is_known(gradient):
             return gradient
-        of_all_ranks = self.of_state(gradient)
-        if of_all_ranks is None:
+        if self._rows.of(gradient) is None or self._rows.row_wise(gradient) is None:
             return gradient
-        return self._step.weighted(of_all_ranks) if self._step.loss_is_weighted else of_all_ranks
+        with self._rows.computing_again():
+            found = self._numbers.find(gradient, "")
+            if found is None and not self._numbers.is_mean(gradient):
+                return gradient
+            own = gradient if found is None else found.as_mean(gradient)
+            return self._step.weighted(own) if self._step.loss_is_weighted else own
 
     def as_differentiated_mean(self, value: Any) -> Any:
         """See `as_mean`; of the loss that the step is about to differentiate.

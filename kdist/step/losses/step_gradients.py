@@ -51,7 +51,7 @@ class StepGradients:
             value: tensor, the number.
             means: mapping by keys of tensors that count as means over the rank's rows.
         """
-        if not self.are_made_of(value):
+        if not self._are_made_of(value):
             return None
         inlined = self._inlined()
         try:
@@ -66,8 +66,17 @@ class StepGradients:
 
         So it is in those of Keras' losses: they are no gradients of the rank's rows alone.
         """
-        shares = {tensor_key(each) for each in (self._step.weight, self._step.share)}
-        return self.are_made_of(value) and is_computed_of(value, shares)
+        return self._are_made_of(value) and self._is_of_share(value)
+
+    def is_known(self, value: tf.Tensor) -> bool:
+        """Returns whether a tensor is a gradient, is computed from one, or has the rank's share of the rows in it.
+
+        A share is in the gradients of Keras' losses, and in those that a function of the step's computes with a tape.
+        """
+        return self._are_made_of(value) or self._is_of_share(value)
+
+    def _is_of_share(self, value: tf.Tensor) -> bool:
+        return is_computed_of(value, {tensor_key(each) for each in (self._step.weight, self._step.share)})
 
     def applied(self, gradients: Sequence[Any], means: Mapping[Any, tf.Tensor]) -> list[Any] | None:
         """Returns gradients of which those that are computed from others are computed from those of all ranks.
@@ -98,14 +107,14 @@ class StepGradients:
 
     def _makes(self, value: Any) -> bool:
         """Returns whether a tensor is computed from gradients otherwise than by a sum that the ranks may add up."""
-        return self.are_made_of(value) and not is_weighted_sum(
+        return self._are_made_of(value) and not is_weighted_sum(
             value,
             lambda each: tensor_key(each) in self._known,
             self._step.depends_on_rows,
             may_add_others=not self._step.loss_is_weighted,
         )
 
-    def are_made_of(self, value: Any) -> bool:
+    def _are_made_of(self, value: Any) -> bool:
         """Returns whether a tensor of the step is a gradient, or is computed from gradients."""
         graph = tf.compat.v1.get_default_graph()
         is_alone = self._step.engine.size == 1  # as with local SGD

@@ -132,7 +132,7 @@ class StepRows:
 
 
 def _is_counter(tensor: tf.Tensor) -> bool:
-    """Returns whether a tensor is what TensorFlow's `pfor` counts by; so are made rows whose number is not known."""
+    """Returns whether a tensor is what TensorFlow's `pfor` counts by; rows of no known number are no scalars."""
     return tensor.op.type == "PlaceholderWithDefault" and tensor.dtype == tf.int32 and tensor.shape.rank == 0
 
 

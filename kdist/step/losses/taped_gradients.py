@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist._tf_internals import recorded_elements
+from kdist._tf_internals import is_used_up, recorded_elements
 from kdist.keras_hooks.patching import patched
 from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.step.losses.scaled_sums import ScaledSums
@@ -118,9 +118,12 @@ class TapedGradients:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Returns the gradients of several losses, each as by `gradient`; of a loss for each row those of this rank."""
+        """Returns the gradients of several losses, each as `gradient` returns that of one.
+
+        If the target has a loss for each row, they are those of this rank's rows.
+        """
         flat = tf.nest.flatten(sources)
-        if not self._is_of_losses(target) or not all(map(_is_weight, flat)):
+        if not all(map(_is_weight, flat)) or is_used_up(tape) or not self._is_of_losses(target):
             return original(tape, target, sources, unconnected_gradients, *args, **kwargs)
         losses = [[each] for each in recorded_elements(tape, target)]
         targets = [self._targets(each) or (each, [tf.ones_like(each[0])]) for each in losses]
@@ -134,14 +137,20 @@ class TapedGradients:
             return [place, *(tf.convert_to_tensor(each) for each in found if each is not None)]
 
         _, *stacked = tf.vectorized_map(gradients_of, tf.range(len(losses)))
-        of_losses = iter([tf.reshape(each, [*target.shape, *each.shape[1:]]) for each in stacked])
-        made = [next(of_losses) if is_found else None for is_found in are_found]
+        of_losses = iter(stacked)
+        made = [
+            tf.reshape(next(of_losses), [*target.shape, *source.shape]) if is_found else None
+            for source, is_found in zip(flat, are_found, strict=True)
+        ]
         self._gradients.note(made)
         return tf.nest.pack_sequence_as(sources, made)
 
     def _is_of_losses(self, target: Any) -> bool:
         """Returns whether a tensor has losses of the batch as its elements, and not one for each row."""
-        if not (self._rows.is_of_rows(target) and 0 < (target.shape.num_elements() or 0) <= _MAX_ELEMENTS):
+        is_of_all = self._step.engine.size == 1 or not self._rows.is_of_rows(target)
+        if is_of_all or self._rows.is_in_vectorized_loop(target):
+            return False
+        if not 0 < (target.shape.num_elements() or 0) <= _MAX_ELEMENTS:
             return False
         # Where the number of rows is known, nothing tells losses from rows.
         return self._rows.of(target) is not None and self._rows.row_wise(target) is not None

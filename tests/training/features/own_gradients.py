@@ -191,3 +191,35 @@ def gradients_of_several_losses_at_once() -> None:
 def gradients_that_no_tape_computes() -> None:
     for gradients in (without_a_tape, hebbian):
         silently_both(compiled(lambda by=gradients: Own(by, net=linear()), loss="mse"))
+
+
+def with_the_inputs(model: Any, x: Any, y: Any) -> list[Any]:
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
+    *gradients, _ = tape.gradient(loss, [*(each.value for each in model.trainable_variables), x])
+    return gradients
+
+
+def in_two_parts(model: Any, x: Any, y: Any) -> list[Any]:
+    with tf.GradientTape(persistent=True) as tape:
+        predicted = model(x, training=True)
+        loss = model.compute_loss(x=x, y=y, y_pred=predicted)
+    by_predicted = tape.gradient(loss, predicted)
+    return tape.gradient(predicted, model.trainable_variables, output_gradients=by_predicted)
+
+
+def in_a_function(model: Any, x: Any, y: Any) -> list[Any]:
+    @tf.function
+    def of(x: Any, y: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = 0.1 * tf.reduce_sum((model(x, training=True) - y) ** 2)
+        return tape.gradient(loss, model.trainable_variables)
+
+    return of(x, y)
+
+
+@feature
+def gradients_that_have_the_share_in_them() -> None:
+    for gradients in (with_the_inputs, in_two_parts, in_a_function):
+        silently_both(compiled(lambda by=gradients: Own(by), loss="mse"))
