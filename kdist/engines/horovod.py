@@ -92,7 +92,7 @@ class HorovodEngine(Engine):
             self._order = tf.Variable(0, trainable=False, name="kdist_horovod_order")
         self._shared: SharedTensors | None = None
         # The ranks decide together: each may see other devices and another environment.
-        needs_horovod = bool(tf.config.get_visible_devices("GPU")) or "HOROVOD_TIMELINE" in os.environ
+        needs_horovod = bool(tf.config.get_visible_devices("GPU")) or bool(os.environ.get("HOROVOD_TIMELINE"))
         if share_memory and 1 < self.size == self.local_size and not any(self.gather_objects(needs_horovod)):
             memory = SharedMemory.open(self.rank, self.size, self.gather_objects)
             if memory is not None:

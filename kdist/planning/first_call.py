@@ -201,7 +201,7 @@ def run_step(call: FirstCall, rows: int) -> None:
     method = {"fit": "train", "evaluate": "test", "train_on_batch": "train", "test_on_batch": "test"}.get(call.method)
     is_custom = weight is None and is_overridden(call.model, "train_step")
     if call.method == "fit" and (y is None or is_custom):  # `train_on_batch` gives steps a tuple of three
-        data = keras.utils.pack_x_y_sample_weight(x, y)
+        data = keras.tree.lists_to_tuples(keras.utils.pack_x_y_sample_weight(x, y))  # of a list TensorFlow makes one
         type(call.model).fit(call.model, tf.data.Dataset.from_tensors(data), verbose=0)
     elif method is None:
         type(call.model).predict_on_batch(call.model, x)

@@ -129,7 +129,10 @@ def hold(slot: Any, holder: Holder) -> None:
 
 
 def _of_hidden_shape(value: Any) -> Any:
-    """Returns a tensor whose shape a graph's optimizer does not know: TensorFlow 2.21's drops means of rows."""
+    """Returns a tensor whose shape Python knows, and TensorFlow's optimizer of graphs does not.
+
+    That of 2.21 replaces means over an axis of such a tensor by the tensor.
+    """
     if not tf.is_symbolic_tensor(value):
         return value
     shape = tf.constant(value.shape.as_list(), tf.int32)

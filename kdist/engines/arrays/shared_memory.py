@@ -31,6 +31,7 @@ _GATHER = -1  # the word of ranks that gather; that of ranks which sum has their
 _SCATTER = -2  # less the same, the word of ranks which sum rows of their own
 _TOKEN_BYTES = 16
 _AWAKE = 0.0002  # seconds that a rank waits for a word before it sleeps: to wake up takes longer than most messages
+_LONGEST_POLL = 2**31 - 1  # milliseconds
 _WORD = struct.Struct("=q")
 
 
@@ -285,7 +286,7 @@ class SharedMemory:
             if poll.poll(0):
                 return True
             os.sched_yield()  # the other rank may need this core
-        return bool(poll.poll(None if self._timeout is None else self._timeout * 1000))
+        return bool(poll.poll(None if self._timeout is None else min(self._timeout * 1000, _LONGEST_POLL)))
 
     def _failure(self, what: str) -> EngineError:
         return EngineError(f"{FAILURE}{what}")
