@@ -19,7 +19,7 @@ APPLY_GRADIENTS = "_backend_apply_gradients"
 CLIP = "_clip_gradients"
 DECAY = "_apply_weight_decay"
 TRAINED = "_trainable_variables"
-AVERAGE, AVERAGES = "_update_model_variables_moving_average", "_model_variables_moving_average"
+UPDATE_AVERAGES, AVERAGES = "_update_model_variables_moving_average", "_model_variables_moving_average"
 UPDATE = "apply_grad_to_update_var"  # a function in Keras' code, by whose name a strategy knows an optimizer's update
 
 ELEMENTWISE = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
@@ -27,7 +27,7 @@ _OF_A_WEIGHT = ("assign", "assign_add", "assign_sub", "_use_weight_decay")  # wh
 _OF_WEIGHTS = (
     *("apply", "apply_gradients", APPLY_GRADIENTS, "_backend_update_step", "_distributed_tf_update_step"),
     *(CLIP, "_clip_by_norm", "_apply_weight_decay", "_filter_empty_gradients", "_all_reduce_sum_gradients"),
-    *(AVERAGE, "_overwrite_model_variables_with_average_value"),
+    *(UPDATE_AVERAGES, "_overwrite_model_variables_with_average_value"),
     *("_backend_increment_gradient_accumulators", "_backend_reset_gradient_accumulators"),
     "_overwrite_variables_directly_with_gradients",
 )

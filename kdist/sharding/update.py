@@ -13,9 +13,9 @@ import tensorflow as tf
 from kdist.errors import StrategyError
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import (
-    AVERAGE,
     AVERAGES,
     TRAINED,
+    UPDATE_AVERAGES,
     accumulates_as_keras,
     is_elementwise,
     is_update_due,
@@ -134,7 +134,7 @@ def _own_weights_alone(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         if math.prod(variable.shape):
             update_step(gradient, variable, learning_rate)
 
-    average = getattr(optimizer, AVERAGE)
+    average = getattr(optimizer, UPDATE_AVERAGES)
 
     def update_averages(variables: Any) -> None:
         if optimizer.use_ema:  # Keras takes what has no rows for a bias, and leaves out `None`
@@ -143,5 +143,5 @@ def _own_weights_alone(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
             with patched(optimizer, AVERAGES, own):
                 average(variables)
 
-    with patched(optimizer, "update_step", update), patched(optimizer, AVERAGE, update_averages):
+    with patched(optimizer, "update_step", update), patched(optimizer, UPDATE_AVERAGES, update_averages):
         yield

@@ -51,6 +51,8 @@ class TapedGradients:
     def patched(self, model: str, loss: str) -> Iterator[None]:
         """A context in which tapes return such gradients.
 
+        Collective: in it every rank must ask tapes for gradients in the same order.
+
         Args:
             model: str, the model's class, for messages.
             loss: str, what the step differentiates, for messages.
@@ -121,6 +123,8 @@ class TapedGradients:
         """Returns the gradients of several losses, each as `gradient` returns that of one.
 
         If the target has a loss for each row, they are those of this rank's rows.
+
+        Collective: every rank must call this, in the same order.
         """
         flat = tf.nest.flatten(sources)
         if not all(map(_is_weight, flat)) or is_used_up(tape) or not self._is_of_losses(target):
@@ -156,7 +160,10 @@ class TapedGradients:
         return self._rows.of(target) is not None and self._rows.row_wise(target) is not None
 
     def _targets(self, targets: list[Any]) -> tuple[list[Any], list[tf.Tensor]] | None:
-        """Returns what is differentiated in the place of targets, and by which gradients; `None` for as they are."""
+        """Returns what is differentiated in the place of targets, and by which gradients; `None` for as they are.
+
+        Collective: every rank must call this, in the same order.
+        """
         found = [self._numbers.find(each, self._loss, self.means) for each in targets]
         if not any(found) or not all(isinstance(each, tf.Tensor) for each in targets):
             return None
