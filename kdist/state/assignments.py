@@ -42,8 +42,9 @@ _TABLE_WRITES = ("LookupTableInsertV2", "LookupTableImportV2", "LookupTableRemov
 class Assignments:
     """Records which variables a step writes while it is traced or run, and says how each is merged.
 
-    Weights, optimizers' variables and metrics are left alone, and so are variables that are set to values in which
-    the ranks cannot differ: a counter of steps, the weights of a teacher that follow the student's. A variable's
+    Optimizers' variables and metrics are left alone, and so are variables that are set to values in which the ranks
+    cannot differ: a counter of steps, the weights of a teacher that follow the student's. What is written to weights is
+    computed for the rows of all ranks; where that is not found out, a warning says so. Another variable's
     `aggregation` says how it is merged. Without one, increments of integers are summed, statistics of Keras' own layers
     are averaged, and others are computed for the rows of all ranks as they are assigned. Where that is not found out,
     they are averaged with a warning.
@@ -160,7 +161,10 @@ class Assignments:
             if key in self._weights and not tf.executing_eagerly():
                 graph = tf.compat.v1.get_default_graph()
                 self._dependence.add_graph(graph)
-                self._written_weights.append((variable, (method, values, graph, len(graph.get_operations()))))
+                value = self._global_value(variable, method, values, adds_gradients_later=False)
+                if value is None:
+                    self._written_weights.append((variable, (method, values, graph, len(graph.get_operations()))))
+                return value
             return None
         self.any_new = True
         if key not in self._written:
@@ -175,7 +179,9 @@ class Assignments:
         self._written[key].assignments.append((method, values, graph, len(graph.get_operations())))
         return value
 
-    def _global_value(self, variable: Any, method: str, values: list[Any]) -> tf.Tensor | None:
+    def _global_value(
+        self, variable: Any, method: str, values: list[Any], *, adds_gradients_later: bool = True
+    ) -> tf.Tensor | None:
         """Returns what the rows of all ranks make of a value, if nothing else says how the ranks' values are merged."""
         raw = raw_variable(variable)
         is_known = raw.dtype != tf.string and raw.shape.is_fully_defined() and self._is_traced_alike
@@ -189,7 +195,7 @@ class Assignments:
             return None
         if key_of(variable) in statistics_of_keras(self._model) or is_of_one_rank(self._model, variable):
             return None
-        if is_of_rows and terms and all(map(self._is_of_gradients, terms)):
+        if adds_gradients_later and is_of_rows and terms and all(map(self._is_of_gradients, terms)):
             return None
         if method in SCATTERS:
             with self.suspended():
@@ -359,9 +365,9 @@ class Assignments:
         if (variable := next(differing, None)) is not None:
             self._state.tell_once(
                 variable,
-                "the step writes the weight %r from this rank's own rows, as sharpness-aware minimization does: "
-                "results differ from those of one process. Fix: compute it from what "
-                '`kdist.all_reduce(gradients, "mean")` returns',
+                "the step writes the weight %r from this rank's own rows, and kdist cannot compute it from those of "
+                "all ranks, as where Python computes it: results differ from those of one process. Fix: compute it "
+                'from what `kdist.all_reduce(gradients, "mean")` returns',
             )
 
     def _tell_of_early_reads(self) -> None:

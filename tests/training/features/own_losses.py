@@ -804,35 +804,6 @@ def losses_by_hand_of_what_has_no_rows() -> None:
 
 
 @feature
-def weights_that_a_step_writes_by_its_rows_are_told_of() -> None:
-    class SharpnessAware(ByHand):
-        def __init__(self, reduce: Callable[[Any], Any]) -> None:
-            super().__init__(lambda y, p: ops.mean((y - p) ** 2))
-            self.reduce = reduce
-
-        def train_step(self, data: Any) -> dict[str, Any]:
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.own_loss(y, self(x, training=True))
-            steps = [0.1 * each for each in self.reduce(tape.gradient(loss, self.trainable_variables))]
-            for weight, step in zip(self.trainable_variables, steps, strict=True):
-                weight.assign_add(step)
-            with tf.GradientTape() as tape:
-                loss = self.own_loss(y, self(x, training=True))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            for weight, step in zip(self.trainable_variables, steps, strict=True):
-                weight.assign_sub(step)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-            return {"loss": loss}
-
-    def all_ranks(gradients: Any) -> Any:
-        return kdist.all_reduce(gradients, "mean")
-
-    told(lambda: SharpnessAware(lambda gradients: gradients), WRITES)
-    silently_both(by_hand(lambda: SharpnessAware(all_ranks)))
-
-
-@feature
 def logs_and_metrics_by_hand() -> None:
     class Measures(ByHand):
         def train_step(self, data: Any) -> dict[str, Any]:
