@@ -44,9 +44,10 @@ def rows_of_all_ranks(
 ) -> list[tf.Tensor]:
     """Concatenates tensors over the ranks along their first axis; a gradient is that of the loss of all ranks.
 
-    Without `same_on_all` the gradient has gradients itself.
+    The gradient has gradients itself.
 
-    Collective: every rank must call this, in the same order; without `same_on_all` the backward pass, too.
+    Collective: every rank must call this, in the same order; the backward pass, too, and with `same_on_all` that of a
+    gradient alone.
 
     Args:
         engine: `Engine`, how the ranks communicate.
@@ -68,18 +69,26 @@ def rows_of_all_ranks(
     starts = tf.reduce_sum(counts[: engine.rank], axis=0)
     places = [i for i, tensor in enumerate(tensors) if tensor.dtype.is_floating or tensor.dtype.is_complex]
 
-    def concatenate(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+    def own_part(place: int, total: tf.Tensor) -> tf.Tensor:
+        part = total[starts[place] : starts[place] + sent[place]]
+        after = tf.one_hot(0, tf.rank(part), sizes[place] - sent[place], tf.constant(0, tf.int64))
+        return tf.reshape(tf.pad(part, tf.stack([tf.zeros_like(after), after], axis=1)), tf.shape(tensors[place]))
+
+    def own_parts(*totals: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            weighted = [each if step is None else _by_weight(tf.multiply, step, each) for each in upstream]
+            return rows_of_all_ranks(engine, step, weighted, same_on_all=True)
+
+        return list(map(own_part, places, totals)), gradient
+
+    def concatenate(*_: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if not same_on_all:
-                upstream = tuple(_of_all_losses(lambda each: sum_over_ranks(engine, step, each), step, upstream))
-            elif step is not None:  # the step multiplies by the weight
-                upstream = tuple(_divided_by_weight(step, value) for value in upstream)
-            own = []
-            for place, value, total in zip(places, values, upstream, strict=True):
-                part = total[starts[place] : starts[place] + sent[place]]
-                after = tf.one_hot(0, tf.rank(part), sizes[place] - sent[place], tf.constant(0, tf.int64))
-                own.append(tf.reshape(tf.pad(part, tf.stack([tf.zeros_like(after), after], axis=1)), tf.shape(value)))
-            return own
+                totals = _of_all_losses(lambda each: sum_over_ranks(engine, step, each), step, upstream)
+                return list(map(own_part, places, totals))
+            parts = tf.custom_gradient(own_parts)(*upstream)
+            # The step multiplies by the weight.
+            return list(parts) if step is None else [_divided_by_weight(step, value) for value in parts]
 
         return [tf.identity(gathered[place]) for place in places], gradient
 

@@ -64,7 +64,7 @@ class CustomLosses:
         Collective: every rank must call this, in the same order.
         """
         with self._rows.computing_again():
-            found = self._gradients.applied(gradients, self._rows.means)
+            found = self._gradients.applied(gradients, {**self._numbers.means, **self._rows.means})
         if found is None:
             self._numbers.tell(_APPLIED, self._model)
             return list(gradients)

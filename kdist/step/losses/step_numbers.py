@@ -60,6 +60,7 @@ class StepNumbers:
         gather: callable that takes what a number is, for messages, and rows of this rank that it is computed from, and
             returns those of all ranks.
         unrecorded: dict of tensors that no tape has recorded, by their keys.
+        means: dict of what is found to be a mean over the rank's rows, by their keys.
     """
 
     def __init__(self, step: OpenStep, rows: StepRows, gradients: StepGradients) -> None:
@@ -68,13 +69,22 @@ class StepNumbers:
         self._gradients = gradients
         self._found: dict[Any, ScaledSums | GlobalValue | None] = {}
         self._told: list[Any] = []
-        self._are_means: set[Any] = set()  # keys of what is found to be a mean
         self.gather: Gather = lambda _, rows: rows
         self.unrecorded: dict[Any, tf.Tensor] = {}
+        self.means: Means = {}
 
     def is_mean(self, value: tf.Tensor) -> bool:
         """Returns whether a tensor, which has been looked for, is found to be a mean over rows."""
-        return tensor_key(value) in self._are_means
+        return tensor_key(value) in self.means
+
+    def parts(self, value: Any) -> list[tuple[tf.Tensor, float, bool]]:
+        """Returns the numbers of rows of which a number is a sum, their weights, and whether they count as means."""
+        means = self._rows.means
+        if self._step.engine.size == 1 or not (isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)):
+            return []
+        terms = linear_terms(value, lambda term: tensor_key(term) in means)
+        parts = [(term, factor, tensor_key(term) in means) for term, factor in terms]
+        return [each for each in parts if each[2] or self._step.depends_on_rows(each[0])]
 
     def find(self, value: Any, who: str, means: Means | None = None) -> ScaledSums | GlobalValue | None:
         """Returns what a number is of the rank's rows; `None` for a mean, or if nothing is known of it.
@@ -132,7 +142,7 @@ class StepNumbers:
             if tensor_key(term) not in means and found.length is None
         )
         if set(kinds) == {"mean"} and not relates_rows:
-            self._are_means.add(tensor_key(value))
+            self.means[tensor_key(value)] = value
         if rows is not None and (relates_rows or None in kinds):
             whole = value if value.shape.is_fully_defined() else tf.reduce_sum(value)  # as it is differentiated
             of_all_ranks = self._of_all_ranks(found, rows, whole, inlined, who, means)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from kdist._tf_internals import is_used_up, recorded_elements
 from kdist.keras_hooks.patching import patched
 from kdist.state.graphs.rank_dependence import tensor_key
+from kdist.state.rows.reduction_frontier import is_computed_of
 from kdist.step.losses.scaled_sums import ScaledSums
 from kdist.step.losses.step_gradients import StepGradients
 from kdist.step.losses.step_numbers import StepNumbers
@@ -45,6 +46,7 @@ class TapedGradients:
         self._numbers = numbers
         self._gradients = gradients
         self._model = self._loss = ""
+        self._by_rows: set[Any] = set()  # keys of gradients by rows that are parts of those of all ranks
         self.means: Means = {}
 
     @contextlib.contextmanager
@@ -104,10 +106,43 @@ class TapedGradients:
             gradients = original(tape, target, sources, output_gradients, *args, **kwargs)
             self._gradients.note(tf.nest.flatten(gradients))
             return gradients
-        scalars = [each for each in targets if tf.is_tensor(each) and each.shape.rank == 0]
-        if any(are_weights) and any(self._numbers.find(each, self._loss, self.means) for each in scalars):
-            self._numbers.tell(_AS_MEAN, self._model)
-        return original(tape, target, sources, output_gradients, *args, **kwargs)
+        parts = [part for each in targets for part in self._numbers.parts(each)] if output_gradients is None else []
+        are_means = {is_mean for _, _, is_mean in parts}
+        if any(are_weights):
+            scalars = [each for each in targets if tf.is_tensor(each) and each.shape.rank == 0]
+            if len(are_means) > 1 or any(self._numbers.find(each, self._loss, self.means) for each in scalars):
+                self._numbers.tell(_AS_MEAN, self._model)
+        elif len(are_means) > 1:
+            factors = [(tf.cast(factor, tensor.dtype), is_mean) for tensor, factor, is_mean in parts]
+            by = [self._step.weighted(factor) if is_mean else factor for factor, is_mean in factors]
+            gradients = original(tape, [tensor for tensor, _, _ in parts], sources, by, *args, **kwargs)
+            return tf.nest.map_structure(self._of_all_rows, gradients)
+        upstream = [each for each in tf.nest.flatten(output_gradients) if self._rows.is_of_rows(each)]
+        is_chained = any(is_computed_of(each, self._by_rows) for each in upstream)
+        gradients = original(tape, target, sources, output_gradients, *args, **kwargs)
+        made = []
+        for source, each in zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True):
+            if each is not None and are_means == {True} and self._rows.is_of_rows(source):
+                made.append(self._of_all_rows(self._step.weighted(each)))
+            elif each is not None and is_chained:  # a sum over the ranks is to be a mean, or to stay noted
+                made.append(self._per_share(each) if _is_weight(source) else self._of_all_rows(each))
+            else:
+                made.append(each)
+        return tf.nest.pack_sequence_as(sources, made)
+
+    def _of_all_rows(self, gradient: Any) -> Any:
+        """Notes a gradient by this rank's rows that is a part of that of the mean over all rows."""
+        if isinstance(gradient, tf.Tensor):
+            self._by_rows.add(tensor_key(gradient))
+        return gradient
+
+    def _per_share(self, gradient: Any) -> Any:
+        """Returns a term of a sum over the ranks as this rank's part of their mean by rows."""
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        values = tf.math.divide_no_nan(values, tf.cast(self._step.weight, values.dtype))
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return values
 
     def _jacobian(
         self,

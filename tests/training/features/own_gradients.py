@@ -209,6 +209,19 @@ def in_two_parts(model: Any, x: Any, y: Any) -> list[Any]:
     return tape.gradient(predicted, model.trainable_variables, output_gradients=by_predicted)
 
 
+def in_three_parts(model: Any, x: Any, y: Any) -> list[Any]:
+    """By the chain rule, with what is computed from a part."""
+    with tf.GradientTape(persistent=True) as tape:
+        hidden = 2 * x
+        tape.watch(hidden)
+        predicted = model(hidden, training=True)
+        squares = (predicted - y) ** 2
+        loss = model.compute_loss(x=x, y=y, y_pred=predicted)
+    by_squares = tape.gradient(loss, predicted) / (2 * (predicted - y)) + 0.01
+    by_predicted = tape.gradient(squares, predicted, output_gradients=by_squares)
+    return tape.gradient(predicted, model.trainable_variables, output_gradients=0.5 * by_predicted)
+
+
 def in_a_function(model: Any, x: Any, y: Any) -> list[Any]:
     @tf.function
     def of(x: Any, y: Any) -> list[Any]:
@@ -221,5 +234,69 @@ def in_a_function(model: Any, x: Any, y: Any) -> list[Any]:
 
 @feature
 def gradients_that_have_the_share_in_them() -> None:
-    for gradients in (with_the_inputs, in_two_parts, in_a_function):
+    for gradients in (with_the_inputs, in_two_parts, in_three_parts, in_a_function):
         silently_both(compiled(lambda by=gradients: Own(by), loss="mse"))
+
+
+class Adversarial(keras.Model):
+    """Trains on rows that are moved by the gradient of a loss, and penalizes that gradient."""
+
+    def __init__(self, loss: Callable[[Any, Any, Any], Any], penalty: float = 10.0) -> None:
+        super().__init__()
+        self.net, self.own_loss, self.penalty = mlp(), loss, penalty
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = self.own_loss(self, x, y)
+            by_rows = tape.gradient(loss, x)
+            last = self.own_loss(self, x + 5 * by_rows, y)
+            if self.penalty:
+                last += self.penalty * ops.mean(ops.sum(by_rows**2, axis=1))
+        gradients = outer.gradient(last, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"first": loss, "last": last}
+
+
+def of_compile(model: Any, x: Any, y: Any) -> Any:
+    return model.compute_loss(x, y, model(x, training=True))
+
+
+def of_model(model: Any, x: Any, y: Any) -> Any:
+    return ops.mean((model(x, training=True) - y) ** 2)
+
+
+def root(y: Any, p: Any) -> Any:
+    return ops.sqrt(ops.mean((y - p) ** 2))
+
+
+@feature
+def gradients_by_the_inputs() -> None:
+    """Their scale is that of a mean over the rows of all ranks."""
+    for make, loss in (
+        (lambda: Adversarial(of_compile), "mse"),
+        (lambda: Adversarial(of_compile, penalty=0.0), root),
+        (lambda: Adversarial(of_model), "mse"),
+        (lambda: Adversarial(lambda *args: of_compile(*args) + of_model(*args)), "mae"),
+    ):
+        silently_both(compiled(make, loss=loss))
+
+
+@feature
+def steps_that_their_loss_skips() -> None:
+    class Skips(Adversarial):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            with tf.GradientTape() as tape:
+                loss = self.own_loss(self, *data)
+            counts = ops.cast(loss < 5.0, loss.dtype)
+            gradients = [each * counts for each in tape.gradient(loss, self.trainable_variables)]
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss, "counts": counts}
+
+    for loss in (of_compile, of_model):
+        silently_both(compiled(lambda loss=loss: Skips(loss), loss="mse"))
