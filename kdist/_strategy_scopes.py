@@ -205,7 +205,7 @@ def _trained_by(strategy: AllReduceStrategy, settings: Settings, seed: int) -> I
     """A context in which models are made and trained under a strategy."""
     import keras
 
-    from kdist.data.graphs.eager_order import one_order
+    from kdist.data.pipelines.eager_order import one_order
     from kdist.keras_hooks.clear_session import scopes_outlive_clear_session
     from kdist.keras_hooks.trainer import is_overridden, watch_models
     from kdist.keras_hooks.tuner import JointSearches

@@ -98,7 +98,7 @@ def _watch_keras(info: ClusterInfo) -> None:
     if keras.config.backend() != "tensorflow":
         return  # the scope refuses it
     try:
-        from kdist.data.graphs.eager_order import count_iterations
+        from kdist.data.pipelines.eager_order import count_iterations
         from kdist.keras_hooks.trainer import watch_first_fit
 
         watch_first_fit(functools.partial(_is_reported, info))

@@ -36,6 +36,7 @@ ROOMS = (
     "kdist.state.rows",
     "kdist.state",
     "kdist.data.graphs",
+    "kdist.data.pipelines",
     "kdist.data",
     "kdist.gradients",
     "kdist.strategies",

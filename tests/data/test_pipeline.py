@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.data.graphs import dataset_internals, determinism, inspection, pipeline
-from kdist.data.graphs.pipeline import Pipeline
+from kdist.data.graphs import dataset_internals, inspection
+from kdist.data.pipelines import determinism, pipeline
+from kdist.data.pipelines.pipeline import Pipeline
 from kdist.errors import DataError
 
 Dataset = tf.data.Dataset

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from kdist.data.graphs.dataset_internals import kind, with_inputs
-from kdist.data.graphs.pipeline import Pipeline
-from kdist.data.graphs.tail import is_map, tail_of
+from kdist.data.pipelines.pipeline import Pipeline
+from kdist.data.pipelines.tail import is_map, tail_of
 from kdist.data.sharding import Plan, split_rows
 from kdist.data.tf_data import tf_data_source
 from tests.data.ranks import groups, one_pass, plans

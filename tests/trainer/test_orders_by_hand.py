@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from kdist.data.graphs.dataset_internals import BY_HAND, resources_of, seeded_shuffles
-from kdist.data.graphs.pipeline import Pipeline
+from kdist.data.pipelines.pipeline import Pipeline
 from kdist.trainer.feeding.orders_by_hand import OrdersByHand
 
 

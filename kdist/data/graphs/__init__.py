@@ -1,1 +1,1 @@
-"""The graphs of `tf.data` pipelines: their order, their random operations, their steps."""
+"""The graphs of `tf.data` pipelines: their operations, functions, seeds, options, and what they begin with."""

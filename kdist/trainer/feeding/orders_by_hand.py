@@ -15,8 +15,8 @@ from kdist.data.graphs.dataset_internals import (
     seeded_shuffles,
     with_inputs,
 )
-from kdist.data.graphs.determinism import skip_orders, skip_orders_by_node
-from kdist.data.graphs.replay import orders_of
+from kdist.data.pipelines.determinism import skip_orders, skip_orders_by_node
+from kdist.data.pipelines.replay import orders_of
 
 
 class OrdersByHand:

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from kdist.data.graphs.dataset_internals import inputs, kind, resources_of
 from kdist.data.graphs.own_functions import is_mapped, mapped_again
-from kdist.data.graphs.pipeline import APPLIED, Pipeline
-from kdist.data.graphs.replay import can_be_replayed, replay
+from kdist.data.pipelines.pipeline import APPLIED, Pipeline
+from kdist.data.pipelines.replay import can_be_replayed, replay
 
 
 class Chain(NamedTuple):

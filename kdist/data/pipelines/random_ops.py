@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from kdist._tf_internals import add_function
 from kdist.data.graphs.dataset_internals import resources_of
-from kdist.data.graphs.determinism import derived_seed
 from kdist.data.graphs.graph_def import node_lists, rename_functions
+from kdist.data.pipelines.determinism import derived_seed
 
 
 def with_rank_seeds(function: Any, dataset: Any, rank: int) -> Callable[..., list[tf.Tensor]]:

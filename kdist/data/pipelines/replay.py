@@ -17,7 +17,7 @@ from kdist.data.graphs.dataset_internals import (
     kind,
     reshuffles,
 )
-from kdist.data.graphs.determinism import shuffle_with, skip_orders
+from kdist.data.pipelines.determinism import shuffle_with, skip_orders
 
 
 def replay(step: Any, dataset: Any, seed: int = 0) -> Any:

@@ -22,11 +22,11 @@ from kdist.data.graphs.dataset_internals import (
     reshuffles,
     with_inputs,
 )
-from kdist.data.graphs.determinism import derived_seed, draws_unseeded, is_nondeterministic, make_deterministic
 from kdist.data.graphs.graph_def import graph_of, is_of_other_task, other_tasks_nodes, own_task
 from kdist.data.graphs.inspection import is_stateless
-from kdist.data.graphs.random_ops import with_rank_seeds
-from kdist.data.graphs.replay import can_be_replayed, replay
+from kdist.data.pipelines.determinism import derived_seed, draws_unseeded, is_nondeterministic, make_deterministic
+from kdist.data.pipelines.random_ops import with_rank_seeds
+from kdist.data.pipelines.replay import can_be_replayed, replay
 from kdist.errors import DataError
 
 APPLIED = "applied"

@@ -17,7 +17,7 @@ from kdist.data.graphs.dataset_internals import attributes, kind
 from kdist.data.graphs.indexed import Indexed, indexed
 from kdist.data.graphs.inspection import is_stateless, leaves_maps_to_tensorflow
 from kdist.data.graphs.own_functions import mapped
-from kdist.data.graphs.pipeline import Pipeline, apply_to_first, is_elementwise
+from kdist.data.pipelines.pipeline import Pipeline, apply_to_first, is_elementwise
 from kdist.data.sharding import Plan
 
 _MAPS = ("Map", "ParallelMap")

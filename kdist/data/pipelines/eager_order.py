@@ -26,8 +26,8 @@ from kdist.data.graphs.dataset_internals import (
     resources_of,
     with_inputs,
 )
-from kdist.data.graphs.determinism import derived_seed
-from kdist.data.graphs.pipeline import Pipeline, is_bound_to_other_task, nondeterministic_parts
+from kdist.data.pipelines.determinism import derived_seed
+from kdist.data.pipelines.pipeline import Pipeline, is_bound_to_other_task, nondeterministic_parts
 from kdist.errors import DataError
 from kdist.keras_hooks.patching import DATASET_METHODS, patched
 
