@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from kdist.data.graphs import dataset_internals, inspection
+from kdist.data.graphs.graph_def import GraphTooLargeError, graph_of
 from kdist.data.pipelines import determinism, pipeline
 from kdist.data.pipelines.pipeline import Pipeline
 from kdist.errors import DataError
@@ -275,6 +276,46 @@ def test_a_kind_that_is_not_known_is_inspected_as_a_graph(monkeypatch):
     one, other = (Pipeline(Dataset.range(8).shuffle(8).batch(3), seed=7) for _ in range(2))
     assert one.steps == ()
     assert epochs(one.dataset()) == epochs(other.dataset())
+
+
+@pytest.mark.parametrize("name", RESHUFFLED)
+def test_global_seeds_that_differ_change_no_order(name):
+    """As of ranks that call `tf.random.set_seed(rank)` after the dataset is made."""
+    found = []
+    for rank in range(2):
+        dataset = RESHUFFLED[name]()
+        tf.random.set_seed(1 + rank)
+        found.append(epochs(Pipeline(dataset, seed=7).dataset()))
+        tf.random.set_seed(None)
+    assert found[0] == found[1]
+
+
+def test_a_graph_above_2_gb_is_refused_only_where_its_order_may_differ(monkeypatch, caplog):
+    monkeypatch.setattr(tf.raw_ops, "DatasetToGraphV2", lambda **_: tf.constant(b""))  # what TensorFlow gives then
+    with pytest.raises(GraphTooLargeError):
+        graph_of(Dataset.range(2))
+
+    def sampled(seed):
+        parts = [Dataset.range(4).shuffle(4, seed=seed).repeat(), Dataset.range(9, 12).repeat()]
+        return Dataset.sample_from_datasets(parts, [0.5, 0.5], seed=seed)
+
+    with pytest.raises(DataError, match="after more than 2 GB"):
+        Pipeline(sampled(None), seed=7).dataset()
+    orderly = Dataset.range(8).interleave(inner, cycle_length=2).batch(2)
+    assert Pipeline(orderly, seed=7).dataset() is orderly
+    assert not caplog.text
+    Pipeline(sampled(1), seed=7).dataset()
+    assert "A seeded shuffle in" in caplog.text
+
+
+@pytest.mark.parametrize("calls", [None, 2])
+def test_an_interleave_without_a_length_is_ordered_by_the_cores(calls, tmp_path):
+    numbers = Dataset.range(8)
+    assert inspection.orders_by_cores(numbers.interleave(inner, num_parallel_calls=calls).batch(2))
+    assert not inspection.orders_by_cores(numbers.interleave(inner, 2, num_parallel_calls=calls).batch(2))
+    files = [str(tmp_path / "a")]
+    assert inspection.orders_by_cores(tf.data.TFRecordDataset(files, num_parallel_reads=tf.data.AUTOTUNE))
+    assert not inspection.orders_by_cores(tf.data.TFRecordDataset(files, num_parallel_reads=2))
 
 
 def test_a_global_seed_is_a_seed():

@@ -8,15 +8,22 @@ from typing import Any
 import tensorflow as tf
 
 
+class GraphTooLargeError(Exception):
+    """The `GraphDef` of a dataset has more than 2 GB, as it holds the arrays that the dataset begins with."""
+
+
 def graph_of(dataset: tf.data.Dataset) -> Any:
     """Returns the `GraphDef` of a dataset.
 
     Raises:
-        tf.errors.OpError: if it is too large, or something in it cannot be serialised.
+        GraphTooLargeError: if it has more than 2 GB.
+        tf.errors.OpError: if something in it cannot be serialised.
     """
     variant = tf.data.experimental.to_variant(dataset)
-    serialized = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=1)
-    return tf.compat.v1.GraphDef.FromString(serialized.numpy())
+    serialized = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=1).numpy()
+    if not serialized:  # what TensorFlow gives then
+        raise GraphTooLargeError(f"The graph of {dataset} has more than 2 GB")
+    return tf.compat.v1.GraphDef.FromString(serialized)
 
 
 def node_lists(graph: Any) -> Iterator[Any]:

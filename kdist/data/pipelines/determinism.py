@@ -24,7 +24,14 @@ from kdist.data.graphs.dataset_internals import (
     resources_of,
     seeded_shuffles,
 )
-from kdist.data.graphs.graph_def import called_functions, graph_of, node_lists, other_tasks_nodes, rename_functions
+from kdist.data.graphs.graph_def import (
+    GraphTooLargeError,
+    called_functions,
+    graph_of,
+    node_lists,
+    other_tasks_nodes,
+    rename_functions,
+)
 from kdist.errors import DataError
 
 _log = logging.getLogger("kdist")
@@ -87,13 +94,16 @@ def make_deterministic(dataset: tf.data.Dataset, seed: int, fixed_seeds: Sequenc
     Raises:
         DataError: if the graph cannot be read or made again, or draws random numbers to decide which elements
             are kept or where they go.
+        GraphTooLargeError: if it has more than 2 GB.
     """
     try:
         graph = graph_of(dataset)
-    except Exception as err:  # TensorFlow raises several kinds: too large, not serializable, ...
-        raise _refusal(dataset, f"a pipeline whose graph cannot be inspected ({_first_line(err)})") from err
+    except GraphTooLargeError:
+        raise
+    except Exception as err:  # TensorFlow raises several kinds
+        raise refusal(dataset, f"a pipeline whose graph cannot be inspected ({_first_line(err)})") from err
     if names := _random_decisions(graph):
-        raise _refusal(dataset, f"unseeded random numbers in the function of {', '.join(sorted(names))}")
+        raise refusal(dataset, f"unseeded random numbers in the function of {', '.join(sorted(names))}")
     found = [[node.op for node in _nondeterministic_nodes(nodes)] for nodes in node_lists(graph)]
     by_name = {node.name: node for node in graph.node}
     reshuffling = [node for node in by_name.values() if _reshuffles(node) and not _is_unseeded(node, by_name)]
@@ -121,10 +131,11 @@ def make_deterministic(dataset: tf.data.Dataset, seed: int, fixed_seeds: Sequenc
         return from_variant(variant, dataset, *seeded, *generators)
     except Exception as err:
         names = {op for ops in found for op in ops} or {node.op for node in reshuffling}
-        raise _refusal(dataset, f"{', '.join(sorted(names))} without a seed ({_first_line(err)})") from err
+        raise refusal(dataset, f"{', '.join(sorted(names))} without a seed ({_first_line(err)})") from err
 
 
-def _refusal(dataset: Any, received: str) -> DataError:
+def refusal(dataset: Any, received: str) -> DataError:
+    """Returns the error of a pipeline that may have another order on each rank."""
     return DataError(
         f"The tf.data pipeline may have another order on each rank. Received: {received}, in {dataset}. Expected: "
         "one order on all ranks, so that each sample is seen once. Fix: pass a seed, as in `shuffle(..., seed=1)`, or "
@@ -265,7 +276,7 @@ def _set_seeds(nodes: Any, seed: int, *, in_function: bool, fixed_seeds: Sequenc
         if node.name in fixed and (not reshuffle or node.name in cached):
             holder = shuffle_with((fixed[node.name], 0), tf.data.Dataset.range(1), 1, reshuffle=reshuffle)
         else:
-            holder = tf.data.Dataset.range(1).shuffle(1, seed + count, reshuffle)
+            holder = shuffle_with((seed + count, 0), tf.data.Dataset.range(1), 1, reshuffle=reshuffle)
         sources = _seed_nodes(holder)
         positions = [first, first + 1] if generator is None else [first, first + 1, generator]
         if in_function:

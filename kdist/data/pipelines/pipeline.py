@@ -22,9 +22,15 @@ from kdist.data.graphs.dataset_internals import (
     reshuffles,
     with_inputs,
 )
-from kdist.data.graphs.graph_def import graph_of, is_of_other_task, other_tasks_nodes, own_task
+from kdist.data.graphs.graph_def import GraphTooLargeError, graph_of, is_of_other_task, other_tasks_nodes, own_task
 from kdist.data.graphs.inspection import is_stateless
-from kdist.data.pipelines.determinism import derived_seed, draws_unseeded, is_nondeterministic, make_deterministic
+from kdist.data.pipelines.determinism import (
+    derived_seed,
+    draws_unseeded,
+    is_nondeterministic,
+    make_deterministic,
+    refusal,
+)
 from kdist.data.pipelines.random_ops import with_rank_seeds
 from kdist.data.pipelines.replay import can_be_replayed, replay
 from kdist.errors import DataError
@@ -178,19 +184,24 @@ def _has_nondeterministic_function(dataset: Any) -> bool:
 
 def _deterministic_base(dataset: Any, seed: int) -> Any:
     """Returns what comes before the known steps, rewritten as a graph where it must be."""
-    if not _is_deterministic(dataset):
-        return make_deterministic(dataset, seed, [fixed for _, fixed in _fixed_seeds(dataset)])
-    if not any(reshuffles(each) for each in with_inputs(dataset)):
+    is_deterministic = _is_deterministic(dataset)
+    if is_deterministic and not any(reshuffles(each) for each in with_inputs(dataset)):
         return dataset
     try:
-        return make_deterministic(dataset, seed)
-    except DataError:  # a graph too large, or with an op that cannot be made again
+        return make_deterministic(dataset, seed, [fixed for _, fixed in _fixed_seeds(dataset)])
+    except GraphTooLargeError as err:
+        if nondeterministic_parts(dataset):
+            raise refusal(dataset, "an operation without a seed, or a parallel one, after more than 2 GB") from err
+    except DataError:  # as with an op that cannot be made again
+        if not is_deterministic:
+            raise
+    if any(reshuffles(each) for each in with_inputs(dataset)):
         _log.warning(
             "A seeded shuffle in %s has one order on all ranks only if no rank iterates the dataset by itself. To look "
             "into the data, make a second dataset in the same way; or shuffle later in the pipeline.",
             dataset,
         )
-        return dataset
+    return dataset
 
 
 _DECIDING = ("Filter", "GroupByWindow", "TakeWhile")

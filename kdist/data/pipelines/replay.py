@@ -69,9 +69,7 @@ def _replay_shuffle(step: Any, dataset: Any, seed: int) -> Any:
     op = attributes(step)
     seeds = op.seed, op.seed2
     if is_nondeterministic_op(step):
-        if reshuffles(step):
-            return dataset.shuffle(op.buffer_size, seed, op.reshuffle_each_iteration)
-        seeds = seed, 0
+        return shuffle_with((seed, 0), dataset, op.buffer_size, reshuffle=reshuffles(step), owner=step)
     generator = _seed_generator(step) if reshuffles(step) else None
     return shuffle_with(seeds, dataset, op.buffer_size, reshuffle=reshuffles(step), generator=generator, owner=step)
 
