@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kdist.data.graphs.inspection import shard_arguments, unwritten_cache_files
+from kdist.data.graphs.inspection import orders_by_cores, shard_arguments, unwritten_cache_files
 from kdist.data.make_source import describe_source, refuse_other_rows
 from kdist.data.source import Source
 from kdist.engines.engine import Engine
@@ -29,6 +29,7 @@ class InputReport(NamedTuple):
         shards: sequence of the arguments of each `shard` in it.
         targets: sequence of str, a summary of its first targets.
         num_own_batches: int or `None`, `Source.num_own_batches`.
+        cores: int or `None`, the cores of the rank, if its data is ordered by their number.
     """
 
     host: str
@@ -36,6 +37,7 @@ class InputReport(NamedTuple):
     shards: Sequence[Sequence[int]]
     targets: Sequence[str]
     num_own_batches: int | None
+    cores: int | None = None
 
 
 def check_inputs(method: str, adapter: Any, source: Source, engine: Engine, *, auto_shard: bool) -> list[int | None]:
@@ -60,13 +62,22 @@ def check_inputs(method: str, adapter: Any, source: Source, engine: Engine, *, a
     dataset = tf_dataset(adapter)
     files = [] if dataset is None else unwritten_cache_files(dataset)
     shards = [] if dataset is None or not auto_shard else shard_arguments(dataset)
-    report = InputReport(os.uname().nodename, files, shards, source.targets_fingerprint(), source.num_own_batches)
+    is_by_cores = dataset is not None and auto_shard and orders_by_cores(dataset)
+    report = InputReport(
+        os.uname().nodename,
+        files,
+        shards,
+        source.targets_fingerprint(),
+        source.num_own_batches,
+        len(os.sched_getaffinity(0)) if is_by_cores else None,
+    )
     what = f"the data given to {method}"
     described, gathered = zip(*gather_values(engine, what, [describe_source(source), report]), strict=True)
     refuse_differences(what, described, functools.partial(refuse_other_rows, f"model.{method}"))
     reports = [InputReport(*each) for each in gathered]
     refuse_shared_caches(reports)
     _refuse_repeated_sharding(reports)
+    refuse_order_by_cores(reports)
     if engine.rank == 0:
         _warn_of_other_targets(reports)
     return [each.num_own_batches for each in reports]
@@ -98,6 +109,25 @@ def _refuse_repeated_sharding(reports: Sequence[InputReport]) -> None:
                 f"pipeline with {_calls(reports[0].shards)} on rank 0, and with {_calls(report.shards)} on rank {rank}."
                 " Expected: the same pipeline on all ranks. Fix: leave `shard` out, or make the model in a scope "
                 "with auto_shard=False."
+            )
+
+
+def refuse_order_by_cores(reports: Sequence[InputReport]) -> None:
+    """Refuses data whose order follows the number of a rank's cores, where these numbers differ.
+
+    Args:
+        reports: sequence of `InputReport`, of all ranks: all must raise, or some would wait for others.
+
+    Raises:
+        DataError: if the numbers differ.
+    """
+    for rank, report in enumerate(reports):
+        if report.cores != reports[0].cores:
+            raise DataError(
+                "The tf.data pipeline has another order on each rank: it reads as many inputs at once as a process has "
+                f"cores. Received: {reports[0].cores} core(s) on rank 0, {report.cores} on rank {rank}, and an "
+                "`interleave` without `cycle_length`, or a dataset with `num_parallel_reads=tf.data.AUTOTUNE`. "
+                "Expected one order on all ranks. Fix: pass a number, as in `interleave(..., cycle_length=8)`."
             )
 
 

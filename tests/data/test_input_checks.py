@@ -2,7 +2,7 @@
 
 import pytest
 
-from kdist.data.input_checks import InputReport, refuse_shared_caches
+from kdist.data.input_checks import InputReport, refuse_order_by_cores, refuse_shared_caches
 from kdist.errors import DataError
 
 
@@ -19,3 +19,10 @@ def test_a_cache_has_one_writer_a_host():
     refuse_shared_caches(
         [report("here", "/tmp/kept"), report("there", "/tmp/kept", "/tmp/kept"), report("there", "/tmp/2")]
     )
+
+
+def test_an_order_by_the_number_of_cores_is_refused_where_that_differs():
+    refuse_order_by_cores([report("here"), report("there")])
+    refuse_order_by_cores([report("here")._replace(cores=2), report("there")._replace(cores=2)])
+    with pytest.raises(DataError, match=r"2 core\(s\) on rank 0, 4 on rank 1"):
+        refuse_order_by_cores([report("here")._replace(cores=2), report("there")._replace(cores=4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -46,7 +47,7 @@ def fit(model: keras.Model, **kwargs: Any) -> Any:
 
 
 class ByHand(keras.Model):
-    """Assigns weights from the rank's own gradients."""
+    """Assigns weights from the rank's own gradients, by Python, which nothing shows to be computed from these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,8 @@ class ByHand(keras.Model):
         for variable, gradient in zip(
             self.trainable_variables, tape.gradient(loss, self.trainable_variables), strict=True
         ):
-            variable.assign(variable - 0.1 * gradient)
+            step = tf.numpy_function(lambda value: 0.1 * value, [gradient], gradient.dtype)
+            variable.assign(variable - tf.ensure_shape(step, variable.shape))
         return self.compute_metrics(x, y, None, None)
 
 
@@ -272,6 +274,45 @@ def shards_of_shards() -> None:
         model.fit(of_each, verbose=0)
 
 
+def orders_by_the_number_of_cores() -> None:
+    """An `interleave` without `cycle_length` reads as many files at once as a process has cores."""
+    numbers = tf.data.Dataset.range(8)
+    x = tf.ones((4, 5))
+
+    def inner(number: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((x, tf.fill((4, 2), tf.cast(number, tf.float32))))
+
+    cores = os.sched_getaffinity(0)
+    with kdist.scope():
+        model = mlp()
+        model.compile("sgd", "mse")
+        try:
+            os.sched_setaffinity(0, {min(cores)} if kdist.rank() else cores)
+            assert len(set(everyone(len(os.sched_getaffinity(0))))) == 2, "cores to leave out"
+            for calls in (None, tf.data.AUTOTUNE):
+                with refused(DataError, "another order on each rank", "core(s) on rank 0", "cycle_length=8"):
+                    model.fit(numbers.interleave(inner, num_parallel_calls=calls).batch(BATCH), verbose=0)
+                model.fit(numbers.interleave(inner, 2, num_parallel_calls=calls).batch(BATCH), verbose=0)
+        finally:
+            os.sched_setaffinity(0, cores)
+        model.fit(numbers.interleave(inner).batch(BATCH), verbose=0)
+
+
+def filters_that_draw_other_numbers() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices(rows("even"))
+
+    def some(seed: int) -> tf.data.Dataset:
+        generator = tf.random.Generator.from_seed(seed)
+        return dataset.filter(lambda *_: generator.uniform([]) < 0.5).batch(BATCH)
+
+    with kdist.scope():
+        model = mlp()
+        model.compile("sgd", "mse")
+        with refused(MismatchError, "random states", "in Filter"):
+            model.fit(some(1 + kdist.rank()), verbose=0)
+        model.fit(some(1), verbose=0)
+
+
 def other_methods() -> None:
     x, y = rows("even")
     with kdist.scope():
@@ -386,6 +427,8 @@ CASES = {
         other_kinds_of_data,
         one_cache_for_the_ranks_of_a_host,
         shards_of_shards,
+        orders_by_the_number_of_cores,
+        filters_that_draw_other_numbers,
         other_methods,
         other_scopes,
         no_samples,

@@ -32,13 +32,25 @@ def table_entries(function: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def values_captured(function: Any) -> Iterator[Any]:
-    """Yields the values of the variables and tensors that a concrete function captures, as arrays."""
+    """Yields the values of the variables and tensors that a concrete function captures, as arrays.
+
+    Those of random generators are left out; see `random_states`.
+    """
     for variable in function.graph.variables:
-        if not any(name in variable.name for name in _RANDOM_STATES):
+        if not _is_random_state(variable):
             yield variable.numpy()
     for tensor in function.captured_inputs:
         if tensor.dtype not in (tf.resource, tf.variant):
             yield tensor.numpy()
+
+
+def random_states(function: Any) -> list[list[int]]:
+    """Returns the states of random generators that a concrete function captures."""
+    return [each.numpy().tolist() for each in function.graph.variables if _is_random_state(each)]
+
+
+def _is_random_state(variable: Any) -> bool:
+    return any(name in variable.name for name in _RANDOM_STATES)
 
 
 def _types_of_table(function: Any, table: tf.Tensor) -> tuple[Any, Any] | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdist.data.graphs.captures import table_entries, values_captured
+from kdist.data.graphs.captures import random_states, table_entries, values_captured
 from kdist.data.graphs.dataset_internals import attributes, functions, kind, with_inputs
 
 _ROWS = 16
@@ -32,6 +32,7 @@ def row_means(rows: Any) -> str:
 
 
 _RANDOM = ("Random", "Shuffle")  # kinds of dataset operations
+_DECIDING = ("Filter", "GroupByWindow", "TakeWhile")
 _SEEDS = " of seeds "
 
 
@@ -70,11 +71,15 @@ def fingerprint_of_pipeline(dataset: Any) -> list[str]:
 def fingerprint_of_functions(dataset: Any) -> list[str]:
     """Returns summaries of the lookup tables, variables and tensors that the functions of a pipeline capture.
 
-    The states of random generators, and what may be their seeds, are left out: they may differ.
+    The states of random generators, and what may be their seeds, are left out where they may differ: not where they
+    decide which elements there are.
     """
     found: list[str] = []
     try:
-        for function in (function for each in with_inputs(dataset) for function in functions(each)):
+        called = [(each, function) for each in with_inputs(dataset) for function in functions(each)]
+        for step, function in called:
+            if kind(step) in _DECIDING and (states := random_states(function)):
+                found.append(f"random states {states} in {kind(step)}")
             for keys, values in table_entries(function):
                 order = np.argsort(keys)
                 entries = repr((keys[order].tolist(), values[order].tolist()))

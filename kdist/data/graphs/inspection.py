@@ -9,12 +9,23 @@ import tensorflow as tf
 from kdist.data.graphs.dataset_internals import attributes, functions, is_known, kind, with_inputs
 from kdist.data.graphs.graph_def import node_lists
 
+_READS = "_num_parallel_reads"
+
 
 def unwritten_cache_files(dataset: Any) -> list[str]:
     """Returns the files in which a pipeline caches its elements, and that do not exist yet, or are incomplete."""
     caches = [attributes(each) for each in with_inputs(dataset) if kind(each) == "Cache"]
     names = [tf.convert_to_tensor(getattr(cache, "filename", "")).numpy().decode() for cache in caches]
     return [name for name in names if name and not tf.io.gfile.exists(f"{name}.index")]
+
+
+def orders_by_cores(dataset: Any) -> bool:
+    """Returns whether a pipeline reads as many inputs at once, in turns, as this process has cores.
+
+    So does an `interleave` without `cycle_length`, and `TFRecordDataset(..., num_parallel_reads=tf.data.AUTOTUNE)`.
+    """
+    found = [getattr(each, name, None) for each in with_inputs(dataset) for name in ("_cycle_length", _READS)]
+    return any(int(each) == tf.data.AUTOTUNE for each in found if each is not None)
 
 
 def shard_arguments(dataset: Any) -> list[list[int]]:
