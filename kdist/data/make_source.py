@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Callable
@@ -88,14 +89,20 @@ def _source(adapter: Any, plan: Plan) -> Source:
     )
 
 
-def split_dataset(engine: Engine) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
-    """Returns a function that splits each batch of a dataset, for a custom training loop."""
+def split_dataset(engine: Engine) -> Callable[..., tf.data.Dataset]:
+    """Returns a function that splits each batch of a dataset, for a custom training loop.
 
-    def split(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    It takes the dataset, and as `auto_shard` whether each rank has the same data.
+    """
+
+    def split(dataset: tf.data.Dataset, *, auto_shard: bool) -> tf.data.Dataset:
         plan = Plan(num_shards=engine.size, shard_id=engine.rank, scale_batch=False)
-        source = tf_data_source(dataset, plan)
+        source = tf_data_source(dataset, plan, auto_shard=auto_shard)
         rows = Rows(source.signature)
         # A user's own step has no weights: a rank without rows gets none, as with TensorFlow's strategies.
+        if isinstance(source, PerRankStream):  # whose end is its own
+            own = source.own_batches().map(lambda data, number: rows.slice(data, 0, number))
+            return own.with_options(sharded_options())
         shards = source.dataset().map(lambda shard: rows.slice(shard.data, 0, shard.rows))
         if (length := dataset.cardinality()) != tf.data.UNKNOWN_CARDINALITY:  # loops ask for it
             shards = shards.apply(tf.data.experimental.assert_cardinality(length))
@@ -135,8 +142,9 @@ def refuse_other_rows(method: str, name: str, rank: int) -> None:
             "Each rank has other data. The likely cause is a `train_test_split` without `random_state`; a shuffle, "
             "an `image_dataset_from_directory` or random numbers without a seed before the scope; or arrays that are "
             f"split by rank (`x[rank::size]`). Received: other {kind} in `{method}` on rank {rank} than on rank 0. "
-            "Expected the same data on all ranks: kdist shards it. Fix: pass a seed (`random_state=0`) and all rows, "
-            "or make the data inside kdist.scope(); where each rank has its own, kdist.scope(auto_shard=False)."
+            "Expected the same data on all ranks: kdist shards it. Fix: pass a seed (`random_state=0`; to "
+            "`tf.random.set_seed` the same on all ranks) and all rows, or make the data inside kdist.scope(); where "
+            "each rank has its own, kdist.scope(auto_shard=False)."
         )
 
 
@@ -198,6 +206,11 @@ class SourceAdapter(DataAdapter):
             return dataset
         # With `()` for the number, steps with it and without it are two traces.
         return dataset.map(lambda shard: Shard(shard.data, shard.rows, ()))
+
+    @functools.cached_property
+    def fingerprint(self) -> list[str]:
+        """A summary of some of the user's input; see `Source.fingerprint`."""
+        return self.source.fingerprint()
 
     @property
     def num_batches(self) -> int | None:

@@ -83,12 +83,7 @@ class PerRankStream(Source):
 
     def dataset(self) -> tf.data.Dataset:
         """Returns the dataset of this rank's `Shard` elements, endless unless the pass has a known number of steps."""
-        batches = self._source.dataset().map(lambda shard: (shard.data, shard.rows))
-        if self.num_steps is not None and self.num_own_batches is not None:
-            batches = batches.take(self.num_own_batches)  # workers of Keras load the next pass, too
-        if self._num_splits > 1:
-            # A batch of fewer rows has fewer slices: where all ranks have no row, the pass ends.
-            batches = batches.flat_map(self._split).filter(lambda data, rows: rows > 0)
+        batches = self.own_batches()
         signature, zeros, rows_of = self.signature, zero_row(self.signature), Rows(self.signature)
         padding = tf.data.Dataset.from_tensors((zeros, tf.constant(0, tf.int64))).repeat()
         batches = self._pad_epochs(batches, padding).concatenate(padding)
@@ -101,6 +96,16 @@ class PerRankStream(Source):
         shards = batches.scan(to_optional(zeros), fill_padding)
         shards = shards if self.num_steps is None else shards.take(self.num_steps)
         return shards if self._source.has_workers else prefetched(shards)
+
+    def own_batches(self) -> tf.data.Dataset:
+        """Returns the dataset of this rank's batches, each with the number of its rows, without padding."""
+        batches = self._source.dataset().map(lambda shard: (shard.data, shard.rows))
+        if self.num_steps is not None and self.num_own_batches is not None:
+            batches = batches.take(self.num_own_batches)  # workers of Keras load the next pass, too
+        if self._num_splits > 1:
+            # A batch of fewer rows has fewer slices: where all ranks have no row, the pass ends.
+            batches = batches.flat_map(self._split).filter(lambda data, rows: rows > 0)
+        return batches
 
     def _split(self, data: Any, _: Any) -> tf.data.Dataset:
         rows = Rows(self.signature)

@@ -39,8 +39,9 @@ class AllReduceStrategy(Strategy):
 
     Args:
         engine: `Engine`, how the ranks communicate.
-        distribute_dataset: callable that takes a `tf.data.Dataset` of global batches and returns the
-            dataset of this rank's rows of each. `None` returns the dataset as it is.
+        distribute_dataset: callable that takes a `tf.data.Dataset` of global batches, and as `auto_shard` whether it
+            is the same on all ranks, and returns the dataset of this rank's rows of each. `None` returns the dataset
+            as it is.
 
     Attributes:
         settings: `Settings` of the open scope, or `None`.
@@ -59,7 +60,7 @@ class AllReduceStrategy(Strategy):
     def __init__(
         self,
         engine: Engine,
-        distribute_dataset: Callable[[tf.data.Dataset], tf.data.Dataset] | None = None,
+        distribute_dataset: Callable[..., tf.data.Dataset] | None = None,
     ) -> None:
         super().__init__(AllReduceExtended(self, engine, distribute_dataset))
         self.settings: Any = None
@@ -86,7 +87,7 @@ class AllReduceExtended(StrategyExtendedV1):
         self,
         strategy: Strategy,
         engine: Engine,
-        distribute_dataset: Callable[[tf.data.Dataset], tf.data.Dataset] | None,
+        distribute_dataset: Callable[..., tf.data.Dataset] | None,
     ) -> None:
         super().__init__(strategy)
         self.engine: Engine = engine
@@ -300,7 +301,10 @@ class AllReduceExtended(StrategyExtendedV1):
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> tf.data.Dataset:
         del options
-        return dataset if self._distribute_dataset is None else self._distribute_dataset(dataset)
+        if self._distribute_dataset is None:
+            return dataset
+        settings = self._container_strategy().settings
+        return self._distribute_dataset(dataset, auto_shard=settings is None or settings.auto_shard)
 
     def _distribute_datasets_from_function(
         self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Any

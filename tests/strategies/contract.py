@@ -123,6 +123,22 @@ def case_a_distributed_dataset_has_each_row_once() -> None:
         ]
 
 
+def case_a_distributed_dataset_of_each_ranks_own() -> None:
+    """With `AutoShardPolicy.OFF` or `auto_shard=False` nothing is taken away, and the loop ends with the data."""
+    rank, size = kdist.rank(), kdist.size()
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    mine = tf.data.Dataset.range(5 * size).shard(size, rank).batch(2)
+    expected = [batch.numpy().tolist() for batch in mine]
+    for dataset, context in (
+        (mine.with_options(options), scope()),
+        (mine, kdist.scope(auto_shard=False)),
+    ):
+        with context as strategy:
+            shared = strategy.experimental_distribute_dataset(dataset)
+            assert [batch.numpy().tolist() for batch in shared] == expected
+
+
 def case_datasets_and_values_from_functions() -> None:
     rank, size = kdist.rank(), kdist.size()
 
