@@ -179,7 +179,7 @@ class BackupAndRestore(AllRanksCallback):
         set_initial_epoch(self.model, None)  # else Keras uses it in the next `fit` too
         self._storage.end(delete=self.delete_checkpoint)
         if self.delete_checkpoint:
-            own_progress.fit_ends(self.backup_dir)
+            own_progress.fit_ends(self.backup_dir, is_chief=self.is_chief)
             if self.is_chief:
                 with contextlib.suppress(OSError):  # it is gone, or has another call's directory in it
                     os.rmdir(self.backup_dir)
@@ -284,6 +284,15 @@ class BackupAndRestore(AllRanksCallback):
         if saved is None:
             if self.is_chief:
                 refusals.warn_of_keras_backup(self.backup_dir)
+            return
+        if own_progress.ended_fits(self.backup_dir) and self.session.data().is_of_other_data(saved["data"]):
+            if self.is_chief:
+                logger.warning(
+                    "%s in %s is not used: it is of a call of `fit` on other data, as where a script leaves out calls "
+                    "that had ended. This call begins anew. Fix: give each call a `backup_dir` of its own.",
+                    name,
+                    self._directory_of_fit(),
+                )
             return
         self._number = checkpoint_number(saved)
         own_progress.fit_resumes(self._number)

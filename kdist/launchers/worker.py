@@ -179,6 +179,7 @@ def _register(options: argparse.Namespace, info: ClusterInfo) -> Path | None:
 
 def _ended_well(file: Path | None) -> None:
     own_scopes.script_ended(used_keras="keras" in sys.modules)
+    own_reports.script_ended()
     if file is not None:
         file.unlink(missing_ok=True)
         if own_reports.rank == 0:

@@ -27,7 +27,7 @@ class Progress:
     Attributes:
         fits: int, how many calls of `fit` with a backup have begun.
         steps: int, how many steps these have trained.
-        saved_steps: int, how many of them were trained before the last save.
+        saved_steps: int, how many of them the last save keeps: another attempt trains calls that have ended again.
         number: int, that of the last checkpoint, which is greater for later ones, in other attempts too; 0 for none.
         saved_fit: int, which of these calls wrote it, from 1; 0 for none.
         epoch: int, the epoch of the last one.
@@ -63,6 +63,7 @@ class OwnProgress:
         self._memory: mmap.mmap | None = None
         self._sent = 0.0  # when the numbers were, by the monotonic clock
         self._ended: collections.Counter[str] = collections.Counter()  # fits, by their directory
+        self._ended_steps = 0  # of those
         self._lock = threading.Lock()  # a checkpoint may be written in a thread
 
     def fit_begins(self) -> None:
@@ -90,6 +91,7 @@ class OwnProgress:
         """
         self._memory = None
         self._ended.clear()
+        self._ended_steps = 0
         found = None if own_reports.directory is None else _read(own_reports.directory)
         if found is None or not is_chief:
             self._now = Progress()
@@ -97,13 +99,19 @@ class OwnProgress:
         self._now = dataclasses.replace(found, fits=0, steps=0, saved_steps=0)
         return found.steps - found.saved_steps, found.last_save
 
-    def fit_ends(self, backup_dir: str) -> None:
+    def fit_ends(self, backup_dir: str, *, is_chief: bool) -> None:
         """Counts a `fit` that has trained all of its epochs, and has deleted its checkpoints.
 
         Args:
             backup_dir: str, the directory that it was given.
+            is_chief: bool, whether this process records the progress.
         """
         self._ended[os.path.abspath(backup_dir)] += 1
+        if is_chief and own_reports.directory is not None:
+            with self._lock:
+                self._ended_steps, self._now.saved_steps = self._now.steps, 0
+                self._write()
+                self._send()
 
     def ended_fits(self, backup_dir: str) -> int:
         """Returns how many calls of `fit` with a directory this process has ended, in this run of the script."""
@@ -153,7 +161,7 @@ class OwnProgress:
         with self._lock:
             if own_reports.directory is None or (now.fits == now.saved_fit and number < now.number):
                 return
-            now.number, now.saved_steps, now.last_save = number, steps, time.time()
+            now.number, now.saved_steps, now.last_save = number, steps - self._ended_steps, time.time()
             now.saved_fit, now.epoch, now.epoch_step = now.fits, epoch, epoch_step
             now.resumed = max(now.resumed, self._resumed)
             self._write()

@@ -68,7 +68,7 @@ class Healing:
 
     Attributes:
         lost: tuple of int, the ranks that were lost, as they were numbered until then.
-        lost_first: tuple of int, the same as the launcher numbers them.
+        lost_first: tuple of int, all that were lost so far, as the launcher numbers them.
         ranks: int, how many went on.
         host: str, where the lost ones were.
         began: float, when the others knew, in seconds since 1970.
@@ -133,6 +133,11 @@ class OwnReports:
         """Reports that this rank has trained a first step."""
         if self.rank == 0:
             self._send({"event": "step", "time": time.time()})
+
+    def script_ended(self) -> None:
+        """Reports that the script of this rank has ended well."""
+        if self.rank == 0:
+            self._send({"event": "ended"})
 
     def can_leave(self) -> None:
         """Reports that all ranks save and leave if they are asked to, by `kdist.restarts.request`."""
@@ -203,6 +208,7 @@ class Events:
         progress: tuple of float or `None`, the last progress that came by standard error.
         can_leave: bool, whether all ranks save and leave if they are asked to.
         healings: tuple of `Healing`, in their order.
+        has_ended: bool, whether rank 0's script has ended well.
     """
 
     hosts: dict[int, str]
@@ -211,6 +217,7 @@ class Events:
     progress: tuple[float, ...] | None
     can_leave: bool = False
     healings: tuple[Healing, ...] = ()
+    has_ended: bool = False
 
 
 def read(directory: str, lines: Iterable[str] = ()) -> Events:
@@ -223,7 +230,7 @@ def read(directory: str, lines: Iterable[str] = ()) -> Events:
     file = Path(directory, _FILE)
     texts = [*(file.read_text().splitlines() if file.exists() else ()), *lines]
     hosts: dict[int, str] = {}
-    failures, progress, made_step, can_leave = [], None, False, False
+    failures, progress, made_step, can_leave, has_ended = [], None, False, False, False
     healings: list[Healing] = []
     for text in texts:
         with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line of a rank that was killed
@@ -240,11 +247,13 @@ def read(directory: str, lines: Iterable[str] = ()) -> Events:
                 healings.append(Healing(**{**event, **ranks}))
             elif kind == "can leave":
                 can_leave = True
+            elif kind == "ended":
+                has_ended = True
             elif kind == "progress":
                 progress = tuple(event["numbers"])
             else:
                 failures.append(Failure(**{**event, "kind": Kind(event["kind"])}))
-    return Events(hosts, made_step, tuple(failures), progress, can_leave, tuple(healings))
+    return Events(hosts, made_step, tuple(failures), progress, can_leave, tuple(healings), has_ended)
 
 
 def read_place(directory: str, rank: int) -> str:

@@ -83,6 +83,8 @@ def _why_not(attempts: Sequence[Attempt]) -> str:
     failure = last.failure
     if last.end is End.STOPPED:
         return "kdist run was asked to end"
+    if last.events.has_ended:
+        return "the script of rank 0 had ended"
     if failure is not None and failure.kind is Kind.EXIT:
         return "the script chose to exit"
     if failure is not None and (failure.comes_again or failure.kind is Kind.DISAGREEMENT):

@@ -172,6 +172,16 @@ def test_a_progress_bar_is_not_held_back():
     assert stream.finish() == b"["
 
 
+def test_an_event_behind_a_progress_bar_is_taken_out():
+    event = b'[kdist-event] {"event": "step"}\n'
+    for before in (b" 10%|#   |", b"[rank 0 10:11:12]  10%|#   |", b"[##  ] "):
+        whole, parts = EventLines(), EventLines()
+        assert whole.feed(before + event) == before + b"\n"
+        shown = b"".join(parts.feed(bytes([each])) for each in before + event)
+        assert shown in (before, before + b"\n")
+        assert whole.lines == parts.lines == ['{"event": "step"}']
+
+
 def test_progress_in_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "own_reports", OwnReports(tmp_path))
     mine, before = progress.OwnProgress(), time.time()
@@ -197,6 +207,12 @@ def test_progress_in_a_file(tmp_path, monkeypatch):
     mine.saved(0, 1, mine.steps, 8)
     assert now().place == (2, 0, 1)
     assert now().resumed == 7
+    mine.fit_ends("backups", is_chief=True)  # its checkpoints are deleted: another attempt trains it again
+    assert (now().steps, now().saved_steps) == (5, 0)
+    mine.fit_begins()
+    mine.made_steps(4)
+    mine.saved(0, 2, mine.steps - 2, 9)
+    assert (now().steps, now().saved_steps) == (9, 2)
 
 
 def test_a_chief_on_another_host_tells_its_steps_now_and_then(tmp_path, monkeypatch, capfd):

@@ -1,5 +1,7 @@
 """Whether a job is started again, after attempts that are written down here."""
 
+import dataclasses
+
 import pytest
 
 from kdist.restarts.attempt import Attempt, End
@@ -12,6 +14,7 @@ from kdist.restarts.supervisor import supervise
 NO_SCOPE = Events({}, False, (), None)
 IN_SCOPE = Events({0: "here", 1: "here"}, False, (), None)
 STEPS = Events({0: "here", 1: "here"}, True, (), None)
+ENDED = dataclasses.replace(STEPS, has_ended=True)
 
 
 def attempt(kind=None, saved=0, *, events=STEPS, end=End.FAILED, code=1, backup=True, numbers=(0, 0), fit=1, **more):
@@ -53,6 +56,7 @@ def test_what_is_started_again(kind):
             "2 attempts have made no new checkpoint of BackupAndRestore",
         ),
         ([attempt(Kind.EXCEPTION, 4), attempt(Kind.EXCEPTION, 4)], "raised twice"),
+        ([attempt(KILLED, 4, events=ENDED)], "the script of rank 0 had ended"),
     ],
 )
 def test_what_is_not(attempts, why):
