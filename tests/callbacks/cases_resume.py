@@ -20,6 +20,7 @@ import kdist
 from kdist._engine import open_engine
 from kdist.checkpoint.storage.files import CheckpointDirectory
 from kdist.errors import CheckpointError, ScopeError
+from kdist.restarts.progress import own_progress
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere
 from tests.training.fidelity import BATCH, OwnStep, compare, deterministic_weights, fresh, mlp, outcome
@@ -518,6 +519,37 @@ def deleted_at_the_end() -> None:
     assert int(model.optimizer.iterations) == 4 * STEPS
 
 
+def folds_of_which_some_are_left_out() -> None:
+    """In a script that begins again, and leaves out what had ended, the second call of `fit` is another fold's."""
+
+    def fold(number: int, folder: str, *callbacks: Any) -> tuple[list[int], list[Any]]:
+        fresh()
+        x, y = arrays()
+        with kdist.scope():
+            model = mlp()
+            model.compile("sgd", "mse")
+            backup = kdist.callbacks.BackupAndRestore(folder, save_freq=2)
+            fitted = model.fit(x + number, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[*callbacks, backup])
+        return fitted.epoch, [np.asarray(v).tolist() for v in model.weights]
+
+    expected = fold(2, shared_folder())
+    for leaves_out in (True, False):
+        folder = shared_folder()
+        own_progress.begin_again(is_chief=False)
+        fold(0, folder)
+        with pytest.raises(Interrupted):
+            fold(1, folder, InterruptAt(1, 2))
+        own_progress.begin_again(is_chief=False)
+        if not leaves_out:
+            fold(0, folder)
+        with resuming(0 if leaves_out else 1):
+            fold(1, folder)
+        with logged() as lines, resuming(0):
+            assert fold(2, folder) == expected
+        told = [line for line in lines if "of a call of `fit` on other data" in line]
+        assert len(told) == (leaves_out and kdist.is_chief()), lines
+
+
 def told_to_go(kind: str, rank: int, place: tuple[int, int | None]) -> None:
     """A signal on one rank: all leave after the same step with the same code, and can go on."""
     expected = uninterrupted(kind)
@@ -795,6 +827,7 @@ CASES = {
             stopped_early_stays_stopped,
             deleted_at_the_end,
             a_resumed_fit_that_raises_leaves_no_epoch_behind,
+            folds_of_which_some_are_left_out,
             told_to_go_in_an_epoch,
             told_to_go_in_the_last_step_and_between_epochs,
             told_to_go_with_a_model_checkpoint,

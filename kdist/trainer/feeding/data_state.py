@@ -38,10 +38,16 @@ class ShardedData(StatePart):
         return {
             "position": dataclasses.asdict(self._iterator.position(self._epoch_step)),
             "epoch step": self._epoch_step,
+            "some rows": self._iterator.data_adapter.fingerprint,
             "orders by hand": self._orders.skipped(),
             "hooks": [name for name, _ in hooks],
             **{f"hook/{number}": np.frombuffer(states, np.uint8) for number, (_, states) in enumerate(hooks)},
         }
+
+    def is_of_other_data(self, state: Mapping[str, Any]) -> bool:
+        """Returns whether a state was saved in a `fit` on other rows, as far as that was saved."""
+        own = self._iterator.data_adapter.fingerprint
+        return state.get("some rows", own) != own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to the position, saved by any number of ranks."""
