@@ -12,7 +12,8 @@ _MAX_BEFORE = 30  # bytes that the regular expression allows before the prefix
 
 # horovodrun and `--tee` put something before each line: over MPI with a blank behind it.
 _LABEL = rb"(?:\[\d+,?\d*\]<stderr>: ?|\[rank \d+ [\d:]+\] )?"
-_EVENT = re.compile(b"^" + _LABEL + re.escape(LINE_PREFIX.encode()) + rb"(.*)$")
+# A progress bar may stand before it, whose line has not ended.
+_EVENT = re.compile(_LABEL + re.escape(LINE_PREFIX.encode()) + rb"(\{.*)$")
 
 
 class Filter(Protocol):
@@ -49,11 +50,17 @@ class Muted:
         return b"" if self._is_muted else self._rest.finish()
 
 
-def _may_be_event(beginning: bytes) -> bool:
+def _start_of_event(beginning: bytes) -> int:
+    """Returns from where on the beginning of a line may be an event; its length if it is none."""
     prefix = LINE_PREFIX.encode()
+    if found := re.search(_LABEL + re.escape(prefix), beginning):
+        return found.start()
     # A progress bar may begin with a bracket too.
     is_short = len(beginning) < len(prefix) + _MAX_BEFORE and b"\r" not in beginning
-    return prefix in beginning or (beginning.startswith(b"[") and is_short)
+    if beginning.startswith(b"[") and is_short:
+        return 0
+    ends = (len(beginning) - count for count in range(len(prefix) - 1, 0, -1) if beginning.endswith(prefix[:count]))
+    return next(ends, len(beginning))
 
 
 class EventLines:
@@ -81,12 +88,14 @@ class EventLines:
         *lines, last = (self._held + piece).split(b"\n")
         shown = b""
         for line in lines:
-            if found := _EVENT.match(line):
+            found = _EVENT.search(line)
+            if found:
                 self.lines.append(found[1].decode(errors="replace"))
-            else:
-                shown += line + b"\n"
-        self._held = last if _may_be_event(last) else b""
-        shown += last[len(self._held) :]
+            if not found or found.start():
+                shown += (line[: found.start()] if found else line) + b"\n"
+        start = _start_of_event(last)
+        self._held = last[start:]
+        shown += last[:start]
         self._end = (self._end + shown)[-_KEPT_BYTES:]
         return shown if self._rest is None else self._rest.feed(shown)
 
