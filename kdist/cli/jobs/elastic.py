@@ -271,6 +271,12 @@ def elastic_of(options: argparse.Namespace, env: Mapping[str, str]) -> Elastic |
     hosts = hosts_of(options)
     slots = sum(host.slots for host in hosts)
     np = num_ranks(options, hosts)
+    if None not in (options.np, options.min_np, options.max_np):
+        raise LaunchError(
+            f"-np, --min-np and --max-np contradict each other. Received: -np {options.np} {given}. Expected two of "
+            "them: the job has as many ranks as the hosts that answer have slots, within --min-np and --max-np. Fix: "
+            "omit -np."
+        )
     np = slots if np is None else np
     max_np = np if options.max_np is None else options.max_np
     min_np = np if options.min_np is None else options.min_np

@@ -59,13 +59,14 @@ def run(
             is_stopped=lambda: bool(signals or notices),
         )
         ends = [attempt.end for attempt in attempts]
-    if not attempts and not signals:
+    asked = [*signals, *notices]
+    if not attempts and not asked:
         raise LaunchError(
             f"The job cannot be started. Received: {why}. Expected enough hosts to answer without a password. Fix: "
             "start them, lower --min-np, or raise --wait."
         )
     if not attempts:
-        return 128 + signals[0]
+        return 128 + asked[0]
     if said := summary.in_words(attempts, why):
         tell(said)
     if output is not None:
