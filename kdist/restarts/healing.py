@@ -19,7 +19,7 @@ class ShrinkResult:
         rank: int, this process's number among them.
         size: int, how many they are.
         lost: tuple of int, the ranks that are gone, as they were numbered until now.
-        lost_first: tuple of int, the same as the launcher numbers them.
+        lost_first: tuple of int, all that were lost so far, as the launcher numbers them.
         why_not: str, why one of the survivors cannot go on; empty if all can.
     """
 

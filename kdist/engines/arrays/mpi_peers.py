@@ -89,16 +89,18 @@ class MPIPeers:
             with contextlib.suppress(self._mpi.Exception):
                 if communicator.Agree(has_all):
                     break
-        before = self._base.Get_group()
-        lost = self._mpi.Group.Difference(before, communicator.Get_group())
-        all_lost = list(range(lost.Get_size()))
-        world = self._mpi.COMM_WORLD.Get_group()
+
+        def lost_of(group: Any) -> tuple[int, ...]:
+            lost = self._mpi.Group.Difference(group, communicator.Get_group())
+            return tuple(self._mpi.Group.Translate_ranks(lost, list(range(lost.Get_size())), group))
+
         return ShrinkResult(
             communicator,
             communicator.Get_rank(),
             communicator.Get_size(),
-            tuple(self._mpi.Group.Translate_ranks(lost, all_lost, before)),
-            tuple(self._mpi.Group.Translate_ranks(lost, all_lost, world)),
+            lost_of(self._base.Get_group()),
+            # Those that were lost before, too: who was to report them may be lost by now.
+            lost_of(self._mpi.COMM_WORLD.Get_group()),
             next(filter(None, reasons), ""),
         )
 
