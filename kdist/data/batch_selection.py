@@ -12,8 +12,8 @@ from kdist.data.batch import Rows, Shard, int64, slice_or_first
 from kdist.data.graphs.dataset_internals import kind
 from kdist.data.graphs.optionals import from_optional
 from kdist.data.graphs.own_functions import is_dense, mapped
-from kdist.data.groups import element_of, grouped
 from kdist.data.joined_batches import joined
+from kdist.data.pipelines.groups import element_of, grouped
 from kdist.data.pipelines.pipeline import Pipeline
 from kdist.data.pipelines.tail import Tail, is_map, tail_of
 from kdist.data.row_selection import select_rows

@@ -11,7 +11,7 @@ import tensorflow as tf
 from kdist.data.batch import int64, slice_or_first
 from kdist.data.graphs.indexed import Indexed
 from kdist.data.graphs.own_functions import mapped
-from kdist.data.groups import pad_epochs
+from kdist.data.pipelines.groups import pad_epochs
 from kdist.data.pipelines.tail import Tail
 
 _NO_ROW = -1

@@ -13,8 +13,8 @@ from kdist.data.graphs.dataset_internals import flat_structure, from_variant, re
 from kdist.data.graphs.fingerprint import fingerprint_of_functions, fingerprint_of_pipeline
 from kdist.data.graphs.inspection import batch_sizes, calls_python, may_reshuffle
 from kdist.data.graphs.options import is_tuned, iterated_internally, prefetched, sharded_options
-from kdist.data.groups import element_of
 from kdist.data.per_rank_stream import PerRankStream
+from kdist.data.pipelines.groups import element_of
 from kdist.data.pipelines.pipeline import Pipeline
 from kdist.data.pipelines.reordering import chain_of
 from kdist.data.sharding import Plan

@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.data.batch import int64
 from kdist.data.graphs.optionals import empty_optional, to_optional
 from kdist.data.graphs.own_functions import mapped
 from kdist.data.sharding import Plan
@@ -25,7 +24,7 @@ def pad_epochs(batches: tf.data.Dataset, empty: Callable[[], tf.data.Dataset], p
     if epoch is None or plan.fills_groups:
         return batches
     padded = -(-epoch // plan.group_size) * plan.group_size
-    choice = tf.data.Dataset.range(padded).map(lambda number: int64(number >= epoch)).repeat()
+    choice = tf.data.Dataset.range(padded).map(lambda number: tf.cast(number >= epoch, tf.int64)).repeat()
     return tf.data.Dataset.choose_from_datasets([batches, empty().repeat()], choice, stop_on_empty_dataset=True)
 
 
@@ -52,7 +51,7 @@ def grouped(elements: tf.data.Dataset, plan: Plan, count: Callable[[Any], Any]) 
 
     def pack(*arguments: Any) -> Any:
         element = element_of(spec, arguments)
-        return to_optional(element), int64(count(element))
+        return to_optional(element), tf.cast(count(element), tf.int64)
 
     def empty() -> tf.data.Dataset:
         return tf.data.Dataset.from_tensors(0).map(lambda _: (empty_optional(), tf.constant(0, tf.int64)))
