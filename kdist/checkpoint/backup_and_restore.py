@@ -289,7 +289,7 @@ class BackupAndRestore(AllRanksCallback):
             if self.is_chief:
                 logger.warning(
                     "%s in %s is not used: it is of a call of `fit` on other data, as where a script leaves out calls "
-                    "that had ended. This call begins anew. Fix: give each call a `backup_dir` of its own.",
+                    "that had ended. This call starts from its first epoch. Fix: give each call its own `backup_dir`.",
                     name,
                     self._directory_of_fit(),
                 )
