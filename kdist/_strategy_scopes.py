@@ -194,7 +194,7 @@ def _strategy_of(engine: Engine, seed: int) -> AllReduceStrategy:
     from kdist.strategies.all_reduce import AllReduceStrategy
 
     if _state.strategy is None or _state.strategy.engine is not engine:
-        _state.strategy = AllReduceStrategy(engine, split_dataset(engine))
+        _state.strategy = AllReduceStrategy(engine, split_dataset(engine, seed))
         _state.strategy.draws = AgreedDraws(seed)
     _state.strategy.draws.agree(engine, "kdist.scope()", with_states=False)
     return _state.strategy

@@ -123,6 +123,19 @@ def case_a_distributed_dataset_has_each_row_once() -> None:
         ]
 
 
+def case_a_dataset_that_is_distributed_in_each_epoch() -> None:
+    """An unseeded shuffle has another order in each, as in one process."""
+    num_rows = 10 * kdist.size()
+    dataset = tf.data.Dataset.range(num_rows).shuffle(num_rows).batch(2 * kdist.size())
+    epochs = []
+    with scope() as strategy:
+        for _ in range(2):
+            shared = strategy.experimental_distribute_dataset(dataset)
+            epochs.append(everywhere([row for batch in shared for row in batch.numpy().tolist()]))
+    assert all(sorted(row for rows in ranks for row in rows) == list(range(num_rows)) for ranks in epochs)
+    assert epochs[0] != epochs[1]
+
+
 def case_a_distributed_dataset_of_each_ranks_own() -> None:
     """With `AutoShardPolicy.OFF` or `auto_shard=False` nothing is taken away, and the loop ends with the data."""
     rank, size = kdist.rank(), kdist.size()
