@@ -45,6 +45,7 @@ __all__ = [
     "call_on_iterator",
     "control_outputs",
     "default_graphs",
+    "has_gradient",
     "has_state",
     "is_compiled_by_xla",
     "is_initialized",
@@ -93,6 +94,7 @@ def missing_names() -> list[str]:
         (tf.GradientTape(), ("_ensure_recording", "_tape")),
         (tf.function(len), ("_omit_frequent_tracing_warning",)),
         (Cluster, ("schedule",)),
+        (ops, ("get_gradient_function",)),
         (StrategyExtendedV1, OVERRIDDEN),
         (ParameterServerStrategyV2Extended, ("_create_variable", "_create_variable_round_robin")),
         (BaseResourceVariable, (*ASSIGNMENTS, *SCATTERS)),
@@ -159,6 +161,15 @@ def keep_open_scopes(reset: Callable[[], None]) -> None:
     scopes = ops.get_default_graph()._thread_local
     reset()
     ops.get_default_graph()._thread_local = scopes
+
+
+def has_gradient(operation: tf.Operation) -> bool:
+    """Returns whether an operation can be differentiated, if only as one without any gradient by its inputs."""
+    try:
+        ops.get_gradient_function(operation)
+    except LookupError:
+        return False
+    return True
 
 
 def seeds_of_op(op_seed: int | None, next_seed: Callable[[], int] | None = None) -> tuple[int | None, int | None]:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist._tf_internals import without_tracing_warnings
+from kdist.state.graphs.gradients import gradients_of
 from kdist.state.graphs.graph_function import (
     FEW_ROWS,
     MAX_BYTES,
@@ -111,7 +112,7 @@ class MeansAndSums:
                 data = tuple(map(tf.identity, data))
                 (number,) = function.python_function(*data)
                 floats = [each for each in data if each.dtype.is_floating]
-                gradients = tf.gradients(number, floats) if number.dtype.is_floating and floats else []
+                gradients = gradients_of(number, floats) if number.dtype.is_floating and floats else []
                 return [number, *(tf.convert_to_tensor(each) for each in gradients if each is not None)]
 
             run = without_tracing_warnings(tf.function(differentiated, autograph=False, reduce_retracing=True))

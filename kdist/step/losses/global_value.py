@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdist.state.graphs.gradients import gradients_of
 from kdist.state.graphs.inlined import Inlined
 from kdist.step.losses.global_recomputation import GlobalRecomputation
 
@@ -26,7 +27,7 @@ class GlobalValue:
         self._value = of_all_ranks(value)
         taken = [(tensor, own) for tensor, own in of_all_ranks.taken if tensor.dtype.is_floating]
         identities = [own for _, own in taken]
-        gradients = tf.gradients(self._value, identities, stop_gradients=identities)
+        gradients = gradients_of(self._value, identities)
         found = [(tensor, each) for (tensor, _), each in zip(taken, gradients, strict=True) if each is not None]
         self._targets = inlined.recorded([(tensor, tf.convert_to_tensor(each)) for tensor, each in found])
 
