@@ -46,11 +46,6 @@ class KerasSchedule(StatePart):
         """Returns nothing: the iterations are saved with the model."""
         return {}
 
-    def is_of_other_data(self, state: Mapping[str, Any]) -> bool:
-        """Returns whether a state was saved in a `fit` on other rows: of one process nothing is known."""
-        del state
-        return False
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the iterations to the user's step that a job of several ranks has reached with its first optimizer."""
         optimizer = innermost(getattr(self._model, "optimizer", None))
@@ -88,6 +83,11 @@ class KerasData(StatePart):
             "rows": _batch_size(iterator),
             "batches": self._batches_per_step,
         }
+
+    def is_of_other_data(self, state: Mapping[str, Any]) -> bool:
+        """Returns whether a state was saved in a `fit` on other rows: of one process nothing is known."""
+        del state
+        return False
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets `place`; `replay` goes there."""

@@ -533,7 +533,7 @@ def folds_of_which_some_are_left_out() -> None:
         return fitted.epoch, [np.asarray(v).tolist() for v in model.weights]
 
     expected = fold(2, shared_folder())
-    for leaves_out in (True, False):
+    for leaves_out in (True, False) if kdist.size() > 1 else (False,):  # one process does not compare data
         folder = shared_folder()
         own_progress.begin_again(is_chief=False)
         fold(0, folder)
@@ -848,6 +848,7 @@ ALONE = {
         "with_callbacks_of_kdist",
         "stopped_early_stays_stopped",
         "deleted_at_the_end",
+        "folds_of_which_some_are_left_out",
         "told_to_go_in_an_epoch",
         "told_to_go_with_a_model_checkpoint",
     )
