@@ -313,6 +313,9 @@ def test_an_interleave_without_a_length_is_ordered_by_the_cores(calls, tmp_path)
     numbers = Dataset.range(8)
     assert inspection.orders_by_cores(numbers.interleave(inner, num_parallel_calls=calls).batch(2))
     assert not inspection.orders_by_cores(numbers.interleave(inner, 2, num_parallel_calls=calls).batch(2))
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+    assert not inspection.orders_by_cores(numbers.interleave(inner, num_parallel_calls=calls).with_options(options))
     files = [str(tmp_path / "a")]
     assert inspection.orders_by_cores(tf.data.TFRecordDataset(files, num_parallel_reads=tf.data.AUTOTUNE))
     assert not inspection.orders_by_cores(tf.data.TFRecordDataset(files, num_parallel_reads=2))

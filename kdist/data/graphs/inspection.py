@@ -23,7 +23,11 @@ def orders_by_cores(dataset: Any) -> bool:
     """Returns whether a pipeline reads as many inputs at once, in turns, as this process has cores.
 
     So does an `interleave` without `cycle_length`, and `TFRecordDataset(..., num_parallel_reads=tf.data.AUTOTUNE)`.
+    Where the auto-shard policy gives each rank data of its own, their order is no matter.
     """
+    policies = tf.data.experimental.AutoShardPolicy
+    if dataset.options().experimental_distribute.auto_shard_policy not in (policies.AUTO, policies.DATA):
+        return False
     found = [getattr(each, name, None) for each in with_inputs(dataset) for name in ("_cycle_length", _READS)]
     return any(int(each) == tf.data.AUTOTUNE for each in found if each is not None)
 
