@@ -84,8 +84,12 @@ class WeightGradients(Stage):
         return [self._step.weighted(gradient) for gradient in gradients]
 
     def _zeros_if_idle(self, gradients: Sequence[Any]) -> list[Any]:
-        """Returns the gradients; zeros on an idle rank, where they could be NaN."""
+        """Returns the gradients; zeros on an idle rank, where they could be NaN.
+
+        What is equal on all ranks, as what a step has accumulated, is no term: each adds its share.
+        """
         values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
+        values = [each if self._step.depends_on_rows(each) else self._step.weighted(each) for each in values]
         values = tf.cond(self._step.active, lambda: values, lambda: [tf.zeros_like(value) for value in values])
         return [
             tf.IndexedSlices(value, each.indices, each.dense_shape) if isinstance(each, tf.IndexedSlices) else value
