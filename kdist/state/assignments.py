@@ -60,8 +60,8 @@ class Assignments:
             ranks only: what is sent must not depend on a rank's graph.
         is_gradient: callable that takes a tensor and returns whether it is a rank's part of a gradient, of which the
             mean by rows is that of the global batch.
-        of_all_ranks: callable that takes a tensor and returns what the rows of all ranks make of it, or `None` if it
-            does not find that out.
+        of_all_ranks: callable that takes a tensor, and as `is_weight` whether it is written to a weight, and returns
+            what the rows of all ranks make of it, or `None` if it does not find that out.
         is_traced_again: callable that returns whether the step is to be traced again; no warnings are given before.
 
     Attributes:
@@ -80,7 +80,7 @@ class Assignments:
         *,
         is_traced_alike: bool,
         is_gradient: Callable[[tf.Tensor], bool] = lambda _: False,
-        of_all_ranks: Callable[[tf.Tensor], tf.Tensor | None] = lambda _: None,
+        of_all_ranks: Callable[..., tf.Tensor | None] = lambda *_, **__: None,
         is_traced_again: Callable[[], bool] = lambda: False,
     ) -> None:
         self._model = model
@@ -161,7 +161,7 @@ class Assignments:
             if key in self._weights and not tf.executing_eagerly():
                 graph = tf.compat.v1.get_default_graph()
                 self._dependence.add_graph(graph)
-                value = self._global_value(variable, method, values, adds_gradients_later=False)
+                value = self._global_value(variable, method, values, is_weight=True)
                 if value is None:
                     self._written_weights.append((variable, (method, values, graph, len(graph.get_operations()))))
                 return value
@@ -180,7 +180,7 @@ class Assignments:
         return value
 
     def _global_value(
-        self, variable: Any, method: str, values: list[Any], *, adds_gradients_later: bool = True
+        self, variable: Any, method: str, values: list[Any], *, is_weight: bool = False
     ) -> tf.Tensor | None:
         """Returns what the rows of all ranks make of a value, if nothing else says how the ranks' values are merged."""
         raw = raw_variable(variable)
@@ -195,7 +195,7 @@ class Assignments:
             return None
         if key_of(variable) in statistics_of_keras(self._model) or is_of_one_rank(self._model, variable):
             return None
-        if adds_gradients_later and is_of_rows and terms and all(map(self._is_of_gradients, terms)):
+        if not is_weight and is_of_rows and terms and all(map(self._is_of_gradients, terms)):
             return None
         if method in SCATTERS:
             with self.suspended():
@@ -205,7 +205,8 @@ class Assignments:
             return None
         with self.suspended():
             is_known = values[0].shape.is_fully_defined()
-            value = self._of_all_ranks(values[0] if is_known else tf.ensure_shape(values[0], raw.shape))
+            value = values[0] if is_known else tf.ensure_shape(values[0], raw.shape)
+            value = self._of_all_ranks(value, is_weight=is_weight)
         if value is not None:
             value = tf.identity(value)
             self._dependence.add_equal([value])

@@ -53,7 +53,7 @@ class Aggregates(Frontier):
             raise LookupError(value.name)
         for operation in self._is_fixed.followed([value], lambda each: self._is_known(each) or found.is_leaf(each)):
             self._add(operation)
-        if value.name not in self._changed and not any(
+        if value.name not in self.changed and not any(
             each.tensor is value and each.count is not None for each in self.listed
         ):
             raise LookupError(value.name)  # a mean or a sum itself
@@ -66,7 +66,7 @@ class Aggregates(Frontier):
         for each in inputs:
             if each.name in self._means:
                 self._list(each, "mean")
-        known = self._changed | self._names
+        known = self.changed | self._names
         of_all = [each for each in inputs if not has_rows(each) and each.name not in known]
         of_all = [each for each in of_all if not self._found.is_number_of_rows(each)]
         if any(each.dtype.is_floating or each.dtype.is_complex for each in of_all):
@@ -76,7 +76,7 @@ class Aggregates(Frontier):
         # Rows that are computed again from aggregates are this rank's, still.
         is_changed = operation.type not in ("Shape", "Size") and any(each.name in known for each in inputs)
         if is_changed:
-            if len(self._changed) > _MAX_CHANGED:
+            if len(self.changed) > _MAX_CHANGED:
                 raise LookupError(operation.type)
             self._change(operation)
         of_rows = any(map(has_rows, inputs)) or not inputs

@@ -14,19 +14,20 @@ class Frontier:
 
     Attributes:
         listed: list of `RowReduction`, what they are computed of.
+        changed: set of str, the names of tensors that are computed again.
     """
 
     def __init__(self) -> None:
         self.listed: list[RowReduction] = []
-        self._changed: set[str] = set()
+        self.changed: set[str] = set()
 
     def is_changed(self, tensor: tf.Tensor) -> bool:
         """Returns whether a tensor is computed again."""
-        return tensor.name in self._changed
+        return tensor.name in self.changed
 
     def _change(self, operation: tf.Operation) -> None:
         check_repeatable(operation)
-        self._changed |= {each.name for each in operation.outputs}
+        self.changed |= {each.name for each in operation.outputs}
 
     def _follow(
         self,
@@ -50,6 +51,6 @@ class Frontier:
                 self.listed.append(found)
                 continue
             self._change(tensor.op)
-            if len(self._changed) > max_changed:
+            if len(self.changed) > max_changed:
                 raise LookupError(tensor.name)
             pending += tensor.op.inputs

@@ -208,13 +208,15 @@ class CustomLosses:
             return value, weight
         return value, tf.math.multiply_no_nan(weight, tf.cast(step.share, weight.dtype))
 
-    def of_state(self, value: tf.Tensor) -> tf.Tensor | None:
+    def of_state(self, value: tf.Tensor, *, is_weight: bool) -> tf.Tensor | None:
         """Returns what the rows of all ranks make of a tensor that the step keeps; `None` if that is not found out.
 
         Collective: every rank must call this, in the same order.
 
         Args:
             value: symbolic tensor of a known shape.
+            is_weight: bool, whether it is written to a weight: what has the rank's share of the rows in it may be
+                computed from a gradient that is not known as one.
         """
         is_alone = self._step.engine.size == 1  # as with local SGD
         if is_alone or self._rows.is_in_branch(value) or self._rows.of(value) is None:
@@ -224,6 +226,9 @@ class CustomLosses:
         if not value.dtype.is_floating:  # made-up rows show little of integers and flags
             return self._pairs.of_rows(value, KEPT)
         with self._rows.computing_again():
+            of_gradients = self._gradients.of_all_ranks(value, {**self._numbers.means, **self._rows.means})
+            if of_gradients is not None or (is_weight and self._gradients.is_known(value)):
+                return of_gradients
             found = self._numbers.find(value, "")
             if isinstance(found, GlobalValue):
                 return found.as_mean(value)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from kdist._tf_internals import is_compiled_by_xla
 from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.rank_dependence import tensor_key
-from kdist.state.graphs.recomputed import RowReduction
+from kdist.state.graphs.recomputed import Recomputed, RowReduction
 from kdist.state.rows.reduction_frontier import ReductionFrontier, is_computed_of, is_weighted_sum
 from kdist.step.losses.global_recomputation import GlobalRecomputation
 from kdist.step.losses.global_value import GlobalValue
@@ -31,6 +31,8 @@ class StepGradients:
     def __init__(self, step: OpenStep) -> None:
         self._step = step
         self._known: dict[Any, RowReduction] = {}
+        self._changed: set[str] = set()
+        self._written = Recomputed(lambda tensor: tensor.name in self._changed)  # of what a step writes to variables
 
     def note(self, gradients: Sequence[Any]) -> None:
         """Says that a tape has returned gradients."""
@@ -58,6 +60,29 @@ class StepGradients:
             frontier = self._frontier([value], means)
             of_all_ranks = GlobalRecomputation(self._step, frontier, inlined, lambda rows: rows)
             return GlobalValue(value, of_all_ranks, inlined)
+        except _ERRORS:
+            return None
+
+    def of_all_ranks(self, value: tf.Tensor, means: Mapping[Any, tf.Tensor]) -> tf.Tensor | None:
+        """Returns what the gradients of all ranks, and means, make of a tensor; `None` if it is computed of others.
+
+        What values have in common is sent and computed once. Gradients do not pass through it.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            value: tensor of the step.
+            means: see `number`.
+        """
+        if not self._are_made_of(value):
+            return None
+        try:
+            frontier = self._frontier([value], means)
+            if any(each.tensor.name not in self._written.values for each in frontier.listed):
+                of_all_ranks = GlobalRecomputation(self._step, frontier, self._inlined(), lambda rows: rows)
+                self._written.values |= {each.tensor.name: of_all_ranks(each.tensor) for each in frontier.listed}
+            self._changed |= frontier.changed
+            return tf.stop_gradient(self._written(value))
         except _ERRORS:
             return None
 

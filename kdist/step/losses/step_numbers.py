@@ -16,6 +16,7 @@ from kdist.state.rows.aggregates import Aggregates
 from kdist.state.rows.frontier import Frontier
 from kdist.state.rows.means import is_mean
 from kdist.state.rows.means_and_sums import Kind, MeansAndSums
+from kdist.state.rows.reduction_frontier import is_computed_of, is_weighted_sum
 from kdist.state.rows.row_frontier import RowFrontier
 from kdist.state.rows.row_wise import RowWise
 from kdist.step.losses.global_recomputation import GlobalRecomputation
@@ -77,14 +78,24 @@ class StepNumbers:
         """Returns whether a tensor, which has been looked for, is found to be a mean over rows."""
         return tensor_key(value) in self.means
 
-    def parts(self, value: Any) -> list[tuple[tf.Tensor, float, bool]]:
-        """Returns the numbers of rows of which a number is a sum, their weights, and whether they count as means."""
+    def parts(self, value: Any) -> list[tuple[tf.Tensor, float, bool | None]]:
+        """Returns the numbers of rows of which a number is a sum, their weights, and whether they count as means.
+
+        What a step computes from its own rows alone does not. `None` is for what is computed from means otherwise than
+        by a factor that is equal on all ranks.
+        """
         means = self._rows.means
         if self._step.engine.size == 1 or not (isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)):
             return []
-        terms = linear_terms(value, lambda term: tensor_key(term) in means)
-        parts = [(term, factor, tensor_key(term) in means) for term, factor in terms]
-        return [each for each in parts if each[2] or self._step.depends_on_rows(each[0])]
+        parts: list[tuple[tf.Tensor, float, bool | None]] = []
+        for term, factor in linear_terms(value, lambda term: tensor_key(term) in means):
+            if tensor_key(term) in means:
+                parts.append((term, factor, True))
+            elif self._step.depends_on_rows(term):
+                is_of_means = term.shape.rank == 0 and is_computed_of(term, means)
+                is_sum = is_weighted_sum(term, lambda each: tensor_key(each) in means, self._step.depends_on_rows)
+                parts.append((term, factor, (True if is_sum else None) if is_of_means else False))
+        return parts
 
     def find(self, value: Any, who: str, means: Means | None = None) -> ScaledSums | GlobalValue | None:
         """Returns what a number is of the rank's rows; `None` for a mean, or if nothing is known of it.

@@ -106,21 +106,42 @@ class TapedGradients:
             gradients = original(tape, target, sources, output_gradients, *args, **kwargs)
             self._gradients.note(tf.nest.flatten(gradients))
             return gradients
+        return self._by_other_sources(original, tape, target, sources, output_gradients, *args, **kwargs)
+
+    def _by_other_sources(
+        self,
+        original: Callable[..., Any],
+        tape: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns gradients by the step's rows, too, or by what is computed of them.
+
+        Collective: every rank must call this, in the same order.
+        """
+        targets, are_weights = tf.nest.flatten(target), list(map(_is_weight, tf.nest.flatten(sources)))
         parts = [part for each in targets for part in self._numbers.parts(each)] if output_gradients is None else []
         are_means = {is_mean for _, _, is_mean in parts}
         if any(are_weights):
             scalars = [each for each in targets if tf.is_tensor(each) and each.shape.rank == 0]
             if len(are_means) > 1 or any(self._numbers.find(each, self._loss, self.means) for each in scalars):
                 self._numbers.tell(_AS_MEAN, self._model)
+        elif None in are_means:
+            self._numbers.tell(_AS_MEAN, self._model)
         elif len(are_means) > 1:
-            factors = [(tf.cast(factor, tensor.dtype), is_mean) for tensor, factor, is_mean in parts]
+            factors = [
+                (tf.fill(tf.shape(each), tf.cast(factor, each.dtype)), is_mean) for each, factor, is_mean in parts
+            ]
             by = [self._step.weighted(factor) if is_mean else factor for factor, is_mean in factors]
             gradients = original(tape, [tensor for tensor, _, _ in parts], sources, by, *args, **kwargs)
             return tf.nest.map_structure(self._of_all_rows, gradients)
         upstream = [each for each in tf.nest.flatten(output_gradients) if self._rows.is_of_rows(each)]
         is_chained = any(is_computed_of(each, self._by_rows) for each in upstream)
         gradients = original(tape, target, sources, output_gradients, *args, **kwargs)
-        made = []
+        made: list[Any] = []
         for source, each in zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True):
             if each is not None and are_means == {True} and self._rows.is_of_rows(source):
                 made.append(self._of_all_rows(self._step.weighted(each)))
@@ -128,6 +149,8 @@ class TapedGradients:
                 made.append(self._per_share(each) if _is_weight(source) else self._of_all_rows(each))
             else:
                 made.append(each)
+        if are_means == {True} or is_chained:
+            self._gradients.note([each for each, is_weight in zip(made, are_weights, strict=True) if is_weight])
         return tf.nest.pack_sequence_as(sources, made)
 
     def _of_all_rows(self, gradient: Any) -> Any:

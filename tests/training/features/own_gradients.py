@@ -238,6 +238,9 @@ def gradients_that_have_the_share_in_them() -> None:
         silently_both(compiled(lambda by=gradients: Own(by), loss="mse"))
 
 
+FACTOR = tf.Variable(0.7, trainable=False, dtype="float64")
+
+
 class Adversarial(keras.Model):
     """Trains on rows that are moved by the gradient of a loss, and penalizes that gradient."""
 
@@ -283,8 +286,28 @@ def gradients_by_the_inputs() -> None:
         (lambda: Adversarial(of_compile, penalty=0.0), root),
         (lambda: Adversarial(of_model), "mse"),
         (lambda: Adversarial(lambda *args: of_compile(*args) + of_model(*args)), "mae"),
+        (lambda: Adversarial(lambda *args: FACTOR * of_compile(*args), penalty=0.0), "mse"),
     ):
         silently_both(compiled(make, loss=loss))
+
+
+@feature
+def gradients_by_the_inputs_of_losses_and_rows() -> None:
+    class OfBoth(Adversarial):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                predicted = self(x, training=True)
+                loss = self.compute_loss(x, y, predicted)
+            by_rows = tape.gradient([loss, predicted], x)
+            with tf.GradientTape() as tape:
+                loss = self.own_loss(self, x + by_rows, y)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    silently_both(compiled(lambda: OfBoth(of_compile), loss="mse"))
 
 
 @feature

@@ -251,7 +251,6 @@ def weighted_by_kind(y: Any, p: Any) -> Any:
 
 
 OF_MEANS: dict[str, Callable[[Any, Any], Any]] = {
-    "weighted by kind": weighted_by_kind,
     "of chosen rows that are all of the made-up ones": lambda y, p: ops.mean(
         tf.boolean_mask((y - p) ** 2, tf.not_equal(y[:, 0], ROW[0]))
     ),
@@ -282,6 +281,7 @@ OF_MEANS: dict[str, Callable[[Any, Any], Any]] = {
         y, p, sample_weight=ops.abs(y[:, 0])
     ),
     "focal": lambda y, p: ops.sum(ops.log(ops.mean(ops.exp(-((y - p) ** 2)), axis=0))) ** 2 / 4 + 0.01 * ops.sum(p**2),
+    "weighted by kind": weighted_by_kind,
 }
 
 
