@@ -86,7 +86,7 @@ def rows_of_all_ranks(
             if not same_on_all:
                 totals = _of_all_losses(lambda each: sum_over_ranks(engine, step, each), step, upstream)
                 return list(map(own_part, places, totals))
-            parts = tf.custom_gradient(own_parts)(*upstream)
+            parts = tf.custom_gradient(own_parts)(*map(tf.convert_to_tensor, upstream))  # it may be sparse
             # The step multiplies by the weight.
             return list(parts) if step is None else [_divided_by_weight(step, value) for value in parts]
 
