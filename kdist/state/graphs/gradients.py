@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -23,6 +24,8 @@ def gradients_of(value: tf.Tensor, tensors: Sequence[tf.Tensor]) -> list[tf.Tens
     Returns:
         A list; `None` for tensors of which the number is not computed.
     """
+    with contextlib.suppress(LookupError):
+        return tf.gradients(value, tensors, stop_gradients=tensors)
     keys = {tensor_key(each) for each in tensors}
     constants = [
         each
