@@ -238,15 +238,13 @@ def gradients_that_have_the_share_in_them() -> None:
         silently_both(compiled(lambda by=gradients: Own(by), loss="mse"))
 
 
-FACTOR = tf.Variable(0.7, trainable=False, dtype="float64")
-
-
 class Adversarial(keras.Model):
     """Trains on rows that are moved by the gradient of a loss, and penalizes that gradient."""
 
     def __init__(self, loss: Callable[[Any, Any, Any], Any], penalty: float = 10.0) -> None:
         super().__init__()
         self.net, self.own_loss, self.penalty = mlp(), loss, penalty
+        self.factor = tf.Variable(0.7, trainable=False, dtype="float64")
 
     def call(self, inputs: Any) -> Any:
         return self.net(inputs)
@@ -286,7 +284,7 @@ def gradients_by_the_inputs() -> None:
         (lambda: Adversarial(of_compile, penalty=0.0), root),
         (lambda: Adversarial(of_model), "mse"),
         (lambda: Adversarial(lambda *args: of_compile(*args) + of_model(*args)), "mae"),
-        (lambda: Adversarial(lambda *args: FACTOR * of_compile(*args), penalty=0.0), "mse"),
+        (lambda: Adversarial(lambda model, *data: model.factor * of_compile(model, *data), penalty=0.0), "mse"),
     ):
         silently_both(compiled(make, loss=loss))
 
