@@ -24,6 +24,11 @@ _AS_MEAN = (
     "other sources beside weights. Its gradients count as those of a mean, and results differ from those of one "
     "process. Fix: `tape.gradient(loss, weights)`, and another tape for the other sources"
 )
+_BY_ROWS = (
+    "The step of {} differentiates by its rows a number that it computes from a loss of `compile` otherwise than by a "
+    "factor. The gradients have the scale of this rank's rows, and results differ from those of one process. Fix: "
+    'differentiate the loss, and multiply by what `kdist.all_reduce(loss, "mean")` makes of the rest'
+)
 _MAX_ELEMENTS = 64  # of what `jacobian` differentiates, one after the other
 
 
@@ -130,7 +135,7 @@ class TapedGradients:
             if len(are_means) > 1 or any(self._numbers.find(each, self._loss, self.means) for each in scalars):
                 self._numbers.tell(_AS_MEAN, self._model)
         elif None in are_means:
-            self._numbers.tell(_AS_MEAN, self._model)
+            self._numbers.tell(_BY_ROWS, self._model)
         elif len(are_means) > 1:
             factors = [
                 (tf.fill(tf.shape(each), tf.cast(factor, each.dtype)), is_mean) for each, factor, is_mean in parts
