@@ -63,14 +63,9 @@ def check_inputs(method: str, adapter: Any, source: Source, engine: Engine, *, a
     files = [] if dataset is None else unwritten_cache_files(dataset)
     shards = [] if dataset is None or not auto_shard else shard_arguments(dataset)
     is_by_cores = dataset is not None and auto_shard and orders_by_cores(dataset)
-    report = InputReport(
-        os.uname().nodename,
-        files,
-        shards,
-        source.targets_fingerprint(),
-        source.num_own_batches,
-        len(os.sched_getaffinity(0)) if is_by_cores else None,
-    )
+    cores = len(os.sched_getaffinity(0)) if is_by_cores else None
+    own = os.uname().nodename, files, shards, source.targets_fingerprint(), source.num_own_batches, cores
+    report = InputReport(*own)
     what = f"the data given to {method}"
     described, gathered = zip(*gather_values(engine, what, [describe_source(source), report]), strict=True)
     refuse_differences(what, described, functools.partial(refuse_other_rows, f"model.{method}"))
@@ -102,14 +97,14 @@ def refuse_shared_caches(reports: Sequence[InputReport]) -> None:
 
 
 def _refuse_repeated_sharding(reports: Sequence[InputReport]) -> None:
-    for rank, report in enumerate(reports):
-        if report.shards != reports[0].shards:
-            raise DataError(
-                "The data would be sharded twice: by `shard` in the pipeline, and by kdist. Received: a tf.data "
-                f"pipeline with {_calls(reports[0].shards)} on rank 0, and with {_calls(report.shards)} on rank {rank}."
-                " Expected: the same pipeline on all ranks. Fix: leave `shard` out, or make the model in a scope "
-                "with auto_shard=False."
-            )
+    shards = [report.shards for report in reports]
+    for rank in _others(shards):
+        raise DataError(
+            "The data would be sharded twice: by `shard` in the pipeline, and by kdist. Received: a tf.data "
+            f"pipeline with {_calls(shards[0])} on rank 0, and with {_calls(shards[rank])} on rank {rank}."
+            " Expected: the same pipeline on all ranks. Fix: leave `shard` out, or make the model in a scope "
+            "with auto_shard=False."
+        )
 
 
 def refuse_order_by_cores(reports: Sequence[InputReport]) -> None:
@@ -121,14 +116,19 @@ def refuse_order_by_cores(reports: Sequence[InputReport]) -> None:
     Raises:
         DataError: if the numbers differ.
     """
-    for rank, report in enumerate(reports):
-        if report.cores != reports[0].cores:
-            raise DataError(
-                "The tf.data pipeline has another order on each rank: it reads as many inputs at once as a process has "
-                f"cores. Received: {reports[0].cores} core(s) on rank 0, {report.cores} on rank {rank}, and an "
-                "`interleave` without `cycle_length`, or a dataset with `num_parallel_reads=tf.data.AUTOTUNE`. "
-                "Expected one order on all ranks. Fix: pass a number, as in `interleave(..., cycle_length=8)`."
-            )
+    cores = [report.cores for report in reports]
+    for rank in _others(cores):
+        raise DataError(
+            "The tf.data pipeline has another order on each rank: it reads as many inputs at once as a process has "
+            f"cores. Received: {cores[0]} core(s) on rank 0, {cores[rank]} on rank {rank}, and an `interleave` without "
+            "`cycle_length`, or a dataset with `num_parallel_reads=tf.data.AUTOTUNE`. Expected one order on all ranks. "
+            "Fix: pass a number, as in `interleave(..., cycle_length=8)`."
+        )
+
+
+def _others(values: Sequence[Any]) -> list[int]:
+    """Returns the ranks that have another value than rank 0."""
+    return [rank for rank, value in enumerate(values) if value != values[0]]
 
 
 def _calls(shards: Sequence[Sequence[int]]) -> str:
@@ -136,7 +136,7 @@ def _calls(shards: Sequence[Sequence[int]]) -> str:
 
 
 def _warn_of_other_targets(reports: Sequence[InputReport]) -> None:
-    if others := [rank for rank, report in enumerate(reports) if report.targets != reports[0].targets]:
+    if others := _others([report.targets for report in reports]):
         logger.warning(
             "the first batch of rank(s) %s has other targets than that of rank 0. If the data was shuffled before the "
             "scope, or classes were numbered by the order of a set, samples are lost, or count as other classes. Fix: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import json
 import zlib
@@ -18,8 +17,8 @@ from kdist.data.generator import GeneratorSource
 from kdist.data.graphs.fingerprint import is_of_seeds
 from kdist.data.graphs.options import sharded_options
 from kdist.data.per_rank_stream import PerRankStream
-from kdist.data.pipelines.determinism import derived_seed
 from kdist.data.pipelines.pipeline import nondeterministic_parts
+from kdist.data.pipelines.seeds import PipelineSeeds
 from kdist.data.py_dataset import PyDatasetSource, ShardedPyDataset
 from kdist.data.sharding import Plan
 from kdist.data.source import Source
@@ -96,19 +95,17 @@ def split_dataset(engine: Engine, seed: int) -> Callable[..., tf.data.Dataset]:
     """Returns a function that splits each batch of a dataset, for a custom training loop.
 
     It takes the dataset, and as `auto_shard` whether each rank has the same data. Each call gives unseeded shuffles
-    another order, as the iterations of one process have.
+    another order, as the iterations of one process have: every rank must make as many for pipelines like it.
 
     Args:
         engine: `Engine`, for rank and size.
         seed: int, equal on all ranks.
     """
-    num_split = collections.Counter[str]()
+    seeds = PipelineSeeds(seed)
 
     def split(dataset: tf.data.Dataset, *, auto_shard: bool) -> tf.data.Dataset:
-        parts = " ".join(nondeterministic_parts(dataset))
-        num_split[parts] += 1  # one rank alone may split another dataset
-        own_seed = derived_seed(seed, zlib.crc32(f"{parts} {num_split[parts]}".encode()))
-        plan = Plan(num_shards=engine.size, shard_id=engine.rank, scale_batch=False, seed=own_seed)
+        order = seeds.next(" ".join(nondeterministic_parts(dataset)))
+        plan = Plan(num_shards=engine.size, shard_id=engine.rank, scale_batch=False, seed=order)
         source = tf_data_source(dataset, plan, auto_shard=auto_shard)
         rows = Rows(source.signature)
         # A user's own step has no weights: a rank without rows gets none, as with TensorFlow's strategies.

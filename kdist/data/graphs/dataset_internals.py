@@ -189,6 +189,9 @@ INPUTS = "inputs"
 GENERATOR, GENERATORS_BY_NODE, SKIPPED_BY_NODE = ORDERS = "generator", "generators by node", "skipped by node"
 """The keys in `resources_of` of what makes the orders of a dataset's shuffles, and of how many a node's has skipped."""
 
+DECIDING = ("Filter", "GroupByWindow", "TakeWhile")
+"""Operations whose functions decide which elements there are, and where they go."""
+
 IS_INTERNAL = "is internal"
 """The key in `resources_of` of a dataset that kdist iterates by itself."""
 

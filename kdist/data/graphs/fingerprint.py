@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.data.graphs.captures import random_states, table_entries, values_captured
-from kdist.data.graphs.dataset_internals import attributes, functions, kind, with_inputs
+from kdist.data.graphs.dataset_internals import DECIDING, attributes, functions, kind, with_inputs
 
 _ROWS = 16
 _SEED = 4  # the most integers that a seed has
@@ -32,7 +32,6 @@ def row_means(rows: Any) -> str:
 
 
 _RANDOM = ("Random", "Shuffle")  # kinds of dataset operations
-_DECIDING = ("Filter", "GroupByWindow", "TakeWhile")
 _SEEDS = " of seeds "
 
 
@@ -78,7 +77,7 @@ def fingerprint_of_functions(dataset: Any) -> list[str]:
     try:
         called = [(each, function) for each in with_inputs(dataset) for function in functions(each)]
         for step, function in called:
-            if kind(step) in _DECIDING and (states := random_states(function)):
+            if kind(step) in DECIDING and (states := random_states(function)):
                 found.append(f"random states {states} in {kind(step)}")
             for keys, values in table_entries(function):
                 order = np.argsort(keys)

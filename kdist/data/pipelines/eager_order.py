@@ -6,11 +6,9 @@ the next `fit` has the order that it has in one process: each iteration of a see
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import logging
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,8 +24,8 @@ from kdist.data.graphs.dataset_internals import (
     resources_of,
     with_inputs,
 )
-from kdist.data.pipelines.determinism import derived_seed
 from kdist.data.pipelines.pipeline import Pipeline, is_bound_to_other_task, nondeterministic_parts
+from kdist.data.pipelines.seeds import PipelineSeeds
 from kdist.errors import DataError
 from kdist.keras_hooks.patching import DATASET_METHODS, patched
 
@@ -81,14 +79,14 @@ def one_order(seed: int) -> Iterator[None]:
     Args:
         seed: int, equal on all ranks.
     """
-    num_iterated = collections.Counter[str]()
+    seeds = PipelineSeeds(seed)
 
     def ordered(dataset: Any) -> Any:
         if not tf.executing_eagerly():
             return dataset
         kept = resources_of(dataset)
         if "in one order" not in kept:
-            kept["in one order"] = _in_one_order(dataset, seed, num_iterated)
+            kept["in one order"] = _in_one_order(dataset, seeds)
         return kept["in one order"] or dataset
 
     def replacement(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +105,7 @@ def one_order(seed: int) -> Iterator[None]:
         yield
 
 
-def _in_one_order(dataset: Any, seed: int, num_iterated: collections.Counter[str]) -> Any:
+def _in_one_order(dataset: Any, seeds: PipelineSeeds) -> Any:
     """Returns a dataset with one order; `None` where the user's has one, or where each rank has data of its own."""
     if dataset.options().experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF:
         return None
@@ -117,8 +115,7 @@ def _in_one_order(dataset: Any, seed: int, num_iterated: collections.Counter[str
         return None
     options = tf.data.Options()
     options.deterministic = True
-    num_iterated[parts] += 1
-    seed = derived_seed(seed, zlib.crc32(f"{parts} {num_iterated[parts]}".encode()))
+    seed = seeds.next(parts)
     try:
         with _own_orders(dataset):
             # All of it: a dataset of its own, which is on the device that this process has now.

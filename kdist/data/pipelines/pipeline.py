@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from kdist.data.graphs import dataset_internals as internals
 from kdist.data.graphs.dataset_internals import (
+    DECIDING,
     attributes,
     functions,
     inputs_first,
@@ -204,12 +205,9 @@ def _deterministic_base(dataset: Any, seed: int) -> Any:
     return dataset
 
 
-_DECIDING = ("Filter", "GroupByWindow", "TakeWhile")
-
-
 def _tell_of_random_decisions(dataset: Any) -> None:
     """Warns of elements that a rank may keep or leave out by random numbers of its own, which a map has drawn."""
-    deciding = [each for each in with_inputs(dataset) if kind(each) in _DECIDING]
+    deciding = [each for each in with_inputs(dataset) if kind(each) in DECIDING]
     if not any(_draws(part) for each in deciding for part in with_inputs(each)):
         return
     kept = internals.resources_of(deciding[0])
