@@ -36,13 +36,10 @@ def write_arrays(file: BinaryIO, arrays: Mapping[str, Any], receivers: Sequence[
     ):
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                if not isinstance(array, DeferredArray):
-                    np.lib.format.write_array(entry, np.asarray(array, order="C"), allow_pickle=False)
-                    continue
                 descr = np.lib.format.dtype_to_descr(array.dtype)
                 header = {"descr": descr, "fortran_order": False, "shape": array.shape}
                 np.lib.format.write_array_header_1_0(entry, header)
-                for block in blocks[name]:
+                for block in blocks.get(name, [array]):
                     entry.write(bytes_of(block))
 
 
