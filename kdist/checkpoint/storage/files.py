@@ -41,6 +41,7 @@ class CheckpointDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._readable: set[Path] = set()
         self._unreadable: set[Path] = set()
         self.lock = DirectoryLock(self.path)
 
@@ -76,6 +77,7 @@ class CheckpointDirectory:
                 f"{needed:.1f} MiB beside the previous checkpoint, which is unchanged. Fix: free some, or give another "
                 "backup_dir."
             ) from error
+        self._readable.add(target)
         self._prune()
         return target
 
@@ -93,6 +95,7 @@ class CheckpointDirectory:
                 self._unreadable.add(path)
                 reasons.append(f"{path.name}: {error}")
                 continue
+            self._readable.add(path)
             if reasons:
                 logger.warning(
                     "%s cannot be read (%s); it is not deleted. Training resumes from the previous checkpoint, %s.",
@@ -124,14 +127,13 @@ class CheckpointDirectory:
 
     def _prune(self) -> None:
         for path in self._all()[:-NUM_KEPT]:
-            if path in self._unreadable:
-                continue
-            try:
-                _read(path)
-            except (OSError, ValueError, KeyError):
-                self._unreadable.add(path)
-                continue
-            self._remove(path)
+            if path not in self._readable | self._unreadable:
+                try:
+                    _read(path)
+                except (OSError, ValueError, KeyError):
+                    self._unreadable.add(path)
+            if path not in self._unreadable:
+                self._remove(path)
 
     def _remove(self, path: Path) -> None:
         # Renamed first: one that is half deleted when the process is killed must not look like one that was damaged.
