@@ -56,9 +56,9 @@ class BackupAndRestore(AllRanksCallback):
         save_freq: `"epoch"`, or an int: the steps of the job between two saves, which do not grow with its ranks.
         double_checkpoint: bool, as in Keras; the previous checkpoint is always kept.
         delete_checkpoint: bool, whether the checkpoints are deleted at the end of `fit`.
-        asynchronous: bool, whether training goes on while the chief writes. It takes memory for a copy that is being
-            written and one that waits; where saves come faster than they are written, the newest one waits, and those
-            between are left out.
+        asynchronous: bool, whether training goes on while the chief writes, at a lower priority. Until `fit` ends it
+            takes memory for a copy that is being written and one that waits; where saves come faster than they are
+            written, the newest one waits, and those between are left out.
         memory_freq: int, the steps between two copies in the memory of each host; `"auto"`, so that they take 1 % of
             the time at most; or `None` for none.
 

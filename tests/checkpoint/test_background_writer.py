@@ -1,5 +1,7 @@
 """Checkpoints that are written while training goes on."""
 
+import os
+import sys
 import threading
 
 import numpy as np
@@ -49,3 +51,43 @@ def test_what_cannot_be_written_is_told_at_the_next_one_or_in_the_end():
     with pytest.raises(CheckpointError, match="no room"):
         writer.wait()
     writer.wait()
+
+
+def test_the_next_copy_takes_the_memory_of_one_that_is_written():
+    writer, places, is_written = BackgroundWriter(), [], threading.Event()
+
+    def write(each):
+        places.append(each["part"]["values"].ctypes.data)
+        is_written.set()
+
+    for number in (1, 2):
+        writer.write(write, checkpoint(number))
+        assert is_written.wait(60)
+        is_written.clear()
+        while writer._thread is not None:  # its memory is free then
+            threading.Event().wait(0.01)
+    writer.wait()
+    assert places[0] == places[1]
+    assert not writer._written, "the memory is given back when the training ends"
+
+
+def test_a_copy_of_another_shape_is_its_own():
+    writer, written = BackgroundWriter(), []
+    for values in (np.zeros(2), np.ones(3), np.full(3, 2, "int64")):
+        writer.write(lambda each: written.append(each["part"]["values"].copy()), {"part": {"values": values}})
+        while writer._thread is not None:
+            threading.Event().wait(0.01)
+    writer.wait()
+    assert [(each.tolist(), each.dtype) for each in written] == [
+        ([0, 0], "float64"),
+        ([1, 1, 1], "float64"),
+        ([2, 2, 2], "int64"),
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have the niceness of their process elsewhere")
+def test_the_training_comes_before_what_is_written_beside_it():
+    writer, niceness = BackgroundWriter(), []
+    writer.write(lambda _: niceness.append(os.nice(0)), checkpoint(1))
+    writer.wait()
+    assert niceness[0] > os.nice(0) or niceness[0] == 19  # the lowest priority that there is
