@@ -25,7 +25,6 @@ from kdist.keras_hooks.patching import patched
 from kdist.reports.own_statistics import tell_of_own_statistics
 from kdist.state.random_state import AgreedDraws
 from kdist.state.versions import Versions
-from kdist.strategies.devices import has_gpu
 from kdist.strategies.differentiable import sum_over_ranks
 from kdist.strategies.open_step import OpenStep
 from kdist.strategies.ordered_sums import ordered_sums
@@ -140,14 +139,14 @@ class AllReduceExtended(StrategyExtendedV1):
 
     @contextlib.contextmanager
     def updating(self, updates: UpdateChain | None = None) -> Iterator[None]:
-        """A context for what follows a reduction, clipping too: ranks compute the same to the bit, also on GPUs.
+        """A context for what follows a reduction, clipping too: ranks compute the same to the bit.
 
         Args:
             updates: `UpdateChain`, what runs the updates of variables; `None` for that of the outer context.
         """
         outer, self._updates = self._updates, updates or self._updates
         try:
-            with ordered_sums() if self.num_replicas > 1 and has_gpu() else contextlib.nullcontext():
+            with ordered_sums() if self.num_replicas > 1 else contextlib.nullcontext():
                 yield
         finally:
             self._updates = outer

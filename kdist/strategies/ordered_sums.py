@@ -1,6 +1,7 @@
 """Sums of a sparse gradient's rows in one order on all ranks.
 
-TensorFlow's kernels for GPUs add up rows of one index in no fixed order, so that ranks would round otherwise.
+TensorFlow adds rows of one index to a variable in no fixed order, on GPUs, and with several threads on CPUs, so that
+ranks would round otherwise.
 """
 
 from __future__ import annotations
