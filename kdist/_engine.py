@@ -274,12 +274,11 @@ def _mpi(info: ClusterInfo, start_timeout: float) -> Engine:
 def _mpi_with_devices() -> MPIEngine:
     """Opens MPI and configures this process's devices before a message, with which TensorFlow takes them all."""
     from kdist.engines.mpi import MPIEngine
-    from kdist.strategies.devices import configure_devices, cpus_of_process
+    from kdist.strategies.devices import configure_devices, cpus_of_process, equal_threads
 
     engine = MPIEngine()
-    cpus = engine.exchange(cpus_of_process())
-    num_sharing = min(cpus.count(cpus[engine.rank]), engine.local_size)  # two hosts may have the same name
-    configure_devices(engine.local_rank, engine.local_size, os.environ, num_sharing)
+    cpus = engine.exchange(cpus_of_process(engine.local_size))
+    configure_devices(engine.local_rank, engine.local_size, os.environ, equal_threads(cpus))
     return engine
 
 
@@ -297,7 +296,7 @@ def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
     from kdist.engines.collective import CollectiveEngine
     from kdist.launchers import slurm_step
     from kdist.launchers.hosts.ports import held_port
-    from kdist.strategies.devices import configure_devices, cpus_of_process
+    from kdist.strategies.devices import configure_devices, cpus_of_process, equal_threads
 
     if info.launcher not in ("tf_config", "slurm"):
         with _startup_timeout(info, start_timeout):
@@ -308,14 +307,14 @@ def _collective(info: ClusterInfo, start_timeout: float) -> Engine:
         with held_port() as port:  # until all ranks have one: two of a host would find the same
             addresses = mpi.exchange(address(host, port))
         return CollectiveEngine(addresses, mpi.rank, start_timeout=start_timeout, abort=mpi.abort)
-    num_sharing = None
+    num_threads = None
     if info.launcher == "slurm":
-        addresses, cpus = slurm_step.exchange(info, os.environ, start_timeout, cpus_of_process())
-        num_sharing = min(cpus.count(cpus[info.rank]), info.local_size)
+        addresses, cpus = slurm_step.exchange(info, os.environ, start_timeout, cpus_of_process(info.local_size))
+        num_threads = equal_threads(cpus)
     else:
         addresses = [*info.cluster_spec.get("chief", ()), *info.cluster_spec.get("worker", ())]
     # Before the engine, whose server takes the visible devices.
-    configure_devices(info.local_rank, info.local_size, os.environ, num_sharing)
+    configure_devices(info.local_rank, info.local_size, os.environ, num_threads)
     return CollectiveEngine(addresses, info.rank, start_timeout=start_timeout)
 
 

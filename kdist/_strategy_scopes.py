@@ -168,7 +168,8 @@ def _log_ranks(engine: Engine, info: ClusterInfo, selection: Selection) -> None:
 
     Collective: every rank must call this, in the same order.
     """
-    from kdist.strategies.cores import own_cores, remark_on_cores
+    from kdist.cluster.cores import own_cores, remark_on_cores, warning_of_threads
+    from kdist.strategies.devices import own_threads
 
     if engine.size == 1:
         return
@@ -176,12 +177,15 @@ def _log_ranks(engine: Engine, info: ClusterInfo, selection: Selection) -> None:
         once.info(f"{engine.size} ranks train together over {engine.name}, {selection.why}")
         logger.debug("the launcher's variables: %s", info.reason)
     if _state.strategy is None:
-        processes, cores = zip(*engine.gather_objects([os.getpid(), own_cores()]), strict=True)
+        gathered = engine.gather_objects([os.getpid(), own_cores(), own_threads(os.environ)])
+        processes, cores, threads = zip(*gathered, strict=True)
         named = (f"rank {rank}: {process} on {cores[rank][0]}" for rank, process in enumerate(processes))
         logger.debug("process ids: %s", "; ".join(named))
         remark = remark_on_cores(cores, engine.local_size)
         if engine.rank == 0 and remark and not own_scopes.crowd_is_known:
             once.info(remark)
+        if engine.rank == 0 and (warning := warning_of_threads(threads)):
+            once.warning(warning)
 
 
 def _strategy_of(engine: Engine, seed: int) -> AllReduceStrategy:

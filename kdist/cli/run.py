@@ -16,10 +16,10 @@ from kdist.cli.jobs.command import add_launch_arguments, build, take_allocation
 from kdist.cli.jobs.message import tell
 from kdist.cli.jobs.parser import count
 from kdist.cli.jobs.started_job import JobToStart, make_directory, started
+from kdist.cluster.cores import own_cores, remark_on_start
 from kdist.errors import LaunchError
 from kdist.launchers import worker
 from kdist.launchers.process import received_notices, received_signals
-from kdist.strategies.cores import own_cores, remark_on_start
 from kdist.strategies.selection import PARAMETER_SERVER
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ logger = logging.getLogger("kdist")
 _CHOICES = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}
 
 
-def configure_devices(local_rank: int, local_size: int, env: Mapping[str, str], num_sharing: int | None = None) -> None:
+def configure_devices(local_rank: int, local_size: int, env: Mapping[str, str], num_threads: int | None = None) -> None:
     """Sets this process's GPU and threads, before TensorFlow initialises its devices.
 
     Settings of the user or the launcher are kept: a single visible GPU, and the sizes of thread pools.
@@ -27,15 +28,26 @@ def configure_devices(local_rank: int, local_size: int, env: Mapping[str, str], 
         local_rank: int, this process's number on its host.
         local_size: int, the number of processes on this host.
         env: mapping of environment variables.
-        num_sharing: int, how many of them share the CPUs of this one, itself included; by default it follows from
-            their number and the size of this one's affinity mask.
+        num_threads: int, how many threads compute, see `equal_threads`; by default it follows from the number of
+            processes and the size of this one's affinity mask.
 
     Raises:
         ScopeError: if TensorFlow has already initialised the GPUs.
     """
+    affinity, num_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     if local_size > 1:
         _set_gpu(local_rank, local_size, env)
-        _set_threads(local_size, env, num_sharing)
+        if affinity == 1 and num_cpus // local_size > 1:
+            logger.warning(
+                "this rank is bound to one core of %d, shared by all of TensorFlow's threads. Fix: "
+                "`mpirun --bind-to none`, or `kdist run`, which sets it.",
+                num_cpus,
+            )
+    if num_threads is None:
+        # A mask smaller than the host may be this rank's own, or that of a container that all ranks share.
+        num_threads = threads_per_rank(affinity, num_cpus, local_size)
+    if local_size > 1 or num_threads < affinity:
+        _set_threads(num_threads, env)
 
 
 def shares_gpus(local_size: int, env: Mapping[str, str]) -> bool:
@@ -112,23 +124,47 @@ def threads_per_rank(affinity: int, num_cpus: int, local_size: int) -> int:
     return max(1, affinity // sharing)
 
 
-def cpus_of_process() -> str:
-    """Returns the host's name and the CPUs that this process may run on, as text."""
-    return f"{os.uname().nodename} {sorted(os.sched_getaffinity(0))}"
+def cpus_of_process(local_size: int) -> str:
+    """Returns the host's name, the CPUs that this process may run on, and the ranks of its host, as text."""
+    return json.dumps([os.uname().nodename, sorted(os.sched_getaffinity(0)), local_size])
 
 
-def _set_threads(local_size: int, env: Mapping[str, str], num_sharing: int | None) -> None:
-    affinity, num_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    if affinity == 1 and num_cpus // local_size > 1:
-        logger.warning(
-            "this rank is bound to one core of %d, shared by all of TensorFlow's threads. Fix: "
-            "`mpirun --bind-to none`, or `kdist run`, which sets it.",
-            num_cpus,
-        )
-    # A mask smaller than the host may be this rank's own, or that of a container that all ranks share.
-    threads = (
-        threads_per_rank(affinity, num_cpus, local_size) if num_sharing is None else max(1, affinity // num_sharing)
+def equal_threads(cpus: Sequence[str]) -> int:
+    """Returns how many threads each rank may run: as many on all, the fewest that one has.
+
+    TensorFlow adds up the numbers of a tensor in as many pieces as it has threads. Ranks with other numbers of threads
+    would round the norm of a gradient otherwise, and then hold other weights.
+
+    Args:
+        cpus: sequence of str, `cpus_of_process` of each rank.
+
+    Returns:
+        An int: the CPUs of a rank's affinity mask, divided by the ranks that have the same one; at least 1.
+    """
+    shares = []
+    for text in cpus:
+        _, mask, local_size = json.loads(text)
+        shares.append(max(1, len(mask) // min(cpus.count(text), local_size)))  # two hosts may have the same name
+    return min(shares)
+
+
+def own_threads(env: Mapping[str, str]) -> int:
+    """Returns how many threads TensorFlow computes with in this process; 0 where a GPU computes.
+
+    Args:
+        env: mapping of environment variables.
+    """
+    if has_gpu():
+        return 0
+    asked = env.get("TF_NUM_INTRAOP_THREADS", "")
+    return (
+        tf.config.threading.get_intra_op_parallelism_threads()
+        or (int(asked) if asked.isdecimal() else 0)
+        or len(os.sched_getaffinity(0))
     )
+
+
+def _set_threads(threads: int, env: Mapping[str, str]) -> None:
     try:
         if not tf.config.threading.get_intra_op_parallelism_threads() and "TF_NUM_INTRAOP_THREADS" not in env:
             tf.config.threading.set_intra_op_parallelism_threads(threads)

@@ -8,7 +8,15 @@ import pytest
 import tensorflow as tf
 
 from kdist.parameter_server import server
-from kdist.strategies.devices import configure_devices, device_of, shares_gpus, threads_per_rank
+from kdist.strategies.devices import (
+    configure_devices,
+    cpus_of_process,
+    device_of,
+    equal_threads,
+    own_threads,
+    shares_gpus,
+    threads_per_rank,
+)
 from tests.helpers import spmd
 
 
@@ -118,17 +126,35 @@ def test_a_workers_server_gets_its_gpu_by_the_number_on_the_host(monkeypatch):
     assert gpus(2) == "2"  # chosen before
 
 
-def test_ranks_that_exchange_their_cpus_are_counted():
-    """Ranks in a container share its affinity mask, smaller than the host; ranks that are bound have their own."""
-    for sharing, threads in ((1, 12), (3, 4), (24, 1)):
-        found = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
-            patch.setattr(os, "cpu_count", lambda: 64)
-            patch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 0)
-            patch.setattr(tf.config.threading, "set_intra_op_parallelism_threads", found.append)
-            configure_devices(1, 3, {"TF_NUM_INTEROP_THREADS": "2"}, sharing)
-        assert found == [threads]
+@pytest.mark.parametrize(
+    ("of_ranks", "threads"),
+    [
+        ([("a", range(12), 1)], 12),
+        ([("a", range(12), 3)] * 3, 4),  # ranks in a container share its affinity mask, smaller than the host
+        ([("a", range(6), 2), ("a", range(6, 12), 2)], 6),  # ranks that are bound have their own
+        ([("a", range(8), 2)] * 2 + [("b", range(8), 1)], 4),  # a host with fewer ranks
+        ([("a", range(2), 2), ("a", range(2, 8), 2)], 2),
+        ([("a", range(4), 1)] * 2, 4),  # two hosts of one name
+        ([("a", range(1), 3)] * 3, 1),
+    ],
+)
+def test_all_ranks_compute_with_as_many_threads(of_ranks, threads):
+    """The norm of a gradient is added up in as many pieces as there are threads."""
+    cpus = [json.dumps([host, list(mask), local_size]) for host, mask, local_size in of_ranks]
+    assert equal_threads(cpus) == threads
+    assert json.loads(cpus_of_process(2)) == [os.uname().nodename, sorted(os.sched_getaffinity(0)), 2]
+
+
+@pytest.mark.parametrize(("local_size", "set_to"), [(1, [3]), (2, [3])])
+def test_a_rank_alone_on_its_host_computes_with_as_many_threads_as_others(local_size, set_to, monkeypatch):
+    found = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 0)
+    monkeypatch.setattr(tf.config.threading, "set_intra_op_parallelism_threads", found.append)
+    configure_devices(0, local_size, {"TF_NUM_INTEROP_THREADS": "2"}, 3)
+    assert found == set_to
+    assert own_threads({}) == 12
+    assert own_threads({"TF_NUM_INTRAOP_THREADS": "5"}) == 5
 
 
 # No GPU is needed to find the line: TensorFlow's refusal is put in its place.

@@ -90,3 +90,22 @@ def remark_on_cores(of_ranks: Sequence[Sequence[Any]], local_size: int) -> str:
                     f"Fix: -np {cores}, or {more}"
                 )
     return ""
+
+
+def warning_of_threads(of_ranks: Sequence[int]) -> str:
+    """Returns a warning of ranks that compute with other numbers of threads than others; empty if none do.
+
+    Args:
+        of_ranks: sequence of ints, what `own_threads` returned on each rank.
+    """
+    if len(set(of_ranks)) == 1:
+        return ""
+    by_number = {
+        number: [rank for rank, own in enumerate(of_ranks) if own == number] for number in sorted(set(of_ranks))
+    }
+    numbers = "; ".join(f"{number} on rank(s) {ranks}" for number, ranks in by_number.items())
+    return (
+        "ranks compute with other numbers of threads than others: TensorFlow rounds a gradient's norm by their number, "
+        f"and weights would differ in their last bits. Received: {numbers}. Fix: TF_NUM_INTRAOP_THREADS="
+        f"{min(of_ranks)} in the environment of all ranks."
+    )

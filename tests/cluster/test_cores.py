@@ -4,7 +4,13 @@ import math
 
 import pytest
 
-from kdist.strategies.cores import limit_of_cgroups, own_cores, remark_on_cores, remark_on_start
+from kdist.cluster.cores import (
+    limit_of_cgroups,
+    own_cores,
+    remark_on_cores,
+    remark_on_start,
+    warning_of_threads,
+)
 
 
 def on(cores, host="a", limit=8, total=8):
@@ -63,3 +69,10 @@ def test_what_ranks_send_of_this_process():
     assert host
     assert 1 <= len(cores) <= total
     assert 1 <= limit <= total
+
+
+def test_ranks_with_other_numbers_of_threads_are_warned_of():
+    assert warning_of_threads([4, 4]) == ""
+    text = warning_of_threads([4, 2, 4])
+    assert "2 on rank(s) [1]; 4 on rank(s) [0, 2]" in text
+    assert "TF_NUM_INTRAOP_THREADS=2" in text
