@@ -38,6 +38,25 @@ def test_a_directory_of_another_version_is_replaced(tmp_path, version_of):
     assert text_of(path) == "new"
 
 
+@pytest.mark.parametrize("is_mounted", [False, True])
+def test_what_else_is_in_a_directory_stays(tmp_path, monkeypatch, is_mounted):
+    """A directory that is a mount point, as in a container, cannot be replaced as a whole."""
+    path = tmp_path / "out"
+    monkeypatch.setattr("os.path.ismount", lambda each: is_mounted and Path(each) == path)
+    (path / "logs").mkdir(parents=True)
+    (path / "log.csv").write_text("1")
+    for version in (7, 7, 8, None):
+        write_whole(None if version is None else lambda _, it=version: it, write_directory, path, f"of {version}")
+        assert (path / "inner" / "file").read_text() == f"of {version}"
+        assert sorted(each.name for each in path.iterdir()) == ["inner", "log.csv", "logs"]
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_method_without_a_path_writes_by_itself(tmp_path):
+    assert write_whole(None, lambda *args: args, tmp_path / "model") == (tmp_path / "model",)
+    assert write_whole(None, lambda where: where, tmp_path / "model") == tmp_path / "model"
+
+
 def write_or_ask(filepath, text, overwrite=True):
     """Writes as Keras does, which asks by `input()`."""
     if not overwrite and Path(filepath).exists():

@@ -26,6 +26,7 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
 
     A reader finds the old content or all of the new, also if several ranks write the same file at once. An incomplete
     file, after a full disk or a kill, never replaces the old one. A symbolic link stays: what it leads to is replaced.
+    What else is in a directory stays, too.
 
     Args:
         version_of: callable that returns the version of this rank's write, of a path. A directory that already has it
@@ -37,9 +38,9 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
         **kwargs: its keyword arguments.
     """
     bound = inspect.signature(write).bind(*args, **kwargs)
-    parameter = next(name for name in _PATHS if name in bound.arguments)
-    if not isinstance(bound.arguments[parameter], (str, os.PathLike)):
-        return write(*args, **kwargs)  # an open file
+    parameter = next((name for name in _PATHS if name in bound.arguments), "")
+    if not isinstance(bound.arguments.get(parameter), (str, os.PathLike)):
+        return write(*args, **kwargs)  # an open file, or a user's method, which calls one of Keras' or writes by itself
     path = os.fspath(bound.arguments[parameter])
     folder, name = os.path.split(path.rstrip(os.sep))
     own = _behind_links(folder, name)
@@ -52,7 +53,8 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
     if asks and os.path.exists(path):
         return None if version is not None and _version(own) == version else write(*args, **kwargs)
     own.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=own.parent) as scratch:
+    is_fixed = own.is_dir() and (os.path.ismount(own) or not os.access(own.parent, os.W_OK))
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=own if is_fixed else own.parent) as scratch:
         bound.arguments[parameter] = os.path.join(scratch, name)
         result = write(*bound.args, **bound.kwargs)
         # The index of a sharded model comes last.
@@ -60,7 +62,8 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
             source, target = Path(scratch, each), _behind_links(folder, each)
             if source.is_dir():
                 known = version if target == own else None
-                _put(source, target, version_of(target) if known is None and version_of is not None else known)
+                known = version_of(target) if known is None and version_of is not None else known
+                (_put_within if target == own and is_fixed else _put)(source, target, known)
             else:
                 if target == own:
                     _mark(source, version)
@@ -100,8 +103,31 @@ def _put(source: Path, target: Path, version: int | None) -> None:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as old:
+                replaced = Path(old, "replaced")
                 with contextlib.suppress(FileNotFoundError):  # where nothing is locked another rank may do the same
-                    os.rename(target, Path(old, "replaced"))
+                    os.rename(target, replaced)
+                    _keep_others(replaced, source)
+
+
+def _keep_others(replaced: Path, source: Path) -> None:
+    """Moves to a new directory what the old one has beside: a user's logs, say."""
+    times = os.stat(source)  # which tell its version
+    for each in set(os.listdir(replaced)) - set(os.listdir(source)):
+        os.rename(replaced / each, source / each)
+    os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def _put_within(source: Path, target: Path, version: int | None) -> None:
+    """Does what `_put` does for a directory that cannot be renamed: a mount point, or one of a read-only directory."""
+    with file_lock(target / f".{target.name}.lock"):
+        if version is not None and _version(target) == version:
+            return
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target) as old:
+            for each in os.listdir(source):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(target / each, Path(old, each))
+                os.rename(source / each, target / each)
+    _mark(target, version)
 
 
 def _version(path: Path) -> int | None:
