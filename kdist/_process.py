@@ -78,7 +78,9 @@ def is_chief() -> bool:
 
 
 def barrier() -> None:
-    """Blocks until every rank has called it, without a timeout; a rank that waits long logs a warning.
+    """Blocks until every rank has called it; a rank that waits long logs a warning.
+
+    It has no timeout of its own. If the last scope was given a `stall_timeout`, that holds here, too.
 
     Collective: every rank must call this, in the same order.
 

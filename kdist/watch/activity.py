@@ -86,6 +86,10 @@ class Activity:
         self._waiting = None
         self._since = time.monotonic()
 
+    def leave_out(self, seconds: float) -> None:
+        """Leaves out of the times of reports what passed while this process was stopped."""
+        self._since = min(self._since + seconds, time.monotonic())
+
     def report(self) -> dict[str, Any]:
         """Returns what the heartbeat carries, as JSON values: see `RankReport`."""
         begun, finished, current = self._poll_graphs()

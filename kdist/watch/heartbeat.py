@@ -16,12 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist.cluster.connections import connect, listen, own_hosts
+from kdist.cluster.forked_child import in_forked_child
 from kdist.restarts.report import Kind, own_reports
 from kdist.watch.activity import Activity
 from kdist.watch.failure_detector import Failure, RankReport, StallTimeout, detect_failure
 
 MAX_MESSAGE_BYTES = 1 << 16
 _PERIOD = 1.0  # seconds between two heartbeats
+_STOPPED = 5.0  # seconds too late, after which this process was stopped, as by SIGSTOP, and is not only slow
 _ROOT_FIRST = 3.0  # seconds that rank 0 has to end the job before another rank does
 
 
@@ -101,6 +103,7 @@ class Heartbeat:
     def start(self) -> None:
         """Starts the thread, a daemon, which does not keep the process from exiting."""
         self._selector.register(self._woken, selectors.EVENT_READ)
+        in_forked_child(self._close_copies)
         self._thread = threading.Thread(target=self._run, name="kdist-heartbeat", daemon=True)
         self._thread.start()
 
@@ -125,6 +128,12 @@ class Heartbeat:
             if each is not None:
                 each.close()
         self._selector.close()
+
+    def _close_copies(self) -> None:
+        """Closes a child's copies of the connections: the other ranks see this one's end although the child lives."""
+        for each in (self._listener, *self._peers):
+            if each is not None:
+                each.close()
 
     def may_report(self, timeout: float = 1.0) -> bool:
         """Returns whether this rank is the first that asks: of several ranks that fail at once, one reports it.
@@ -154,7 +163,15 @@ class Heartbeat:
 
     def _listen_and_beat(self) -> None:
         """Waits for messages until the next heartbeat is due, and sends it then."""
-        for key, _ in self._selector.select(max(0.0, self._due - time.monotonic())):
+        before = time.monotonic()
+        patience = max(0.0, self._due - before)
+        events = self._selector.select(patience)
+        late = time.monotonic() - before - patience
+        if late > _STOPPED:  # the others were not silent: who suspends a job stops all of its ranks
+            self._activity.leave_out(late)
+            for peer in self._peers.values():
+                peer.leave_out(late)
+        for key, _ in events:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._woken:
@@ -284,6 +301,10 @@ class _Peer:
             self.is_closed = True  # not a rank of this job
             return []
         return messages
+
+    def leave_out(self, seconds: float) -> None:
+        """Leaves out of the time since the last heartbeat what passed while this process was stopped."""
+        self._last_received = min(self._last_received + seconds, time.monotonic())
 
     def report(self) -> RankReport:
         """Returns what is known of the rank."""

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from kdist.engines.arrays.fusion import part_bounds
-from kdist.engines.arrays.shared_memory import PIECE_BYTES, SharedMemory
+from kdist.engines.arrays.shared_memory import END, PIECE_BYTES, SharedMemory
 from kdist.errors import EngineError
 
 
@@ -82,6 +82,12 @@ def differs_in_kind(memory, rank, size):
     memory.sum(np.ones(10, np.float32))
 
 
+def ends(memory, rank, size):
+    if rank == size - 1:
+        memory.meet(END)
+    memory.sum(np.ones(1, np.float32))
+
+
 def _descriptors():
     return sorted(int(each) for each in os.listdir("/proc/self/fd"))
 
@@ -106,6 +112,15 @@ def dies(memory, rank, size):
     memory.sum(np.ones(10, np.float32))
 
 
+def dies_and_leaves_a_child(memory, rank, size):
+    if rank == size - 1:
+        if os.fork() == 0:
+            os.close(1)  # the test reads to the end
+            time.sleep(20)
+        os._exit(0)
+    memory.sum(np.ones(10, np.float32))
+
+
 def stops(memory, rank, size):
     if rank == size - 1:
         time.sleep(5)
@@ -125,8 +140,10 @@ ACTIONS = {
         differs,
         differs_in_kind,
         differs_in_dtype,
+        ends,
         goes_on_after_a_difference,
         dies,
+        dies_and_leaves_a_child,
         stops,
     )
 }

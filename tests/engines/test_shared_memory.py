@@ -66,6 +66,13 @@ def test_ranks_that_call_other_collectives_are_told_of_both(run):
 
 
 @pytest.mark.timeout(60)
+def test_a_sum_does_not_take_the_end_of_a_script_for_one(run):
+    first, second = run("ends", 2)
+    assert "4 bytes of float32 to sum on this rank, and the end of the script on rank 1" in first
+    assert "the end of the script on this rank" in second
+
+
+@pytest.mark.timeout(60)
 def test_where_one_rank_has_no_such_memory_none_uses_it_and_nothing_is_left_open(run):
     assert run("hidden", 3) == ["done"] * 3
 
@@ -92,6 +99,11 @@ def test_ranks_whose_dtypes_differ_are_told_of_both(run):
 @pytest.mark.timeout(60)
 def test_a_rank_that_has_ended_is_named(run):
     assert run("dies", 2)[0].endswith("rank 1 has ended")
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_has_ended_is_named_although_its_child_lives(run):
+    assert run("dies_and_leaves_a_child", 2)[0].endswith("rank 1 has ended")
 
 
 @pytest.mark.timeout(60)

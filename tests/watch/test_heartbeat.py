@@ -1,7 +1,10 @@
 """Heartbeats between ranks over real sockets, in one process."""
 
 import errno
+import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -216,3 +219,67 @@ def test_calls_are_described_alike_on_all_ranks():
     assert describe_collective("allreduce", [("float32", (3,)), ("int64", (4,))], 1) == (
         "allreduce of 2 tensor(s) float32[3] int64[any]"
     )
+
+
+SUSPENDED = """
+import sys, time
+from kdist.watch.failure_detector import StallTimeout
+from tests.watch.test_heartbeat import Rank
+
+root, other = Rank(0), Rank(1)
+other.heartbeat.connect(root.heartbeat.listen(everywhere=False))
+for each in (root, other):
+    each.heartbeat.stall_timeout = StallTimeout(8.0, is_strict=True)
+    each.heartbeat.start()
+root.activity.begin("allreduce", [], 0)
+time.sleep(2)
+print("started", flush=True)
+sys.stdin.readline()
+time.sleep(2)
+print("failures:", root.failures, other.failures, flush=True)
+time.sleep(9)
+print("failures:", root.failures, other.failures, flush=True)
+"""
+
+
+def test_a_job_that_is_suspended_goes_on_and_then_detects_failures_as_before():
+    with subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(12)
+        process.send_signal(signal.SIGCONT)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "failures: [] []\n"
+        assert "rank" in process.stdout.readline(), "rank 0 has waited for longer than the timeout"
+        process.kill()
+
+
+LEAVES_A_CHILD = """
+import os, time
+from tests.watch.test_heartbeat import Rank, until
+
+root = Rank(0)
+address = root.heartbeat.listen(everywhere=False)
+if os.fork() == 0:
+    other = Rank(1)
+    other.heartbeat.connect(address)
+    other.heartbeat.start()
+    if os.fork() == 0:
+        os.close(1)
+        time.sleep(20)
+        os._exit(0)
+    time.sleep(2)
+    os._exit(0)
+root.heartbeat.start()
+until(lambda: root.failures, 10)
+print(root.failures)
+"""
+
+
+def test_a_rank_that_dies_and_leaves_a_child_ends_the_job():
+    """As with `multiprocessing`, whose forked processes have the connections, too."""
+    done = subprocess.run([sys.executable, "-c", LEAVES_A_CHILD], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert "rank 1" in done.stdout

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kdist.cluster.forked_child import in_forked_child
 from kdist.engines.arrays import fusion, gathering, scattering
 from kdist.engines.arrays.fusion import Array
 from kdist.errors import EngineError
@@ -27,8 +28,12 @@ FAILURE = "A collective failed in shared memory: "
 # Used in turn. Having synchronised, a rank reads the others' sums of the piece before, and then writes the next piece,
 # while another rank may still be reading.
 _NUM_SLOTS = 3
+BARRIER, END = 1, 2
+"""The words of ranks that wait for each other without a buffer, at a barrier and at the end of their scripts."""
+
 _GATHER = -1  # the word of ranks that gather; that of ranks which sum has their number of bytes and the dtype
 _SCATTER = -2  # less the same, the word of ranks which sum rows of their own
+_NAMES = {BARRIER: "a barrier", END: "the end of the script", _GATHER: "a gathering"}
 _TOKEN_BYTES = 16
 _AWAKE = 0.0002  # seconds that a rank waits for a word before it sleeps: to wake up takes longer than most messages
 _LONGEST_POLL = 2**31 - 1  # milliseconds
@@ -80,6 +85,7 @@ class SharedMemory:
         self._timeout = timeout
         self._slot = 0
         self._one_at_a_time = threading.Lock()
+        in_forked_child(self._close_copies)
 
     @classmethod
     def open(
@@ -134,6 +140,11 @@ class SharedMemory:
             os.close(descriptor)
         return None
 
+    def _close_copies(self) -> None:
+        """Closes a child's copies of the pipes: a read on another rank ends with this one, although the child lives."""
+        for pipe in (*self._to.values(), *self._of.values()):
+            os.close(pipe)
+
     def sum(self, *buffers: Array) -> None:
         """Sums buffers over all ranks, in place.
 
@@ -148,6 +159,20 @@ class SharedMemory:
         with self._one_at_a_time:
             for buffer in buffers:
                 self._sum_buffer(buffer)
+
+    def meet(self, word: int) -> None:
+        """Returns when all ranks have called it.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            word: int, `BARRIER` or `END`.
+
+        Raises:
+            EngineError: if a rank does something else, has ended, or does not take part in time.
+        """
+        with self._one_at_a_time:
+            self._synchronize(word)
 
     def reduce_scatter(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns this rank's rows of the sums; see `Engine.reduce_scatter`.
@@ -298,8 +323,8 @@ def _word(num_bytes: int, dtype: np.dtype[Any]) -> int:
 
 
 def _said(word: int) -> str:
-    if word == _GATHER:
-        return "a gathering"
+    if word in _NAMES:
+        return _NAMES[word]
     by_rows = " by rows" if word <= _SCATTER else ""
     word = _SCATTER - word if by_rows else word
     return f"{word >> 16} bytes of {np.dtype(f'{chr(word >> 8 & 0xFF)}{word & 0xFF}')} to sum{by_rows}"
