@@ -18,7 +18,7 @@ from kdist._tf_internals import abort_collectives
 from kdist.cluster.own_output import flush_output
 from kdist.engines import rendezvous
 from kdist.engines.arrays import fusion
-from kdist.engines.arrays.shared_memory import FAILURE, SharedMemory
+from kdist.engines.arrays.shared_memory import BARRIER, FAILURE, SharedMemory
 from kdist.engines.engine import REFUSED, Engine
 from kdist.engines.lanes import LANES, GroupKeys, Lane
 from kdist.engines.messages import Messages
@@ -251,7 +251,8 @@ class CollectiveEngine(Engine):
     def barrier(self) -> None:
         """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
         with self._exchange("barrier") as finished:
-            finished(self._sum([tf.zeros([1], tf.int32)]))
+            nothing = [tf.zeros([1], tf.int32)]
+            finished(self._sum(nothing) if self._shared is None else self._shared.meet(BARRIER, nothing))
 
     def abort(self, code: int = 1) -> NoReturn:
         """Flushes the standard streams and ends this process, at which the others' collectives fail; see `Engine`."""

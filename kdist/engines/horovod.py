@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from kdist.cluster.open_mpi import with_defaults, without_unused_transport
 from kdist.cluster.own_output import flush_output
-from kdist.engines.arrays.shared_memory import FAILURE, SharedMemory
+from kdist.engines.arrays.shared_memory import BARRIER, END, FAILURE, SharedMemory
 from kdist.engines.engine import REFUSED, Engine, not_converted
 from kdist.engines.tensors import arguments, flat, slices
 from kdist.engines.tensors.ordered_calls import OrderedCalls
@@ -198,7 +198,7 @@ class HorovodEngine(Engine):
     def barrier(self) -> None:
         """Waits for all ranks, when the graph runs if called in one; see `Engine.barrier`."""
         with self._exchange() as send:
-            self._sum(send, [tf.zeros([1])])
+            self._meet(send, "barrier", BARRIER)
 
     def abort(self, code: int = 1) -> NoReturn:
         """Flushes the standard streams and ends this process; its launcher ends the others. See `Engine.abort`."""
@@ -240,20 +240,27 @@ class HorovodEngine(Engine):
         explained.is_consequence = "has been shut down" in received or "has ended" in received
         return explained
 
-    def _sum(self, send: _Send, tensors: Sequence[tf.Tensor], kind: str = "sum") -> list[tf.Tensor]:
-        def operation(group: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
-            return self._hvd.grouped_allreduce(group, op=self._hvd.Sum, **names)
+    def _add(self, group: list[tf.Tensor], **names: Any) -> list[tf.Tensor]:
+        sums: list[tf.Tensor] = self._hvd.grouped_allreduce(group, op=self._hvd.Sum, **names)
+        return sums
 
+    def _meet(self, send: _Send, kind: str, word: int) -> None:
+        """Waits for all ranks; takes no part in a sum of another one that makes another call."""
+        shared, nothing = self._shared, tf.zeros([1])
+        meet = self._add if shared is None else _without_names(functools.partial(shared.meet, word))
+        send(kind, meet, [nothing], [nothing.shape])
+
+    def _sum(self, send: _Send, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         sent = [flat.to_summable(tensor) for tensor in tensors]
         if self._shared is not None and all(each.shape.is_fully_defined() for each in sent):
             in_memory = _without_names(self._shared.sum)
-            sums = flat.sum_together(sent, lambda group: send(kind, in_memory, group, [each.shape for each in group]))
+            sums = flat.sum_together(sent, lambda group: send("sum", in_memory, group, [each.shape for each in group]))
             return [flat.from_summable(total, tensor) for total, tensor in zip(sums, tensors, strict=True)]
         sums = list(sent)
         for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
             places = [place for place, tensor in enumerate(sent) if tensor.dtype == dtype]
             group = [sent[place] for place in places]
-            for place, total in zip(places, send(kind, operation, group, [t.shape for t in group]), strict=True):
+            for place, total in zip(places, send("sum", self._add, group, [t.shape for t in group]), strict=True):
                 sums[place] = total
         return [flat.from_summable(total, tensor) for total, tensor in zip(sums, tensors, strict=True)]
 
@@ -331,7 +338,7 @@ class HorovodEngine(Engine):
 
         def end() -> None:
             with self._exchange() as send:
-                self._sum(send, [tf.zeros([1])], kind="end")
+                self._meet(send, "end", END)
 
         with contextlib.suppress(EngineError, tf.errors.OpError):  # another rank has failed, and has raised its error
             self.activity.begin("barrier", [], 0)

@@ -54,6 +54,25 @@ class SharedTensors:
         sums = self._in_turn.call(exchange, buffers, num_owned=len(buffers))
         return [tf.ensure_shape(total, buffer.shape) for total, buffer in zip(sums, buffers, strict=True)]
 
+    def meet(self, word: int, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Waits for all ranks.
+
+        Collective: every rank must call this, in the same order.
+
+        Args:
+            word: int, see `SharedMemory.meet`.
+            tensors: sequence of tensors, one at least, which must be there before.
+
+        Returns:
+            A list of the same tensors, which are there when all ranks have come.
+        """
+
+        def meet(arrays: list[Array]) -> list[Array]:
+            self._memory.meet(word)
+            return arrays
+
+        return self._call(meet, tensors, [tensor.shape for tensor in tensors])
+
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors over all ranks, and returns this rank's rows; see `Engine.reduce_scatter`.
 
