@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
+from kdist._user_code import user_line
+from kdist.cluster import detect
+from kdist.reports.log import once
+from kdist.reports.scope_marks import own_scopes
 from kdist.strategies.all_reduce import AllReduceExtended, AllReduceStrategy
 from kdist.strategies.differentiable import rows_of_all_ranks, sum_over_ranks
 
+_of_method: contextvars.ContextVar[AllReduceStrategy | None] = contextvars.ContextVar("kdist.method", default=None)
 _note: contextvars.ContextVar[Callable[[Any], None] | None] = contextvars.ContextVar("kdist.all_gather", default=None)
 
 
 def all_gather(x: Any) -> Any:
     """Concatenates the rows of all ranks, in the order of the global batch.
 
-    In one process, and with a strategy other than synchronous all-reduce, the result is `x`.
+    In one process, and with a strategy other than synchronous all-reduce, the result is `x`; outside of a scope, too,
+    with a warning, but for callbacks of a model of a scope.
 
     Gradients pass through: this rank's rows get the gradients of the losses of all ranks. So a loss that relates the
     rows of a batch to each other is exact where it is computed from the gathered rows.
@@ -50,7 +57,7 @@ def all_gather(x: Any) -> Any:
     References:
         - [Chen et al., 2020](https://arxiv.org/abs/2002.05709), which gathers the negatives of all replicas.
     """
-    extended = _extended()
+    extended = _extended("kdist.all_gather")
     if extended is None:
         if (note := _note.get()) is not None:
             note(x)
@@ -62,7 +69,8 @@ def all_gather(x: Any) -> Any:
 def all_reduce(x: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
     """Combines the values of all ranks, element by element.
 
-    In one process, and with a strategy other than synchronous all-reduce, the result is `x`.
+    In one process, and with a strategy other than synchronous all-reduce, the result is `x`; outside of a scope, too,
+    with a warning, but for callbacks of a model of a scope.
 
     Gradients pass through: the `x` of this rank gets the gradients of the losses of all ranks.
 
@@ -97,7 +105,7 @@ def all_reduce(x: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
             f"all_reduce has no such operation. Received: op={op!r}. Expected 'sum', 'mean', 'max' or 'min'. Fix: "
             "choose one of these."
         )
-    extended = _extended()
+    extended = _extended("kdist.all_reduce")
     if extended is None:
         return x
     engine, step = extended.engine, extended.step
@@ -127,9 +135,35 @@ def gathers_noted(note: Callable[[Any], None]) -> Iterator[None]:
         _note.reset(token)
 
 
-def _extended() -> AllReduceExtended | None:
-    """Returns the extended strategy of the context if several ranks take part, else `None`."""
+@contextlib.contextmanager
+def method_of_model(strategy: AllReduceStrategy) -> Iterator[None]:
+    """A context while a method of a model runs: its callbacks are of all ranks, also if the scope has been left."""
+    token = _of_method.set(strategy)
+    try:
+        yield
+    finally:
+        _of_method.reset(token)
+
+
+def _extended(name: str) -> AllReduceExtended | None:
+    """Returns the extended strategy of the context if several ranks take part, else `None`; warns if a scope misses."""
     strategy = tf.distribute.get_strategy()
+    if not tf.distribute.has_strategy() and tf.executing_eagerly():
+        strategy = _of_method.get() or strategy
+        if not isinstance(strategy, AllReduceStrategy) and _misses_scope():
+            once.warning(
+                f"{name} is called outside of kdist.scope(), and each rank gets its own value. Received: a call in "
+                f"{user_line()}. Expected one in a scope, or in a callback of a model of a scope. Fix: move the line "
+                "into `with kdist.scope():`."
+            )
     if not isinstance(strategy, AllReduceStrategy) or strategy.extended.num_replicas == 1:
         return None
     return strategy.extended
+
+
+def _misses_scope() -> bool:
+    """Returns whether this is one of several ranks that train together, outside of a scope."""
+    if own_scopes.is_open or own_scopes.trains_alone:
+        return False
+    info = detect(os.environ)
+    return info.size > 1 and not info.cluster_spec.get("ps")

@@ -22,6 +22,7 @@ from kdist.reports.log import warnings_at_users_lines
 from kdist.state.comparison import check_agreement
 from kdist.state.session import has_session, set_session
 from kdist.strategies.all_reduce import AllReduceStrategy
+from kdist.strategies.collectives import method_of_model
 from kdist.strategies.settings import Settings
 from kdist.trainer import saving
 from kdist.trainer.building import build, prepare_optimizers
@@ -70,7 +71,11 @@ class ReplicatedModel:
         set_session(self._model, self.session)
 
     def _call(self, method: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-        with self._engine.activity.running(f"model.{name}"), warnings_at_users_lines():
+        with (
+            self._engine.activity.running(f"model.{name}"),
+            warnings_at_users_lines(),
+            method_of_model(self.session.strategy),
+        ):
             return method(name, *args, **kwargs)
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -204,6 +204,18 @@ def collectives_outside_of_a_step() -> None:
     value = tf.constant([1.0, 2.0]) * (kdist.rank() + 1)
     assert kdist.all_gather(value) is value, "outside of the scope"
     assert kdist.all_reduce(value) is value, "outside of the scope"
+    sums = []
+
+    class Sums(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            sums.append(kdist.all_reduce(value).numpy().tolist())
+
+    with kdist.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0, callbacks=[Sums()])  # still of all ranks
+    total = kdist.size() * (kdist.size() + 1) / 2
+    assert sums == [[total, 2 * total]]
     with kdist.scope():
         ranks = tf.range(kdist.size(), dtype=tf.float32) + 1
         gathered = kdist.all_gather(value)
