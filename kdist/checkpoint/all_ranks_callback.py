@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import keras
@@ -57,6 +57,12 @@ class AllRanksCallback(keras.callbacks.Callback):
         """Sets the other callbacks of the list."""
         self.others, self.siblings = list(others), list(siblings)
 
+    def begin_early(self) -> None:
+        """Called before the user's callbacks begin, of which one looks at the model then.
+
+        Collective: every rank must call this, in the same order.
+        """
+
     def clean_up(self) -> None:
         """Called at the end of a call, after an error too."""
 
@@ -71,6 +77,28 @@ class AllRanksCallback(keras.callbacks.Callback):
         return self.session.engine.rank == 0
 
 
+class EarlyBegin(keras.callbacks.Callback):
+    """Comes before the user's callbacks, of which one looks at the model when training begins.
+
+    Args:
+        begin: function that is called without arguments.
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        super().__init__()
+        self._begin = begin
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begins."""
+        self._begin()
+
+
+def acts_at_begin(callback: Any) -> bool:
+    """Returns whether a callback has an `on_train_begin` of the user's own, which may look at the model."""
+    module = getattr(getattr(callback, "on_train_begin", None), "__module__", None) or ""
+    return module.partition(".")[0] not in ("keras", "kdist")
+
+
 def _move_to_end(listed: keras.callbacks.CallbackList) -> None:
     """Moves such callbacks to the end of a list that Keras has made, in one process; kdist makes those of ranks."""
     siblings = [each for each in listed.callbacks if isinstance(each, AllRanksCallback)]
@@ -78,4 +106,5 @@ def _move_to_end(listed: keras.callbacks.CallbackList) -> None:
     others = [each for each in listed.callbacks if not isinstance(each, AllRanksCallback)]
     for each in siblings:
         each.set_others(others, siblings)
-    listed.callbacks = [*others, *siblings]
+    early = [EarlyBegin(each.begin_early) for each in siblings] if any(map(acts_at_begin, others)) else []
+    listed.callbacks = [*early, *others, *siblings]

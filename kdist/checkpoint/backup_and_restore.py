@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import time
 from typing import Any, Literal
@@ -101,6 +102,7 @@ class BackupAndRestore(AllRanksCallback):
         self._storage = CheckpointStorage(self.backup_dir)
         self._has_warned = False
         self._number = 0  # of the newest checkpoint
+        self._found: tuple[Checkpoint | None, str] | None = None  # by `begin_early`
 
     @classmethod
     def from_keras(cls, callback: keras.callbacks.BackupAndRestore) -> BackupAndRestore:
@@ -263,8 +265,28 @@ class BackupAndRestore(AllRanksCallback):
             refusals.check_built(self.model)
             self.begin()
 
+    def begin_early(self) -> None:
+        """Loads the interrupted training in `backup_dir`, if there is one, for callbacks that look at the model.
+
+        Collective: every rank must call this, in the same order.
+        """
+        self._found = self._find()
+        saved, _ = self._found
+        if saved is not None:
+            self._load(saved, with_rates=True)
+
     def begin(self) -> None:
         """Resumes the interrupted training in `backup_dir`, if there is one.
+
+        Collective: every rank must call this, in the same order.
+        """
+        (saved, name), self._found = self._find() if self._found is None else self._found, None
+        if saved is not None:
+            self._load(saved, with_rates=True)  # again, where a callback has begun: the checkpoint is right
+            self._begin_at(saved, name)
+
+    def _find(self) -> tuple[Checkpoint | None, str]:
+        """Returns the newest checkpoint of this call on all ranks, or `None`, and its name.
 
         Collective: every rank must call this, in the same order.
         """
@@ -284,7 +306,7 @@ class BackupAndRestore(AllRanksCallback):
         if saved is None:
             if self.is_chief:
                 refusals.warn_of_keras_backup(self.backup_dir)
-            return
+            return None, name
         if own_progress.ended_fits(self.backup_dir) and self.session.data().is_of_other_data(saved["data"]):
             if self.is_chief:
                 logger.warning(
@@ -293,11 +315,10 @@ class BackupAndRestore(AllRanksCallback):
                     name,
                     self._directory_of_fit(),
                 )
-            return
+            return None, name
         self._number = checkpoint_number(saved)
         own_progress.fit_resumes(self._number)
-        self._load(saved, with_rates=True)
-        self._begin_at(saved, name)
+        return saved, name
 
     def _directory_of_fit(self) -> str:
         """Returns the directory of this call of `fit`: a script that begins again must not take a later one's."""
@@ -342,7 +363,8 @@ class BackupAndRestore(AllRanksCallback):
 
     @property
     def _num_epochs(self) -> int:
-        return (self.params or {}).get("epochs", 1)  # a user's `CallbackList` may have none
+        # A user's `CallbackList` may have none, and the user's own number may be NumPy's.
+        return operator.index((self.params or {}).get("epochs", 1))
 
     def _set_random_state(self, saved: Checkpoint) -> None:
         if self.session.draws_in_background:

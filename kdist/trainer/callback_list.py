@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from kdist.checkpoint.all_ranks_callback import AllRanksCallback
+from kdist.checkpoint.all_ranks_callback import AllRanksCallback, EarlyBegin, acts_at_begin
 from kdist.checkpoint.backup_and_restore import BackupAndRestore
 from kdist.checkpoint.callback_state import labels, run_by
 from kdist.checkpoint.file_writers import decide_together, without_writing
@@ -62,8 +62,6 @@ def _replicated_list(
     if method == "fit":
         reduces_each_step = is_local_sgd or bool(session.options.in_parts)
         session.accumulation.choose(state_is_read=gathered.read_state or not is_outermost or reduces_each_step)
-    first = EffectiveRateLog(session)
-    users = [first, *_run_here(session, given, gathered, undo)]
     last = RankSynchronization(
         session,
         method,
@@ -72,6 +70,10 @@ def _replicated_list(
         stops_at_once=gathered.may_stop and not is_local_sgd,
         may_end_passes=gathered.may_end_passes,
     )
+    first: list[Any] = [EffectiveRateLog(session)]
+    if method == "fit" and gathered.act_at_begin:
+        first.append(EarlyBegin(last.begin_early))
+    users = [*first, *_run_here(session, given, gathered, undo)]
     if session.engine.rank != 0:
         params = {**params, "add_progbar": False, "verbose": 0}
     if container is None:
@@ -92,7 +94,7 @@ def _replicated_list(
             undo.callback(each.clean_up)
         last.backups = [each for each in on_all_ranks if isinstance(each, BackupAndRestore)]
         internal += on_all_ranks
-    for each in [first, *internal] if container else internal:
+    for each in [*first, *internal] if container else internal:
         each.set_params(made.params)
         each.set_model(session.model)
     made.callbacks = [*made.callbacks, *internal]
@@ -156,6 +158,7 @@ class _GatheredCallbacks:
         read_state: bool, whether a callback of any rank may read the model's state between two steps.
         may_stop: bool, whether one may stop the training there.
         may_end_passes: bool, whether one may end an evaluation or a prediction between two steps.
+        act_at_begin: bool, whether one of the user's may look at the model when training begins.
     """
 
     rank: int
@@ -164,6 +167,7 @@ class _GatheredCallbacks:
     read_state: bool
     may_stop: bool
     may_end_passes: bool
+    act_at_begin: bool
 
     @classmethod
     def gather(cls, session: ReplicatedSession, given: list[Any]) -> _GatheredCallbacks:
@@ -181,7 +185,7 @@ class _GatheredCallbacks:
         users = [each for each, (_, is_it) in zip(others, local, strict=True) if not is_it]
         may_stop = read_state_between_steps(each for each in users if type(each) is not keras.callbacks.ModelCheckpoint)
         may_end = read_state_between_steps(map(run_by, users), ("test_", "predict_"))
-        flags = [read_state_between_steps(given), may_stop, may_end]
+        flags = [read_state_between_steps(given), may_stop, may_end, any(map(acts_at_begin, map(run_by, users)))]
         gathered = session.engine.gather_objects([local, settings, *flags])
         by_rank = [[label for label, _ in each[0]] for each in gathered]
         collective = {label: rank for rank, each in enumerate(gathered) for label, is_it in each[0] if is_it}

@@ -66,6 +66,15 @@ class RankSynchronization(keras.callbacks.Callback):
         # Before the user's callbacks, which may restore another rate on the chief only.
         self._given_rates = learning_rates(optimizers_of(session.model)) if method == "fit" else {}
 
+    def begin_early(self) -> None:
+        """Makes the state equal on all ranks, that of a resumed training, before a user's callback looks at it.
+
+        Collective: every rank must call this, in the same order.
+        """
+        for backup in self.backups:
+            backup.begin_early()
+        self._session.broadcast_state(self._method, self._given_rates)
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts the state, which the user's callbacks may have restored on the chief."""
         session = self._session
