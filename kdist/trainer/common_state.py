@@ -57,27 +57,34 @@ class CommonState:
         self._written = written
         self._shard_embeddings = shard_embeddings
 
-    def begin(self, method: str, learning_rates: Mapping[str, float] | None = None) -> None:
-        """Compares the model over the ranks, and broadcasts rank 0's state at the beginning of a call.
+    def begin(
+        self, method: str, learning_rates: Mapping[str, float] | None = None, *, has_loaded: bool = False
+    ) -> None:
+        """Compares the model over the ranks, and broadcasts one rank's state at the beginning of a call.
+
+        That is the first one that has loaded weights since the last call, or rank 0 if none has.
 
         Collective: every rank must call this, in the same order.
 
         Args:
             method: str, the method.
             learning_rates: mapping of names to the rates that `fit` was given, or `None`.
+            has_loaded: bool, whether this rank has loaded weights.
         """
         what, epoch = f"the model given to {method}", initial_epoch(self._model) if method == "fit" else None
         described = {**describe_model(self._model), **self.loads()}
         state = self._variables()
         if method == "fit":
             state += [variable for rate in self._rates.all() for variable in rate.anchors()]
-        local = [described, epoch, learning_rates or {}, checksums_of(state if self._engine.size > 1 else [])]
-        models, epochs, rates, checksums = zip(*gather_values(self._engine, what, local), strict=True)
+        sums = checksums_of(state if self._engine.size > 1 else [])
+        local = [described, epoch, learning_rates or {}, sums, has_loaded]
+        models, epochs, rates, checksums, loaded = zip(*gather_values(self._engine, what, local), strict=True)
         refuse_differences(what, models)
         refuse_differences(f"the optimizer given to {method}", rates)
         if self._engine.rank == 0:
             warn_of_whole_tables(self._model, self._engine.size, self._shard_embeddings)
-        broadcast_differing(self._engine, state, np.array(checksums, np.int64))
+        root = loaded.index(True) if any(loaded) else 0
+        broadcast_differing(self._engine, state, np.array(checksums, np.int64), root)
         if method == "fit":
             set_initial_epoch(self._model, epochs[0])
 
