@@ -58,16 +58,18 @@ class MetricReducer(StatePart):
         self._loaded: list[Any] | None = None
         self._all_are_summed = False
 
-    def begin(self, *, all_are_summed: bool = False) -> None:
+    def begin(self, *, all_are_summed: bool = False, is_of_fit: bool = True) -> None:
         """Stores the state that all ranks have in common.
 
         Args:
             all_are_summed: bool, whether no metric is updated with the global batch, as with local SGD.
+            is_of_fit: bool, whether `fit` trains in the pass, which then begins with the loaded state.
         """
         self._all_are_summed = all_are_summed
         self.rebase()
-        self.restore()
-        self.forget()
+        if is_of_fit:
+            self.restore()
+            self.forget()
 
     def rebase(self) -> None:
         """Takes the state of now, which is equal on all ranks, for the common one: metrics were reset."""
@@ -100,7 +102,7 @@ class MetricReducer(StatePart):
         variables = self._summed()
         before = [self._start.get(id(v), tf.zeros_like(v.value)) for v in variables]
         add_over_ranks(self._engine, variables, before, allreduce)
-        self.begin(all_are_summed=all_are_summed)
+        self.begin(all_are_summed=all_are_summed, is_of_fit=False)
 
     def _summed(self) -> list[keras.Variable]:
         return list(self._model.metrics_variables) if self._all_are_summed else summed_variables(self._model)
@@ -131,6 +133,7 @@ class MetricReducer(StatePart):
             for variable, values in zip(variables, self._loaded, strict=True):
                 is_summed = id(variable) in summed
                 variable.assign(_value_of_rank(variable, values, self._engine) if is_summed else values[0])
+            self._start = {}  # what all had in common is rank 0's
 
     @property
     def is_incomplete(self) -> bool:

@@ -203,11 +203,11 @@ class ReplicatedSession(TrainingSession):
             )
 
     def broadcast_state(self, method: str, learning_rates: Mapping[str, float] | None = None) -> None:
-        """Does what `CommonState.begin` does: what ranks have loaded is rank 0's then.
+        """Does what `CommonState.begin` does.
 
         Collective: every rank must call this, in the same order.
         """
-        self.common_state.begin(method, learning_rates)
+        self.common_state.begin(method, learning_rates, has_loaded=self.votes.is_cast("weights"))
         self.votes.withdraw("weights")
 
     def make_weights_equal(self) -> None:
@@ -289,9 +289,10 @@ class ReplicatedSession(TrainingSession):
     # Passes over data.
 
     def _begin_pass(self) -> None:
+        is_of_fit = self.running_methods[-1] == "fit"
         if self.running_methods[-1] != "predict":
-            self.metrics.begin(all_are_summed=self.running_methods[-1] == "fit" and self.local_sgd is not None)
-        if self.running_methods[-1] != "fit":
+            self.metrics.begin(all_are_summed=is_of_fit and self.local_sgd is not None, is_of_fit=is_of_fit)
+        if not is_of_fit:
             return
         if self.accumulation.optimizer is not None:
             self.agree()  # broadcasts loaded weights before the sums differ

@@ -486,6 +486,52 @@ def interrupted_while_it_goes_there() -> None:
     assert [np.asarray(v).tolist() for v in model.weights] == expected["weights"]
 
 
+class FromTheModel(keras.callbacks.Callback):
+    """A warm-up as users write it: it begins at the model's step."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.step = int(self.model.optimizer.iterations)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.step += 1
+        self.model.optimizer.learning_rate = 0.02 * min(1.0, self.step / (2 * STEPS))
+
+
+class Looking(keras.callbacks.Callback):
+    """Evaluates when an epoch begins, before its metrics go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        x, y = arrays()
+        self.found.append(self.model.evaluate(x[:8], y[:8], verbose=0))
+
+
+def what_a_callback_takes_from_the_model_when_training_begins() -> None:
+    """In one process, too, the model is restored before: Keras' own callback is usually the first of the list."""
+    expected = train("arrays", shared_folder(), [FromTheModel()])
+    for place in ((0, None), (1, 3)):
+        folder = shared_folder()
+        with pytest.raises(Interrupted):
+            train("arrays", folder, [InterruptAt(*place), FromTheModel()])
+        with resuming():
+            assert train("arrays", folder, [FromTheModel()]) == expected
+
+
+def an_evaluation_when_a_resumed_epoch_begins() -> None:
+    first, again = Looking(), Looking()
+    expected = train("arrays", shared_folder(), [first])
+    folder = shared_folder()
+    with pytest.raises(Interrupted):
+        train("arrays", folder, [InterruptAt(1, 3), Looking()])
+    with resuming():
+        found = train("arrays", folder, [again])
+    compare(expected, found)  # the metrics of the evaluation, which go on, are added in another order
+    assert again.found[-1] == first.found[-1]
+
+
 def stopped_early_stays_stopped() -> None:
     """Interrupted between the decision and the end, which restores the best weights."""
 
@@ -824,6 +870,8 @@ CASES = {
             kerass_own_in_a_scope_is_ours,
             a_backup_of_kerass_own_is_told_of,
             with_callbacks_of_kdist,
+            what_a_callback_takes_from_the_model_when_training_begins,
+            an_evaluation_when_a_resumed_epoch_begins,
             stopped_early_stays_stopped,
             deleted_at_the_end,
             a_resumed_fit_that_raises_leaves_no_epoch_behind,
@@ -846,6 +894,7 @@ ALONE = {
         "another_model",
         "a_backup_of_kerass_own_is_told_of",
         "with_callbacks_of_kdist",
+        "what_a_callback_takes_from_the_model_when_training_begins",
         "stopped_early_stays_stopped",
         "deleted_at_the_end",
         "folds_of_which_some_are_left_out",
