@@ -23,7 +23,7 @@ from kdist.launchers.hosts import reach
 from kdist.launchers.hosts.allocation import allocation_of, is_elsewhere
 from kdist.launchers.hosts.capacity import Placement
 from kdist.launchers.hosts.host import Host, all_local, check_slots, parse_hostfile, parse_hosts
-from kdist.launchers.nodes import Node
+from kdist.launchers.nodes import START_TIMEOUT, Node
 from kdist.strategies.selection import PARAMETER_SERVER, PASSED_THROUGH, WORDS
 
 
@@ -130,7 +130,7 @@ def build(
     if node is not None:
         strategies = {} if options.strategy is None else {"KDIST_STRATEGY": options.strategy}
         env = {**_defaults(os.environ, is_one_process=False), **strategies}
-        python, timeout = sys.executable, options.start_timeout
+        python, timeout = sys.executable, options.start_timeout or START_TIMEOUT
         return local_cluster.build(
             python, program, np=node.np, env=env, reports=reports, node=node, start_timeout=timeout
         )

@@ -34,7 +34,6 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--start-timeout",
         type=seconds,
-        default=START_TIMEOUT,
         metavar="SECONDS",
         help=f"with --rendezvous: in which all nodes must come ({START_TIMEOUT:g})",
     )
@@ -52,7 +51,7 @@ def node_of(options: argparse.Namespace, words: Sequence[str], env: Mapping[str,
         LaunchError: if an argument is missing or wrong.
     """
     if options.rendezvous is None:
-        given = [name for name in ("nnodes", "node_rank") if getattr(options, name) is not None]
+        given = [name for name in ("nnodes", "node_rank", "start_timeout") if getattr(options, name) is not None]
         if given:
             option = f"--{given[0].replace('_', '-')}"
             raise LaunchError(
@@ -94,6 +93,7 @@ def _check_others(options: argparse.Namespace) -> None:
         "-H": options.hosts,
         "--hostfile": options.hostfile,
         "--ps": options.ps,
+        "--oversubscribe": options.oversubscribe or None,
         "--restarts": getattr(options, "restarts", None),
         "--min-np": getattr(options, "min_np", None),
         "--max-np": getattr(options, "max_np", None),
