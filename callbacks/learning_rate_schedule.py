@@ -69,12 +69,13 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self._epoch, self._is_filled = 0, False
-        with tf.init_scope():
-            # The multipliers of an epoch, from the step before its first one, which the graph reads.
-            self._table = tf.Variable([1.0], shape=[None], dtype=tf.float64, trainable=False, name="kdist_multipliers")
-            # Counts steps; an optimizer's iterations count its updates, of which a step may make several or none.
-            self._place = tf.Variable(0, dtype=tf.int64, trainable=False, name="kdist_multipliers_place")
+        self._table: Any = None  # made when training begins: a variable without a shape cannot be copied
+        self._place: Any = None
         self._corrected: set[int] = set()  # the optimizers whose velocities the step has rescaled
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has, as tuners make them: it makes variables of its own."""
+        return {**vars(self), "_table": None, "_place": None}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Adds the stage that scales the rate."""
@@ -90,7 +91,16 @@ class LearningRateSchedule(keras.callbacks.Callback):
                 "Expected data of known length, or `steps_per_epoch`. Fix: give fit or this callback "
                 "`steps_per_epoch`."
             )
+        if self._table is None:
+            self._make_variables()
         step_extensions(self.model).add(self, around=self._around_step, stages=[ScaleRate(self._scale_of)])
+
+    def _make_variables(self) -> None:
+        with tf.init_scope():
+            # The multipliers of an epoch, from the step before its first one, which the graph reads.
+            self._table = tf.Variable([1.0], shape=[None], dtype=tf.float64, trainable=False, name="kdist_multipliers")
+            # Counts steps; an optimizer's iterations count its updates, of which a step may make several or none.
+            self._place = tf.Variable(0, dtype=tf.int64, trainable=False, name="kdist_multipliers_place")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Stores the epoch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ class ArraySource(Source):
     ):
         self.plan = plan
         self.cardinality = num_samples
-        self.batch_size = batch_size
+        self.batch_size = operator.index(batch_size)  # it may be NumPy's, and goes into checkpoints
         self._shuffle = shuffle
         self._gather = gather or row_gatherer(inputs)
         leaves = tf.nest.flatten(inputs)

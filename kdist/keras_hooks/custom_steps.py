@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from kdist.keras_hooks.patching import original
+from kdist.keras_hooks.patching import inlined, original
 from kdist.keras_hooks.trainer import CUSTOM_STEPS, patch_methods
 
 
@@ -45,7 +45,7 @@ class CustomSteps:
         def run(data: Any) -> Any:
             self._running.add(name)
             try:
-                return own(data)
+                return inlined(own)(data)
             finally:
                 self._running.discard(name)
 

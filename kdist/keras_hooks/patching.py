@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from kdist._tf_internals import ASSIGNMENTS, SCATTERS
 from kdist.errors import KDistError
 
@@ -232,8 +234,19 @@ def patch(owner: Any, name: str, value: Any) -> None:
 
 def original(instance: Any, name: str) -> Callable[..., Any]:
     """Returns the method of an object's class, bound to the object, without patches of the instance."""
-    method: Callable[..., Any] = getattr(type(instance), name).__get__(instance)
+    method: Callable[..., Any] = inlined(getattr(type(instance), name)).__get__(instance, type(instance))
     return method
+
+
+def inlined(function: Any) -> Any:
+    """Returns the Python function of a `tf.function`, converted by AutoGraph; other functions as they are.
+
+    A graph of its own would keep what the first trace of an outer one has handed to it in Python.
+    """
+    if not isinstance(function, tf.types.experimental.PolymorphicFunction):
+        return function
+    inner = function.python_function
+    return tf.autograph.to_graph(inner) if hasattr(inner, "__code__") else inner  # `functools.partial` has none
 
 
 @contextlib.contextmanager

@@ -45,6 +45,8 @@ def with_signature_of(original: Callable[..., Any], wrapper: Callable[..., Any])
     def method(*args: Any, **kwargs: Any) -> Any:
         return wrapper(*args, **kwargs)
 
-    # Without `self`.
-    method.__signature__ = inspect.signature(original.__get__(object()))  # type: ignore[attr-defined]
+    signature = inspect.signature(original)
+    first, *others = signature.parameters.values()
+    takes_self = first.kind is not inspect.Parameter.VAR_POSITIONAL
+    method.__signature__ = signature.replace(parameters=others) if takes_self else signature  # type: ignore[attr-defined]
     return method

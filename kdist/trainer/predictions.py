@@ -65,12 +65,15 @@ def as_dense(predictions: Any, was_dense: Sequence[bool]) -> Any:
     """Returns predictions without ragged dimensions in which the rows do not differ.
 
     Args:
-        predictions: structure of arrays and `tf.RaggedTensor`.
+        predictions: structure of arrays and `tf.RaggedTensor`; that of a user's method may be another one, of anything.
         was_dense: sequence of bool, for each leaf whether the model's output was dense. Others are not changed.
     """
+    leaves = keras.tree.flatten(predictions)
+    if len(leaves) != len(was_dense):
+        was_dense = [all(was_dense)] * len(leaves)
     leaves = [
         _densified(leaf) if dense and isinstance(leaf, tf.RaggedTensor) else leaf
-        for leaf, dense in zip(keras.tree.flatten(predictions), was_dense, strict=True)
+        for leaf, dense in zip(leaves, was_dense, strict=True)
     ]
     return keras.tree.pack_sequence_as(predictions, leaves)
 

@@ -1,5 +1,7 @@
 """In one process: a step's multiplier is that of all its updates, however many there are, by whatever optimizer."""
 
+import copy
+
 import keras
 import numpy as np
 import pytest
@@ -59,3 +61,12 @@ def test_velocities_are_rescaled_once_a_step():
         expected.append([a, b])
     seen = weights_by_step(LearningRateSchedule(lambda epoch: 1 + STEPS * epoch), momentum=0.9)
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
+
+
+def test_a_copy_trains_by_itself():
+    """Tuners copy the callbacks for each trial."""
+    given = LearningRateSchedule(lambda epoch: 1 + STEPS * epoch)
+    expected = weights_by_step(given)
+    assert weights_by_step(copy.deepcopy(LearningRateSchedule(lambda epoch: 1 + STEPS * epoch))) == expected
+    given.set_model(None)
+    assert weights_by_step(copy.deepcopy(given)) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.util
 import os
@@ -426,6 +427,57 @@ def logs_are_equal_on_all_ranks() -> None:
     assert len(everyone(logged)[0]) >= 3
 
 
+@dataclasses.dataclass
+class Counter(keras.callbacks.Callback):
+    """Has no hash, as a dataclass with fields has none."""
+
+    count: int = 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.count += 1
+
+
+def a_callback_that_is_a_dataclass() -> None:
+    counter = Counter()
+    with kdist.scope(), tempfile.TemporaryDirectory() as folder:
+        train(compiled(), [counter, kdist.callbacks.Throughput(), kdist.callbacks.BackupAndRestore(folder)], epochs=2)
+    assert counter.count == 2
+
+
+class Before(keras.callbacks.Callback):
+    """Measures a model before it is trained."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        x, y = rows("even")
+        self.loss = self.model.evaluate(x, y, verbose=0)[0]
+
+
+def a_model_that_is_measured_when_training_begins() -> None:
+    """It was made outside of the scope, with other weights on each rank: those of rank 0 are measured."""
+    x, y = rows("even")
+    before, model = Before(), compiled()
+    for variable in model.trainable_variables:
+        variable.assign_add(np.full(variable.shape, float(kdist.rank())))
+    expected = everyone(model.evaluate(x, y, verbose=0)[0])[0]  # outside of the scope, each its own
+    with kdist.scope():
+        train(model, [before])
+    np.testing.assert_allclose(before.loss, expected, rtol=1e-6)
+    assert_equal_everywhere(weights_of(model))
+
+
+def one_rank_loads_weights_before_fit() -> None:
+    """The others get them."""
+    with kdist.scope():
+        model = compiled(keras.optimizers.SGD(0.0))
+        model.fit(*rows("even"), batch_size=BATCH, verbose=0)
+        wanted = [np.full(each.shape, 3.0) for each in model.get_weights()]
+        if kdist.rank() == kdist.size() - 1:
+            model.set_weights(wanted)
+        model.fit(*rows("even"), batch_size=BATCH, verbose=0)
+    for one, other in zip(wanted, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 class Holding(keras.callbacks.Callback):
     """Looks at what `fit` trains on, and holds none of it."""
 
@@ -471,6 +523,9 @@ CASES = {
         writers_given_on_the_chief_alone_or_on_all,
         a_callback_that_evaluates_and_predicts,
         logs_are_equal_on_all_ranks,
+        a_callback_that_is_a_dataclass,
+        a_model_that_is_measured_when_training_begins,
+        one_rank_loads_weights_before_fit,
         what_fit_has_held_is_let_go,
     )
 }

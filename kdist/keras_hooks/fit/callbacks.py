@@ -156,7 +156,8 @@ class _ListHook:
 
         def set_model(listed: Any, model: keras.Model) -> None:
             original(listed, model)
-            functions = [self.functions[each] for each in listed.callbacks if each in self.functions]
+            known = {id(each): function for each, function in self.functions.items()}  # a user's may have no hash
+            functions = [known[id(each)] for each in listed.callbacks if id(each) in known]
             for function in dict.fromkeys(functions):
                 function(listed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -208,6 +209,7 @@ def _steps_per_epoch(adapter: Any, given: int | None, steps_per_execution: int) 
         given = min(given or limit, limit)
     if given is None:
         return None
+    given = operator.index(given)  # it may be NumPy's, and goes into messages and checkpoints
     whole = -(-given // steps_per_execution) * steps_per_execution
     return max(given, min(whole, adapter.num_batches or whole))
 
