@@ -23,7 +23,7 @@ from kdist.step.losses.custom_metrics import CustomMetrics
 from kdist.step.losses.global_loss import GlobalLoss
 from kdist.step.losses.metric_numbers import MetricNumbers
 from kdist.step.losses.step_rows import StepRows
-from kdist.step.traced_rows import TracedRows
+from kdist.step.step_function import TracedRows
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.strategies.global_batch import GlobalBatch
 from kdist.strategies.update_chain import UpdateChain

@@ -22,7 +22,7 @@ from kdist.step.fused_sgd import FusedSGD
 from kdist.step.reduce import Reduce, WeightGradients
 from kdist.step.scale_rate import ScaleRate, UnscaledRate
 from kdist.step.step import Step
-from kdist.step.traced_rows import TracedRows
+from kdist.step.step_function import TracedRows
 from kdist.step.update import OptimizerUpdate, Stage, UpdatePipeline
 from kdist.step.vote_message import VoteMessage
 from kdist.strategies.all_reduce import AllReduceExtended

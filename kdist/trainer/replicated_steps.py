@@ -29,9 +29,8 @@ from kdist.step.compiled import CompiledSteps
 from kdist.step.extensions import added_stages, has_extensions
 from kdist.step.local_sgd_step import LocalSGDStep
 from kdist.step.step import Step
-from kdist.step.step_function import StepFunction
+from kdist.step.step_function import StepFunction, TracedRows
 from kdist.step.step_logs import measured_logs
-from kdist.step.traced_rows import TracedRows
 from kdist.step.train_step import ForwardStep, TrainStep
 from kdist.trainer.feeding.given_rows import given_rows, with_one_row, with_unknown_numbers
 from kdist.trainer.predictions import gather_rows
