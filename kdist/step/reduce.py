@@ -16,10 +16,10 @@ from kdist.keras_hooks.optimizers import accumulators, innermost, is_update_due
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.variables import key_of
 from kdist.learning_rate.effective_rate import EffectiveRate
+from kdist.state.votes import NAMES, Votes
 from kdist.step.buffers import BufferSync
 from kdist.step.step import Step
 from kdist.step.update import Stage, Update
-from kdist.step.vote_message import VoteMessage
 from kdist.strategies.update_chain import UpdateChain
 
 
@@ -95,6 +95,29 @@ class WeightGradients(Stage):
             tf.IndexedSlices(value, each.indices, each.dense_shape) if isinstance(each, tf.IndexedSlices) else value
             for each, value in zip(gradients, values, strict=True)
         ]
+
+
+class VoteMessage:
+    """Votes, and flags for learning rates that callbacks have changed, as one vector in the step's message."""
+
+    def __init__(self, step: Step, votes: Votes) -> None:
+        self._step = step
+        self._votes = votes
+
+    def vector(self, rates: Sequence[EffectiveRate]) -> tf.Tensor:
+        """Returns this rank's term, a `float32` vector: the dtype of most gradients, so that they share a buffer."""
+        return tf.concat([self._votes.sent, [rate.agreed.is_changed() for rate in rates]], axis=0)
+
+    def apply(self, counts: tf.Tensor, rates: Sequence[EffectiveRate]) -> None:
+        """Applies votes and changes of any rank on all ranks; sends a message only if there are some."""
+
+        def apply() -> None:
+            changes = self._step.engine.allreduce([rate.agreed.local_change() for rate in rates]) if rates else []
+            for rate, change in zip(rates, changes, strict=True):
+                rate.agreed.apply_change(change)
+            tf.numpy_function(self._votes.receive, [counts[: len(NAMES)]], [])
+
+        tf.cond(tf.reduce_any(counts > 0), apply, lambda: None)
 
 
 class Reduce(Stage):

@@ -19,12 +19,11 @@ from kdist.state.votes import Votes
 from kdist.state.written import WrittenState
 from kdist.step.buffers import BufferSync
 from kdist.step.fused_sgd import FusedSGD
-from kdist.step.reduce import Reduce, WeightGradients
+from kdist.step.reduce import Reduce, VoteMessage, WeightGradients
 from kdist.step.scale_rate import ScaleRate, UnscaledRate
 from kdist.step.step import Step
 from kdist.step.step_function import TracedRows
 from kdist.step.update import OptimizerUpdate, Stage, UpdatePipeline
-from kdist.step.vote_message import VoteMessage
 from kdist.strategies.all_reduce import AllReduceExtended
 
 
