@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from kdist.data.batch import Shard
 from kdist.engines.engine import Engine
 from kdist.engines.tensors import flat
 from kdist.engines.tensors.unlifted import unlifted_variable
+from kdist.errors import StrategyError
 from kdist.gradients.reducer import GradientReducer
-from kdist.keras_hooks.optimizers import is_learning_rate, optimizers_of
+from kdist.keras_hooks.optimizers import innermost, is_learning_rate, optimizers_of
 from kdist.keras_hooks.trainer import runs_eagerly
 from kdist.keras_hooks.variables import (
     aggregation_of,
@@ -26,7 +29,11 @@ from kdist.state.comparison import check_equal, first_difference
 from kdist.state.slots import Slots
 from kdist.state.votes import NAMES
 from kdist.state.written import WrittenState
-from kdist.step.buffers import is_mergeable, summable
+from kdist.step.buffers import BufferSync, is_mergeable, summable
+from kdist.step.reduce import Reduce
+from kdist.step.train_step import TrainStep
+from kdist.step.update import Update, UpdatePipeline
+from kdist.strategies.all_reduce import AllReduceExtended
 
 
 class _AveragedVariable(NamedTuple):
@@ -253,3 +260,50 @@ def _set_common(averaged: _AveragedVariable, value: tf.Tensor, loads_weights: tf
     value = value if common.dtype.is_floating or common.dtype.is_complex or value.dtype.is_integer else tf.round(value)
     common.assign(tf.where(loads_weights, common, tf.cast(value, common.dtype)))
     variable.assign(tf.where(loads_weights, variable, common))
+
+
+class LocalSGDStep(TrainStep):
+    """A step on the mean of this rank's rows; the ranks average their weights after some of these steps.
+
+    Metrics are weighted by the rank's share of the rows, as in other steps.
+    """
+
+    has_joint_metrics = False
+
+    def __init__(self, extended: AllReduceExtended, shard: Shard, *, local_sgd: LocalSGD, **kwargs: Any) -> None:
+        super().__init__(extended, shard, **kwargs)
+        self._local_sgd = local_sgd
+        self.weight = tf.cast(self.active, tf.float64)
+
+    @contextlib.contextmanager
+    def running(self, model: keras.Model) -> Iterator[UpdatePipeline]:
+        """Opens the step on a model; the ranks may average their weights at its end."""
+        with self._extended.no_sync(), super().running(model) as pipeline:
+            yield pipeline
+        rates = [self._rate_of(innermost(optimizer)) for optimizer in optimizers_of(model)]
+        with tf.control_dependencies(self.data_tensors):  # the end of the data is no step
+            self._local_sgd.after_step(self._votes.vector(rates), lambda counts: self._votes.apply(counts, rates))
+
+    def mean_over_ranks(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns this rank's values, unreduced."""
+        return list(values)
+
+    def _reduction(self, buffers: BufferSync) -> Reduce:
+        return KeepLocal(self, self._reducer, buffers, self._votes, self._rate_of)
+
+    def _merge(self, buffers: BufferSync) -> None:
+        """Keeps this rank's statistics, unless it had no rows."""
+        buffers.restore_unless(self.active)
+
+
+class KeepLocal(Reduce):
+    """Keeps this rank's gradients, for local SGD."""
+
+    def _check_loss_scale(self) -> None:
+        raise StrategyError(
+            "sync_every does not support loss scaling. Received: a LossScaleOptimizer (mixed_float16) and sync_every. "
+            "Expected gradients of one scale. Fix: use mixed_bfloat16, or remove sync_every."
+        )
+
+    def _sum(self, update: Update, places: Sequence[int]) -> list[Any]:
+        return update.terms([update.gradients[place] for place in places])

@@ -238,19 +238,6 @@ class ReduceWhenDue(Reduce):
         return tf.cond(is_update_due(innermost(optimizer)), send, keep)
 
 
-class KeepLocal(Reduce):
-    """Keeps this rank's gradients, for local SGD."""
-
-    def _check_loss_scale(self) -> None:
-        raise StrategyError(
-            "sync_every does not support loss scaling. Received: a LossScaleOptimizer (mixed_float16) and sync_every. "
-            "Expected gradients of one scale. Fix: use mixed_bfloat16, or remove sync_every."
-        )
-
-    def _sum(self, update: Update, places: Sequence[int]) -> list[Any]:
-        return update.terms(_at(places, update.gradients))
-
-
 def _with_gradient_of(source: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
     del source
     return tf.identity(value), lambda upstream: (upstream, None)

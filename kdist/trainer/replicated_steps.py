@@ -27,7 +27,7 @@ from kdist.sharding.refusals import lookups_in_loops_refused
 from kdist.state.metrics import add_over_ranks
 from kdist.step.compiled import CompiledSteps
 from kdist.step.extensions import added_stages, has_extensions
-from kdist.step.local_sgd_step import LocalSGDStep
+from kdist.step.local_sgd import LocalSGDStep
 from kdist.step.step import Step
 from kdist.step.step_function import StepFunction, TracedRows
 from kdist.step.step_logs import measured_logs
