@@ -288,9 +288,6 @@ class LocalSGDStep(TrainStep):
         """Returns this rank's values, unreduced."""
         return list(values)
 
-    def _reduction(self, buffers: BufferSync) -> Reduce:
-        return KeepLocal(self, self._reducer, buffers, self._votes, self._rate_of)
-
     def _merge(self, buffers: BufferSync) -> None:
         """Keeps this rank's statistics, unless it had no rows."""
         buffers.restore_unless(self.active)

@@ -124,7 +124,7 @@ class TrainStep(ForwardStep):
         self._rate_of = rate_of
         self._scaled = scaled
         self._votes = VoteMessage(self, votes)
-        self._make_reduction = reduction
+        self._reduction = reduction
         self._extensions = extensions
         self._updates = updates
 
@@ -132,14 +132,11 @@ class TrainStep(ForwardStep):
         """Returns the stages of each update, in the order of `PHASES`; those of callbacks are sorted in."""
         return [
             WeightGradients(self),
-            self._reduction(buffers),
+            self._reduction(self, self._reducer, buffers, self._votes, self._rate_of),
             (ScaleRate if self._scaled else UnscaledRate)(self._rate_of),
             FusedSGD(),
             *self._extensions,
         ]
-
-    def _reduction(self, buffers: BufferSync) -> Reduce:
-        return self._make_reduction(self, self._reducer, buffers, self._votes, self._rate_of)
 
     @contextlib.contextmanager
     def _updating(self, model: keras.Model, buffers: BufferSync) -> Iterator[UpdatePipeline]:

@@ -27,7 +27,7 @@ from kdist.state.session import TrainingSession
 from kdist.state.slots import SlotState
 from kdist.state.variables import ModelState
 from kdist.state.written import WrittenState
-from kdist.step.local_sgd import LocalSGD
+from kdist.step.local_sgd import KeepLocal, LocalSGD
 from kdist.step.reduce import Reduce, ReduceWhenDue
 from kdist.step.update import OptimizerUpdate
 from kdist.strategies.accumulation import LocalAccumulation
@@ -140,7 +140,9 @@ class ReplicatedSession(TrainingSession):
         )
 
     def reduction(self, *, is_fit: bool) -> Callable[..., Reduce]:
-        """Returns what makes the stage that sums gradients, in `fit` or in `train_on_batch`."""
+        """Returns what makes the reduce stage, in `fit` or in `train_on_batch`."""
+        if self.local_sgd is not None and is_fit:
+            return KeepLocal
         if self.parts_reducer is not None:
             return functools.partial(ShardedReduce, self.parts_reducer)
         if self.options.shard_embeddings is not None:
