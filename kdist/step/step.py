@@ -16,13 +16,12 @@ from kdist.keras_hooks.losses import replaced_losses, scaled_activity_losses
 from kdist.keras_hooks.metrics import wrapped_updates
 from kdist.keras_hooks.random_seeds import folded_seeds
 from kdist.keras_hooks.trainer import computes_custom_loss, seed_generators
-from kdist.keras_hooks.weighted_metrics import weighted_metrics
 from kdist.state.random_state import folded_draws
 from kdist.step.losses.custom_losses import CustomLosses
 from kdist.step.losses.custom_metrics import CustomMetrics
 from kdist.step.losses.global_loss import GlobalLoss
-from kdist.step.losses.metric_numbers import MetricNumbers
 from kdist.step.losses.step_rows import StepRows
+from kdist.step.losses.weighted_metrics import WeightedMetrics
 from kdist.step.step_function import TracedRows
 from kdist.strategies.all_reduce import AllReduceExtended
 from kdist.strategies.global_batch import GlobalBatch
@@ -157,12 +156,12 @@ class Step:
             return self.custom_losses.compiled(loss, GlobalLoss(loss, self, batch, has_other_rows=has_other_rows))
 
         metrics = CustomMetrics(self, self.custom_losses, batch)
-        numbers = MetricNumbers(self, self.rows, self.custom_losses, batch)
+        weighted = WeightedMetrics(model, self, self.rows, self.custom_losses, batch, joint=self.has_joint_metrics)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._extended.in_step(self))
             stack.enter_context(replaced_losses(model, global_loss))
             stack.enter_context(scaled_activity_losses(model, self.per_share))
-            stack.enter_context(weighted_metrics(model, numbers, joint=self.has_joint_metrics))
+            stack.enter_context(weighted.opened())
             stack.enter_context(self.custom_losses.opened(model, lambda who, rows: batch.call(who, list, rows)))
             if self.has_joint_metrics:
                 stack.enter_context(
