@@ -12,8 +12,8 @@ import tensorflow as tf
 from kdist.engines.tensors import flat
 from kdist.keras_hooks.variables import raw_variable
 from kdist.state.assignments import Assignments
-from kdist.state.written import Merge, Written, WrittenState
-from kdist.step.step import Step
+from kdist.state.written import Merge, Written
+from kdist.strategies.open_step import OpenStep
 
 
 class BufferSync:
@@ -22,46 +22,18 @@ class BufferSync:
     Other variables are not sent: a constant that is averaged in every step would drift by rounding.
 
     Args:
-        model: `keras.Model`.
-        step: `Step`, which is open.
-        state: `WrittenState` of the model.
-        kind: str, the kind of step.
-        is_traced_alike: bool, whether all ranks trace the same graph.
+        step: the open step.
+        assignments: `Assignments` of the step, which are open.
     """
 
-    def __init__(
-        self, model: keras.Model, step: Step, state: WrittenState, kind: str, *, is_traced_alike: bool
-    ) -> None:
+    def __init__(self, step: OpenStep, assignments: Assignments) -> None:
         self._step = step
-        data = [*step.data_tensors, step.rows, step.share, step.weight, step.active]
-        self._assignments = Assignments(
-            model,
-            *(step.engine, data, state, kind),
-            is_traced_alike=is_traced_alike,
-            is_gradient=step.custom_losses.is_gradient,
-            of_all_ranks=step.custom_losses.of_state,
-            is_traced_again=step.is_asked_again,
-        )
+        self._assignments = assignments
         self._sent: list[tuple[Written, Merge]] = []
-
-    def __enter__(self) -> BufferSync:
-        self._assignments.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._assignments.__exit__(*exception)
 
     def suspended(self) -> contextlib.AbstractContextManager[None]:
         """A context in which nothing is recorded, for the updates of weights."""
         return self._assignments.suspended()
-
-    def may_differ(self, value: tf.Tensor) -> bool:
-        """See `Assignments.may_differ`."""
-        return self._assignments.may_differ(value)
-
-    def depends_on_rows(self, value: tf.Tensor) -> bool:
-        """See `OpenStep.depends_on_rows`."""
-        return self._assignments.depends_on_rows(value)
 
     def contributions(self) -> list[tf.Tensor]:
         """Returns this rank's term for each variable that is to be merged, of those written so far.
@@ -79,7 +51,7 @@ class BufferSync:
         if merge == "mean":
             return step.weighted(value if _is_inexact(value) else tf.cast(value, tf.float64))
         if merge == "first":
-            return tf.where(step.active, value, before) if step.is_chief else tf.zeros_like(value)
+            return tf.where(step.active, value, before) if step.engine.rank == 0 else tf.zeros_like(value)
         added = tf.where(step.active, value - before, tf.zeros_like(value))
         if merge == "count":
             counts_rows = tf.reduce_any(added != 1) if self._assignments.is_eager else written.counts_rows

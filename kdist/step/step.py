@@ -12,11 +12,16 @@ import tensorflow as tf
 from kdist.data.batch import Shard
 from kdist.data.graphs.end_of_data import end_of_data_unless
 from kdist.engines.engine import Engine
+from kdist.keras_hooks.layers.batch_normalization import synchronized_moments
 from kdist.keras_hooks.losses import replaced_losses, scaled_activity_losses
 from kdist.keras_hooks.metrics import wrapped_updates
 from kdist.keras_hooks.random_seeds import folded_seeds
 from kdist.keras_hooks.trainer import computes_custom_loss, seed_generators
+from kdist.reports.own_statistics import tell_of_own_statistics
+from kdist.state.assignments import Assignments
 from kdist.state.random_state import folded_draws
+from kdist.state.written import WrittenState
+from kdist.step.buffers import BufferSync
 from kdist.step.losses.custom_losses import CustomLosses
 from kdist.step.losses.custom_metrics import CustomMetrics
 from kdist.step.losses.global_loss import GlobalLoss
@@ -29,7 +34,7 @@ from kdist.strategies.update_chain import UpdateChain
 
 
 class Step:
-    """A rank's part of a global step.
+    """A rank's part of a global step: what its layers write beside weights is equal on all ranks at its end.
 
     The global loss is the sum over the ranks of `weight` times the rank's loss; the weight is the rank's share of the
     global batch's rows. A rank without data runs one real row at weight 0.
@@ -39,6 +44,8 @@ class Step:
         shard: `Shard`. Empty `global_rows` are summed over the ranks; a step in which no rank has rows ends the pass
             over the data on all ranks.
         traced_rows: `TracedRows` or `None`, by which the step can be traced again without the number of its rows.
+        written: `WrittenState` of the model.
+        is_traced_alike: bool, whether the shapes of the data are the same on all ranks while the step is traced.
 
     Attributes:
         rows: `int64` scalar, the number of this rank's rows; 0 on a rank without data.
@@ -49,9 +56,18 @@ class Step:
         data, share, weight, active, applying, loss_is_weighted: see `OpenStep`.
     """
 
+    kind = "forward"
     has_joint_metrics = True  # local SGD counts by rank, and sums the states of all metrics
 
-    def __init__(self, extended: AllReduceExtended, shard: Shard, traced_rows: TracedRows | None = None) -> None:
+    def __init__(
+        self,
+        extended: AllReduceExtended,
+        shard: Shard,
+        *,
+        traced_rows: TracedRows | None = None,
+        written: WrittenState,
+        is_traced_alike: bool,
+    ) -> None:
         self._extended = extended
         self._rank = extended.engine.rank
         self.rows = tf.reshape(shard.rows, ())
@@ -71,11 +87,9 @@ class Step:
         self.own_rows = StepRows(self)
         self.custom_losses = CustomLosses(self, self.own_rows)
         self._traced_rows = traced_rows
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this is rank 0, whose value is used for variables of one rank."""
-        return self._extended.engine.rank == 0
+        self._written = written
+        self._is_traced_alike = is_traced_alike
+        self._assignments: Assignments | None = None
 
     @property
     def data_tensors(self) -> list[tf.Tensor]:
@@ -92,14 +106,12 @@ class Step:
         return self._extended.updating(updates)
 
     def may_differ(self, value: tf.Tensor) -> bool:
-        """See `OpenStep.may_differ`; this step follows no graph."""
-        del value
-        return True
+        """See `OpenStep.may_differ`."""
+        return self._assignments is None or self._assignments.may_differ(value)
 
     def depends_on_rows(self, value: tf.Tensor) -> bool:
-        """See `OpenStep.depends_on_rows`; this step follows no graph."""
-        del value
-        return True
+        """See `OpenStep.depends_on_rows`."""
+        return self._assignments is None or self._assignments.depends_on_rows(value)
 
     def is_traced_again(self, *, knows_number: bool) -> bool:
         """See `TracedRows.is_traced_again`."""
@@ -145,7 +157,7 @@ class Step:
     def running(self, model: keras.Model) -> Iterator[Any]:
         """Opens the step on a model: losses, metrics and seeds use the ranks' shares while it is open.
 
-        A step may be opened again after a trace that failed.
+        What it has written is merged at its end. A step may be opened again after a trace that failed.
         """
         self.applying = self.loss_is_weighted = False
         self.weights = model.trainable_variables
@@ -179,4 +191,30 @@ class Step:
 
             stack.enter_context(folded_seeds(seed_generators(model), self._rank, is_alike))
             stack.enter_context(folded_draws(self._rank, is_alike, self._extended.next_seed))
-            yield
+            stack.enter_context(synchronized_moments(tell_of_own_statistics, self.own_rows.note_statistics))
+            assignments = stack.enter_context(self._recording(model))
+            buffers = BufferSync(self, assignments)
+            pipeline = stack.enter_context(self._updating(model, buffers))
+            self._assignments = assignments
+            yield pipeline
+            self._merge(buffers)
+
+    def _recording(self, model: keras.Model) -> Assignments:
+        return Assignments(
+            model,
+            self.engine,
+            [*self.data_tensors, self.rows, self.share, self.weight, self.active],
+            self._written,
+            self.kind,
+            is_traced_alike=self._is_traced_alike,
+            is_gradient=self.custom_losses.is_gradient,
+            of_all_ranks=self.custom_losses.of_state,
+            is_traced_again=self.is_asked_again,
+        )
+
+    @contextlib.contextmanager
+    def _updating(self, model: keras.Model, buffers: BufferSync) -> Iterator[Any]:
+        yield None
+
+    def _merge(self, buffers: BufferSync) -> None:
+        buffers.merge_the_rest()

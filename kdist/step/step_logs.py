@@ -33,7 +33,7 @@ def measured_logs(run: Callable[[], Any], model: keras.Model, step: Step) -> tup
         return logs, {}
     results = {name: read for name, value in logs.items() for result, read in recorded if result is value}
     others = {name: tf.convert_to_tensor(logs[name]) for name in sorted(logs) if name not in results}
-    warns = step.is_chief and step.engine.size > 1
+    warns = step.engine.rank == 0 and step.engine.size > 1
     # `get_metrics_result` is called again when the metrics have been summed, if the logs have its names.
     if warns and not is_overridden(model, "get_metrics_result"):
         of_results = _computed_from([result for result, _ in recorded], others)

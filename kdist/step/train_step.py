@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import keras
-import tensorflow as tf
 
 from kdist.data.batch import Shard
 from kdist.gradients.reducer import GradientReducer
-from kdist.keras_hooks.layers.batch_normalization import synchronized_moments
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.learning_rate.effective_rate import EffectiveRate
-from kdist.reports.own_statistics import tell_of_own_statistics
 from kdist.state.votes import Votes
 from kdist.state.written import WrittenState
 from kdist.step.buffers import BufferSync
@@ -27,63 +23,7 @@ from kdist.step.update import OptimizerUpdate, Stage, UpdatePipeline
 from kdist.strategies.all_reduce import AllReduceExtended
 
 
-class ForwardStep(Step):
-    """A step that updates no weights: what its layers write is equal on all ranks at its end.
-
-    Args:
-        extended: the strategy's `AllReduceExtended`.
-        shard: `Shard`.
-        traced_rows: `TracedRows` or `None`, see `Step`.
-        written: `WrittenState` of the model.
-        is_traced_alike: bool, whether the shapes of the data are the same on all ranks while the step is traced.
-    """
-
-    kind = "forward"
-
-    def __init__(
-        self,
-        extended: AllReduceExtended,
-        shard: Shard,
-        *,
-        traced_rows: TracedRows | None = None,
-        written: WrittenState,
-        is_traced_alike: bool,
-    ) -> None:
-        super().__init__(extended, shard, traced_rows)
-        self._written = written
-        self._is_traced_alike = is_traced_alike
-        self._buffers: BufferSync | None = None
-
-    def may_differ(self, value: tf.Tensor) -> bool:
-        """See `OpenStep.may_differ`."""
-        return self._buffers is None or self._buffers.may_differ(value)
-
-    def depends_on_rows(self, value: tf.Tensor) -> bool:
-        """See `OpenStep.depends_on_rows`."""
-        return self._buffers is None or self._buffers.depends_on_rows(value)
-
-    @contextlib.contextmanager
-    def running(self, model: keras.Model) -> Iterator[Any]:
-        """Opens the step on a model; what it has written is merged at its end."""
-        with (
-            super().running(model),
-            synchronized_moments(tell_of_own_statistics, self.own_rows.note_statistics),
-            BufferSync(model, self, self._written, self.kind, is_traced_alike=self._is_traced_alike) as buffers,
-            self._updating(model, buffers) as pipeline,
-        ):
-            self._buffers = buffers
-            yield pipeline
-            self._merge(buffers)
-
-    @contextlib.contextmanager
-    def _updating(self, model: keras.Model, buffers: BufferSync) -> Iterator[Any]:
-        yield None
-
-    def _merge(self, buffers: BufferSync) -> None:
-        buffers.merge_the_rest()
-
-
-class TrainStep(ForwardStep):
+class TrainStep(Step):
     """A step that updates weights: every optimizer applies reduced gradients.
 
     Args:
@@ -91,7 +31,7 @@ class TrainStep(ForwardStep):
         shard: `Shard`.
         traced_rows: `TracedRows` or `None`, see `Step`.
         written: `WrittenState` of the model.
-        is_traced_alike: bool, see `ForwardStep`.
+        is_traced_alike: bool, see `Step`.
         reducer: `GradientReducer`.
         rate_of: callable that returns the `EffectiveRate` of an innermost optimizer.
         scaled: bool, whether updates use the scaled rate; not in `train_on_batch`, which splits the user's batch.

@@ -31,7 +31,7 @@ from kdist.step.local_sgd import LocalSGDStep
 from kdist.step.step import Step
 from kdist.step.step_function import StepFunction, TracedRows
 from kdist.step.step_logs import measured_logs
-from kdist.step.train_step import ForwardStep, TrainStep
+from kdist.step.train_step import TrainStep
 from kdist.trainer.feeding.given_rows import given_rows, with_one_row, with_unknown_numbers
 from kdist.trainer.predictions import gather_rows
 from kdist.trainer.session import ReplicatedSession
@@ -134,7 +134,7 @@ class ReplicatedSteps:
         if self._extended.step is not None:
             return self._custom_steps.get("test_step")(data)
         is_shard = isinstance(data, Shard)
-        step = ForwardStep(
+        step = Step(
             self._extended,
             self._share(data, "test_step"),
             traced_rows=self._traced_rows["test_step"],
@@ -151,7 +151,7 @@ class ReplicatedSteps:
         """
         if self._extended.step is not None:
             return self._custom_steps.get("predict_step")(data)
-        step = ForwardStep(
+        step = Step(
             self._extended, self._share(data, "predict_step"), written=self.session.written, is_traced_alike=False
         )
         with step.running(self._model):
