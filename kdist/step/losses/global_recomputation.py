@@ -12,6 +12,9 @@ from kdist.state.graphs.recomputed import Recomputed, RowReduction
 from kdist.state.rows.frontier import Frontier
 from kdist.strategies.open_step import OpenStep
 
+RECOMPUTATION_ERRORS = (LookupError, TypeError, ValueError, tf.errors.OpError)
+"""Raised where something cannot be computed again, as what has no gradient."""
+
 _WIDE = {
     tf.float16: tf.float32,
     tf.bfloat16: tf.float32,
@@ -31,7 +34,7 @@ class GlobalRecomputation:
         step: the open step.
         frontier: `Frontier` of the tensors.
         inlined: `Inlined`, by which the tensors of `frontier` were made of the step's.
-        gather: callable that takes rows of this rank and returns those of all.
+        gather: callable that takes rows of this rank and returns those of all; not needed for means and sums.
 
     Attributes:
         taken: list of pairs, tensors of this rank that are taken as they are, and by what to differentiate them.
@@ -42,7 +45,7 @@ class GlobalRecomputation:
         step: OpenStep,
         frontier: Frontier,
         inlined: Inlined,
-        gather: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        gather: Callable[[list[tf.Tensor]], list[tf.Tensor]] = list,
     ) -> None:
         self._step = step
         self._recomputed = recomputed = Recomputed(frontier.is_changed, inlined.original)

@@ -12,11 +12,9 @@ from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.graphs.recomputed import Recomputed, RowReduction
 from kdist.state.rows.reduction_frontier import ReductionFrontier, is_computed_of, is_weighted_sum
-from kdist.step.losses.global_recomputation import GlobalRecomputation
+from kdist.step.losses.global_recomputation import RECOMPUTATION_ERRORS, GlobalRecomputation
 from kdist.step.losses.global_value import GlobalValue
 from kdist.strategies.open_step import OpenStep
-
-_ERRORS = (LookupError, TypeError, ValueError, tf.errors.OpError)  # of what cannot be computed again
 
 
 class StepGradients:
@@ -58,9 +56,9 @@ class StepGradients:
         inlined = self._inlined()
         try:
             frontier = self._frontier([value], means)
-            of_all_ranks = GlobalRecomputation(self._step, frontier, inlined, lambda rows: rows)
+            of_all_ranks = GlobalRecomputation(self._step, frontier, inlined)
             return GlobalValue(value, of_all_ranks, inlined)
-        except _ERRORS:
+        except RECOMPUTATION_ERRORS:
             return None
 
     def of_all_ranks(self, value: tf.Tensor, means: Mapping[Any, tf.Tensor]) -> tf.Tensor | None:
@@ -79,11 +77,11 @@ class StepGradients:
         try:
             frontier = self._frontier([value], means)
             if any(each.tensor.name not in self._written.values for each in frontier.listed):
-                of_all_ranks = GlobalRecomputation(self._step, frontier, self._inlined(), lambda rows: rows)
+                of_all_ranks = GlobalRecomputation(self._step, frontier, self._inlined())
                 self._written.values |= {each.tensor.name: of_all_ranks(each.tensor) for each in frontier.listed}
             self._changed |= frontier.changed
             return tf.stop_gradient(self._written(value))
-        except _ERRORS:
+        except RECOMPUTATION_ERRORS:
             return None
 
     def are_of_share(self, value: tf.Tensor) -> bool:
@@ -122,9 +120,9 @@ class StepGradients:
         if made:
             try:
                 frontier = self._frontier(list(made.values()), means)
-                of_all_ranks = GlobalRecomputation(self._step, frontier, self._inlined(), lambda rows: rows)
+                of_all_ranks = GlobalRecomputation(self._step, frontier, self._inlined())
                 made = {place: of_all_ranks(each) for place, each in made.items()}
-            except _ERRORS:
+            except RECOMPUTATION_ERRORS:
                 return None
         if self._step.loss_is_weighted:  # what is applied is summed over the ranks
             made = {place: self._step.weighted(each) for place, each in made.items()}

@@ -19,7 +19,7 @@ from kdist.state.rows.means_and_sums import Kind, MeansAndSums
 from kdist.state.rows.reduction_frontier import is_computed_of, is_weighted_sum
 from kdist.state.rows.row_frontier import RowFrontier
 from kdist.state.rows.row_wise import RowWise
-from kdist.step.losses.global_recomputation import GlobalRecomputation
+from kdist.step.losses.global_recomputation import RECOMPUTATION_ERRORS, GlobalRecomputation
 from kdist.step.losses.global_value import GlobalValue
 from kdist.step.losses.scaled_sums import ScaledSums
 from kdist.step.losses.step_gradients import StepGradients
@@ -207,7 +207,7 @@ class StepNumbers:
                     self._step, frontier, inlined, lambda rows: self.gather(who or KEPT, rows)
                 )
                 return GlobalValue(own, of_all_ranks, inlined)
-            except (LookupError, TypeError, ValueError, tf.errors.OpError):  # as of what has no gradient
+            except RECOMPUTATION_ERRORS:
                 return None
 
     def _frontier_of(self, found: MeansAndSums, rows: RowWise, value: tf.Tensor, means: Means) -> Frontier:

@@ -14,7 +14,7 @@ from kdist.state.graphs.inlined import Inlined
 from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.state.rows.row_frontier import RowFrontier
 from kdist.state.rows.row_wise import can_relate_rows
-from kdist.step.losses.global_recomputation import GlobalRecomputation
+from kdist.step.losses.global_recomputation import RECOMPUTATION_ERRORS, GlobalRecomputation
 from kdist.step.losses.step_rows import StepRows
 from kdist.strategies.open_step import OpenStep
 
@@ -90,7 +90,7 @@ class StepPairs:
                 frontier = RowFrontier(list(copies.values()), row_wise, known, means)
                 of_all = GlobalRecomputation(self._step, frontier, inlined, lambda rows: self._gather(who, rows))
                 made = {key: of_all(each) for key, each in copies.items()}
-            except (LookupError, TypeError, ValueError, tf.errors.OpError):
+            except RECOMPUTATION_ERRORS:
                 return None
         for leaf, mask in zip(leaves, masks, strict=True):
             if id(leaf) in made and mask is not None:
