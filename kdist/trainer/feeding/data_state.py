@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kdist.checkpoint.position import Position
 from kdist.state.part import State, StatePart
 from kdist.state.single_process import Place
-from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
+from kdist.trainer.feeding.epoch_iterator import Position, ShardedEpochIterator
 from kdist.trainer.feeding.orders_by_hand import OrdersByHand
 
 
