@@ -1,22 +1,35 @@
-"""Arrays and tensors: every rank takes its rows of one common order."""
+"""Arrays and tensors: every rank takes its rows of one common order.
+
+To trace a pipeline's functions takes as long as many a small step, so they are traced once a process, and called with
+what differs: the arrays, the steps, and the number under which the order of a pass is asked for.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from kdist.data import sharding
-from kdist.data.array_pipeline import gathered, gathered_by, steps_of_passes
 from kdist.data.batch import Shard, lists_to_tuples
 from kdist.data.graphs.fingerprint import row_means, sample_rows
 from kdist.data.graphs.options import sharded_options
+from kdist.data.graphs.own_functions import applied, map_op, traced
 from kdist.data.sharding import Plan
 from kdist.data.source import Source
+
+_SCALAR = tf.TensorSpec([], tf.int64)
+_VECTOR = tf.TensorSpec([None], tf.int64)
+
+# TensorFlow never releases the Python functions that it calls: the arrays would stay in memory with their source.
+_sources: weakref.WeakValueDictionary[int, ArraySource] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class ArraySource(Source):
@@ -100,9 +113,9 @@ class ArraySource(Source):
             rows = self._gather(tf.constant(self._positions))
             dataset = tf.data.Dataset.from_tensors(Shard(rows, self._rows[0], self._global_rows[0]))
         elif self._inputs is not None:
-            dataset = gathered(steps_of_passes(self, steps), self._inputs, size)
+            dataset = _gathered(_steps_of_passes(self, steps), self._inputs, size)
         else:
-            dataset = gathered_by(steps_of_passes(self, steps), self._gather, size)
+            dataset = _gathered_by(_steps_of_passes(self, steps), self._gather, size)
         options = sharded_options()
         # As Keras does: the optimizer would serialise the arrays, and has nothing to optimize in this pipeline.
         options.experimental_optimization.apply_default_optimizations = False
@@ -123,6 +136,101 @@ class ArraySource(Source):
         else:
             return self._positions
         return order[self._positions]
+
+
+def _steps_of_passes(source: ArraySource, steps: Sequence[Any]) -> tf.data.Dataset:
+    """Returns a dataset of the steps of a pass, each with the numbers of the pass's rows.
+
+    Args:
+        source: `ArraySource`, asked for its order at the beginning of each pass; it is not kept alive.
+        steps: sequence of four `int64` arrays with an entry for each step: where its rows begin and end in the order,
+            how many of them count here, and how many on all ranks.
+
+    Returns:
+        A dataset of `(start, stop, rows, global_rows, indices)`.
+    """
+    number = next(_numbers)
+    _sources[number] = source
+    numbers = tf.data.Dataset.from_tensors(tf.constant(number, tf.int64))
+    passes = applied(map_op, numbers, _order_of_pass(), (), _VECTOR)
+    element = (*[_SCALAR] * 4, _VECTOR)
+    return applied(tf.raw_ops.FlatMapDataset, passes.prefetch(1), _steps_of_pass(), steps, element)
+
+
+def _gathered(steps: tf.data.Dataset, inputs: Any, size: int | None) -> tf.data.Dataset:
+    """Returns the dataset of `Shard` of dense tensors.
+
+    Args:
+        steps: dataset as `_steps_of_passes` returns it.
+        inputs: structure of dense tensors and of `None`.
+        size: int or `None`, the rows of each step, if known.
+    """
+    inputs = lists_to_tuples(inputs)
+    tensors = [leaf for leaf in tf.nest.flatten(inputs) if leaf is not None]
+    specs = tuple(tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in tensors)
+    rows = iter([tf.TensorSpec([size, *spec.shape[1:]], spec.dtype) for spec in specs])
+    data = tf.nest.map_structure(lambda leaf: _nothing() if leaf is None else next(rows), inputs)
+    return applied(map_op, steps, _rows_of_step(specs, size), tensors, Shard(data, _SCALAR, _SCALAR))
+
+
+def _gathered_by(steps: tf.data.Dataset, gather: Callable[[Any], Any], size: int | None) -> tf.data.Dataset:
+    """Returns the dataset of `Shard` of what a function of the row numbers returns; see `_gathered`."""
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def draw(*step: Any) -> Shard:
+        start, stop, rows, global_rows, indices = step
+        return Shard(gather(_indices(indices, start, stop, size)), rows, global_rows)
+
+    return steps.map(draw)
+
+
+def _indices(indices: Any, start: Any, stop: Any, size: int | None) -> Any:
+    indices = indices[start:stop]
+    indices.set_shape([size])
+    return indices
+
+
+@functools.cache
+def _nothing() -> Any:
+    """Returns the spec that `tf.data` has for `None`."""
+    return tf.data.Dataset.from_tensors((0, None)).element_spec[1]
+
+
+@functools.cache
+def _order_of_pass() -> Any:
+    def of_number(number: Any) -> Any:
+        return _sources[int(number)].shard_indices()
+
+    def draw(number: Any) -> Any:
+        indices = tf.numpy_function(of_number, [number], tf.int64)
+        indices.set_shape([None])
+        return indices
+
+    return _traced(draw, _SCALAR)
+
+
+@functools.cache
+def _steps_of_pass() -> Any:
+    def pair(indices: Any, *steps: Any) -> Any:
+        every_step = tf.data.Dataset.from_tensors(indices).repeat()
+        slices = tf.data.Dataset.from_tensor_slices(steps)
+        return tf.data.experimental.to_variant(tf.data.Dataset.zip(slices, every_step))
+
+    return _traced(pair, _VECTOR, *[_VECTOR] * 4)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows_of_step(specs: tuple[tf.TensorSpec, ...], size: int | None) -> Any:
+    def draw(start: Any, stop: Any, rows: Any, global_rows: Any, indices: Any, *tensors: Any) -> Any:
+        indices = _indices(indices, start, stop, size)
+        return [*(tf.gather(tensor, indices) for tensor in tensors), rows, global_rows]
+
+    return _traced(draw, *[_SCALAR] * 4, _VECTOR, *specs)
+
+
+def _traced(function: Callable[..., Any], *signature: Any) -> Any:
+    with tf.init_scope():
+        return traced(function, *signature)
 
 
 def row_gatherer(inputs: Any) -> Callable[[Any], Any]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.data import array_pipeline, sharding
+from kdist.data import arrays, sharding
 from kdist.data.arrays import ArraySource
 from kdist.engines.arrays import fusion
 from kdist.errors import DataError
@@ -127,7 +127,7 @@ def test_functions_are_traced_once_for_arrays_of_one_kind(monkeypatch):
     def traced(*_: object) -> None:
         raise AssertionError("a function is traced")
 
-    monkeypatch.setattr(array_pipeline, "_traced", traced)
+    monkeypatch.setattr(arrays, "_traced", traced)
     monkeypatch.setattr(tf.data.Dataset, "map", traced)
     assert one_pass(sources(64, 4, plans(2))) == in_batches(64, 8)
 
