@@ -85,12 +85,11 @@ def tensorflow_strategy(info: ClusterInfo, selection: Selection, asked: Any) -> 
 def passed_through(strategy: tf.distribute.Strategy, chosen: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
     """Opens the scope of a strategy that is not kdist's; scales batch and learning rate with its replicas if asked."""
     from kdist.keras_hooks.clear_session import scopes_outlive_clear_session
-    from kdist.tf_strategies.session import ScalingOptions, scaled_models
+    from kdist.strategies.settings import Settings
+    from kdist.tf_strategies.session import scaled_models
 
-    options = ScalingOptions(
-        strategy.num_replicas_in_sync, chosen["scale_batch"], chosen["scale_lr"], chosen["warmup_epochs"]
-    )
-    with scopes_outlive_clear_session(), strategy.scope(), scaled_models(options):
+    settings = Settings(chosen["scale_batch"], chosen["scale_lr"], chosen["warmup_epochs"])
+    with scopes_outlive_clear_session(), strategy.scope(), scaled_models(settings, strategy.num_replicas_in_sync):
         yield strategy
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
@@ -24,45 +23,25 @@ from kdist.state.part import StatePart
 from kdist.state.session import TrainingSession, has_session, set_session
 from kdist.state.single_process import KerasData
 from kdist.state.variables import ModelState
+from kdist.strategies.settings import Settings
 from kdist.tf_strategies.global_batches import with_global_batches
 
 
-@dataclasses.dataclass(frozen=True)
-class ScalingOptions:
-    """How batch and learning rate scale with the replicas of a strategy.
-
-    Attributes:
-        num_replicas: int, the number of replicas.
-        scale_batch: bool, whether `batch_size` is what each replica sees.
-        scale_lr: as `kdist.scope` takes it.
-        warmup_epochs: as `kdist.scope` takes it.
-    """
-
-    num_replicas: int
-    scale_batch: bool
-    scale_lr: str | float | None
-    warmup_epochs: str | float
-
-    @property
-    def batches_per_step(self) -> int:
-        """The number of the user's batches in a step."""
-        return self.num_replicas if self.scale_batch else 1
-
-
 @contextlib.contextmanager
-def scaled_models(options: ScalingOptions) -> Iterator[None]:
+def scaled_models(settings: Settings, num_replicas: int) -> Iterator[None]:
     """Scales batch and learning rate of the models that are made or used while the context is open.
 
     Args:
-        options: `ScalingOptions`; there may be nothing to scale.
+        settings: `Settings` of the scope; there may be nothing to scale.
+        num_replicas: int, the replicas of the strategy.
     """
-    if options.num_replicas == 1 or (not options.scale_batch and options.scale_lr is None):
+    if num_replicas == 1 or (not settings.scale_batch and settings.scale_lr is None):
         yield
         return
 
     def scale(model: keras.Model) -> None:
         if not has_session(model):
-            session = ScaledSession(model, options)
+            session = ScaledSession(model, settings, num_replicas)
             set_session(model, session)
             patch_methods(model, {**{name: original(model, name) for name in METHODS}, "fit": session.fit})
 
@@ -75,13 +54,16 @@ class ScaledSession(TrainingSession):
 
     Args:
         model: `keras.Model`.
-        options: `ScalingOptions`.
+        settings: `Settings` of the scope.
+        num_replicas: int, the replicas of the strategy.
     """
 
-    def __init__(self, model: keras.Model, options: ScalingOptions) -> None:
+    def __init__(self, model: keras.Model, settings: Settings, num_replicas: int) -> None:
         super().__init__(model)
-        self._options = options
-        self._rates = EffectiveRates(model, scale_lr=options.scale_lr, batches_per_step=options.batches_per_step)
+        self._settings = settings
+        self._num_replicas = num_replicas
+        self._batches_per_step = settings.batches_per_step(num_replicas)
+        self._rates = EffectiveRates(model, scale_lr=settings.scale_lr, batches_per_step=self._batches_per_step)
         # A variable, because `train_on_batch` may take the function that `fit` has traced. A callback may call `fit`.
         self._num_fits = tf.Variable(0, trainable=False, name="kdist_running_fits")
 
@@ -91,18 +73,17 @@ class ScaledSession(TrainingSession):
 
     def data(self, epoch_step: int = 0) -> KerasData:
         """See `TrainingSession.data`."""
-        batches = self._options.batches_per_step
-        return KerasData(self.model, self.metrics, epoch_step, batches_per_step=batches)
+        return KerasData(self.model, self.metrics, epoch_step, batches_per_step=self._batches_per_step)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Fits with global batches and the scaled learning rate."""
         fit = original(self.model, "fit")
         arguments = given = named_arguments(inspect.signature(fit).bind(*args, **kwargs))
-        if self._options.scale_batch:
-            arguments = with_global_batches(arguments, self._options.num_replicas)
-        once.info(f"batch: {_batch(given, arguments, self._options)}")
+        if self._settings.scale_batch:
+            arguments = with_global_batches(arguments, self._num_replicas)
+        once.info(f"batch: {self._batch(given, arguments)}")
         callbacks = arguments.get("callbacks")
-        warmup = WarmupCallback(self._options, self._rates)
+        warmup = WarmupCallback(self._settings.warmup_epochs, self._rates)
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             arguments["callbacks"] = [warmup, *keras.tree.flatten(callbacks or [])]
         elif not any(isinstance(each, WarmupCallback) for each in callbacks.callbacks):
@@ -120,6 +101,21 @@ class ScaledSession(TrainingSession):
         finally:
             self._num_fits.assign_sub(1)
 
+    def _batch(self, given: Mapping[str, Any], used: Mapping[str, Any]) -> str:
+        """Returns how a `fit` distributes batches, for the log.
+
+        Args:
+            given: mapping, the user's arguments.
+            used: mapping, those of global batches.
+        """
+        replicas, size = self._num_replicas, used.get("batch_size")
+        if not self._settings.scale_batch:
+            return f"each of yours / {replicas} replicas (scale_batch=False)"
+        if size:
+            return f"{size // replicas} x {replicas} replicas = {size}"
+        is_split = used.get("x") is given.get("x")  # a `DataLoader`
+        return f"{'each of yours /' if is_split else 'one of yours x'} {replicas} replicas"
+
     def _warn_of_clipping(self) -> None:
         for optimizer in map(innermost, optimizers_of(self.model)):
             settings = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if getattr(optimizer, name, None)]
@@ -129,23 +125,6 @@ class ScaledSession(TrainingSession):
                     "they are summed: not as in one process. Fix: one process a device, by `kdist run`, where "
                     "gradients are clipped after the sum"
                 )
-
-
-def _batch(given: Mapping[str, Any], used: Mapping[str, Any], options: ScalingOptions) -> str:
-    """Returns how a `fit` distributes batches, for the log.
-
-    Args:
-        given: mapping, the user's arguments.
-        used: mapping, those of global batches.
-        options: `ScalingOptions`.
-    """
-    replicas, size = options.num_replicas, used.get("batch_size")
-    if not options.scale_batch:
-        return f"each of yours / {replicas} replicas (scale_batch=False)"
-    if size:
-        return f"{size // replicas} x {replicas} replicas = {size}"
-    is_split = used.get("x") is given.get("x")  # a `DataLoader`
-    return f"{'each of yours /' if is_split else 'one of yours x'} {replicas} replicas"
 
 
 def _rate_in_update(rate: EffectiveRate, num_fits: tf.Variable) -> Any:
@@ -161,13 +140,13 @@ class WarmupCallback(keras.callbacks.Callback):
     """Sets the warm-up, reports once what is scaled, and logs the rate that updates use.
 
     Args:
-        options: `ScalingOptions`.
+        warmup_epochs: as `kdist.scope` takes it.
         rates: `EffectiveRates` of the model.
     """
 
-    def __init__(self, options: ScalingOptions, rates: EffectiveRates) -> None:
+    def __init__(self, warmup_epochs: str | float, rates: EffectiveRates) -> None:
         super().__init__()
-        self._options = options
+        self._warmup_epochs = warmup_epochs
         self._rates = rates
         self._num_steps = 0
         self._is_reported = False
@@ -189,7 +168,7 @@ class WarmupCallback(keras.callbacks.Callback):
         self._rates.add_to_logs(logs)
 
     def _set_warmup(self, steps_per_epoch: int | None) -> None:
-        self._rates.set_warmup(self._options.warmup_epochs, self.params, steps_per_epoch)
+        self._rates.set_warmup(self._warmup_epochs, self.params, steps_per_epoch)
 
     def _report(self) -> None:
         if not self._is_reported:
