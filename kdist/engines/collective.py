@@ -164,14 +164,15 @@ class CollectiveEngine(Engine):
 
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Exchanges the ranks' parts and adds them; see `Engine.reduce_scatter`."""
+        if self._shared is None:
+            return super().reduce_scatter(tensors)
         tensors = arguments.for_reduce_scatter(tensors)
-        if self._shared is not None and tensors:
-            with self._exchange("reduce_scatter", tensors) as finished:
-                rows = self._shared.reduce_scatter(tensors)
-                finished(rows)
-            return rows
-        received = self.alltoall([flat.rows_by_rank(tensor, self.size) for tensor in tensors])
-        return [flat.sum_of_parts(*each, self.rank) for each in zip(received, tensors, strict=True)]
+        if not tensors:
+            return []
+        with self._exchange("reduce_scatter", tensors) as finished:
+            rows = self._shared.reduce_scatter(tensors)
+            finished(rows)
+        return rows
 
     def allgather(
         self, tensors: Sequence[tf.Tensor], lengths: Sequence[Sequence[int]] | None = None
@@ -261,17 +262,9 @@ class CollectiveEngine(Engine):
             self._abort(code)
         os._exit(code)
 
-    @contextlib.contextmanager
-    def refusing(self, why: str) -> Iterator[None]:
-        """Refuses collectives of graphs that were traced before, too; see `Engine.refusing`."""
-        with super().refusing(why):
-            with tf.init_scope():
-                self._is_refusing.assign(True)
-            try:
-                yield
-            finally:
-                with tf.init_scope():
-                    self._is_refusing.assign(False)
+    def _refuse_in_graphs(self, refuses: bool) -> None:
+        with tf.init_scope():
+            self._is_refusing.assign(refuses)
 
     def explain(self, error: BaseException) -> EngineError | None:
         """Returns what an error of TensorFlow's collectives means; see `Engine.explain`."""

@@ -11,9 +11,11 @@ import contextlib
 import copy
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from kdist.cluster.own_output import flush_output
 from kdist.errors import EngineError
 from kdist.watch.activity import Activity
 
@@ -130,7 +132,6 @@ class Engine(abc.ABC):
             EngineError: if a dtype cannot be summed.
         """
 
-    @abc.abstractmethod
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors over all ranks, and gives each rank its rows of the sums.
 
@@ -150,6 +151,11 @@ class Engine(abc.ABC):
         Raises:
             EngineError: if a tensor is a scalar, its shape is not known, or its dtype cannot be summed.
         """
+        from kdist.engines.tensors import arguments, flat
+
+        tensors = arguments.for_reduce_scatter(tensors)
+        received = self.alltoall([flat.rows_by_rank(tensor, self.size) for tensor in tensors])
+        return [flat.sum_of_parts(*each, self.rank) for each in zip(received, tensors, strict=True)]
 
     @abc.abstractmethod
     def allgather(
@@ -265,13 +271,16 @@ class Engine(abc.ABC):
         Collective: every rank must call this, in the same order.
         """
 
-    @abc.abstractmethod
     def abort(self, code: int = 1) -> NoReturn:
-        """Ends all ranks of the job at once, without a message.
+        """Ends all ranks of the job at once, without a message: flushes the standard streams and ends this process.
+
+        Its launcher ends the others, or an engine does.
 
         Args:
             code: int, the exit code, from 1 to 255.
         """
+        flush_output()
+        os._exit(code)
 
     @functools.cached_property
     def activity(self) -> Activity:
@@ -295,9 +304,14 @@ class Engine(abc.ABC):
         """
         self._refusals.append(why)
         try:
+            self._refuse_in_graphs(True)
             yield
         finally:
+            self._refuse_in_graphs(False)
             self._refusals.pop()
+
+    def _refuse_in_graphs(self, refuses: bool) -> None:  # noqa: B027  not needed where graphs call Python
+        """Sets whether graphs that were traced before refuse collectives, too."""
 
     def check_allowed(self) -> None:
         """Raises `EngineError` if collectives are refused now; every engine calls this before it sends anything."""

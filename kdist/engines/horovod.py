@@ -8,12 +8,11 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import tensorflow as tf
 
 from kdist.cluster.open_mpi import with_defaults, without_unused_transport
-from kdist.cluster.own_output import flush_output
 from kdist.engines.arrays.shared_memory import BARRIER, END, FAILURE, SharedMemory
 from kdist.engines.engine import REFUSED, Engine, not_converted
 from kdist.engines.tensors import arguments, flat, slices
@@ -120,15 +119,16 @@ class HorovodEngine(Engine):
     @not_converted
     def reduce_scatter(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Exchanges the ranks' parts and adds them; see `Engine.reduce_scatter`."""
-        # Horovod's own operation is not the same over each controller, and sums halves as halves.
+        if self._shared is None:
+            # Horovod's own operation is not the same over each controller, and sums halves as halves.
+            return super().reduce_scatter(tensors)
         tensors = arguments.for_reduce_scatter(tensors)
-        if self._shared is not None and tensors:
-            in_memory = _without_names(self._shared.reduce_scatter)
-            shapes = [flat.part(tensor, self.rank, self.size).shape for tensor in tensors]
-            with self._exchange() as send:
-                return send("reduce_scatter", in_memory, tensors, shapes)
-        received = self.alltoall([flat.rows_by_rank(tensor, self.size) for tensor in tensors])
-        return [flat.sum_of_parts(*each, self.rank) for each in zip(received, tensors, strict=True)]
+        if not tensors:
+            return []
+        in_memory = _without_names(self._shared.reduce_scatter)
+        shapes = [flat.part(tensor, self.rank, self.size).shape for tensor in tensors]
+        with self._exchange() as send:
+            return send("reduce_scatter", in_memory, tensors, shapes)
 
     @not_converted
     def alltoall(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -200,22 +200,9 @@ class HorovodEngine(Engine):
         with self._exchange() as send:
             self._meet(send, "barrier", BARRIER)
 
-    def abort(self, code: int = 1) -> NoReturn:
-        """Flushes the standard streams and ends this process; its launcher ends the others. See `Engine.abort`."""
-        flush_output()
-        os._exit(code)
-
-    @contextlib.contextmanager
-    def refusing(self, why: str) -> Iterator[None]:
-        """Refuses collectives of graphs that were traced before, too; see `Engine.refusing`."""
-        with super().refusing(why):
-            with tf.init_scope():
-                self._order.assign(1)
-            try:
-                yield
-            finally:
-                with tf.init_scope():
-                    self._order.assign(0)
+    def _refuse_in_graphs(self, refuses: bool) -> None:
+        with tf.init_scope():
+            self._order.assign(int(refuses))
 
     def explain(self, error: BaseException) -> EngineError | None:
         """Returns what an error of Horovod's operations means; see `Engine.explain`."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import tensorflow as tf
 
-from kdist.cluster.own_output import flush_output
 from kdist.engines.engine import Engine
 from kdist.engines.tensors import arguments
 
@@ -70,8 +68,3 @@ class SingleEngine(Engine):
 
     def barrier(self) -> None:
         """Returns at once; see `Engine.barrier`."""
-
-    def abort(self, code: int = 1) -> NoReturn:
-        """Flushes the standard streams and ends this process; see `Engine.abort`."""
-        flush_output()
-        os._exit(code)
