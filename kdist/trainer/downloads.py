@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kdist.checkpoint.storage.file_lock import file_lock
+from kdist.checkpoint.storage.locks import file_lock
 from kdist.keras_hooks.files import DOWNLOAD, EXTRACT, replaced
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdist.checkpoint.storage.file_lock import file_lock
 from kdist.checkpoint.storage.whole_files import write_whole
 from kdist.engines.single import SingleEngine
 from kdist.state.versions import Versions
@@ -140,12 +139,3 @@ def test_versions_tell_writes_jobs_and_weights_apart(tmp_path):
     others = [ours.next(tmp_path / "other", [np.ones(3), np.ones(2)]), theirs.next(tmp_path, weights)]
     assert len({first, second, *others}) == 4
     assert ours.next(tmp_path / ".." / tmp_path.name / "new", weights) == first
-
-
-def test_a_lock_leaves_no_file(tmp_path):
-    path = tmp_path / "lock"
-    with file_lock(path):
-        assert path.exists()
-    assert not path.exists()
-    with file_lock(tmp_path / "missing" / "lock"):  # a directory that cannot be written to is not locked
-        pass

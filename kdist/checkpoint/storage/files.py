@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kdist.checkpoint.storage.arrays import open_arrays, write_arrays
-from kdist.checkpoint.storage.directory_lock import DirectoryLock
+from kdist.checkpoint.storage.locks import DirectoryLock
 from kdist.errors import CheckpointError
 from kdist.state.part import MODEL, DeferredArray, State
 

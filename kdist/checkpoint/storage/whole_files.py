@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kdist.checkpoint.storage.file_lock import file_lock
+from kdist.checkpoint.storage.locks import file_lock
 from kdist.state.versions import MODULUS
 
 _PATHS = ("filepath", "export_dir")

@@ -1,4 +1,4 @@
-"""A directory lock: one training at a time uses a directory."""
+"""Locks in files: of a file, which processes of one host wait for, and of a directory, for one training at a time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,32 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from kdist.checkpoint.storage.file_lock import is_at
 from kdist.errors import CheckpointError
 
 logger = logging.getLogger("kdist")
 
 NAME = ".in-use"
 PATIENCE = 30.0  # seconds: the end of a job may overlap with its restart
+
+
+@contextlib.contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock, which other processes wait for; the end of a process releases it.
+
+    Where files cannot be made or locked, as on some network file systems, nothing is locked.
+
+    Args:
+        path: path of a file in a directory that is there; the file is made and deleted.
+    """
+    descriptor = _lock(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            _unlock(path, descriptor)
 
 
 class DirectoryLock:
@@ -64,32 +81,53 @@ class DirectoryLock:
     def release(self) -> None:
         """Releases the lock, if it was acquired."""
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-            os.close(self._descriptor)
+            _unlock(self._path, self._descriptor)
             self._descriptor = None
 
     def _try(self, mark: str) -> str | None:
         """Acquires the lock if it is free, and writes who has it, with a mark at the end; else returns its owner."""
-        try:
+        with contextlib.suppress(OSError):  # writing will raise the same error
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError:
-            return None  # writing will raise the same error
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            owner = os.read(descriptor, 1000).decode(errors="replace")
-            os.close(descriptor)
-            return owner or "another process"
-        except OSError:
-            os.close(descriptor)
-            return None
-        if not is_at(descriptor, self._path):  # released meanwhile
-            os.close(descriptor)
-            return "another process"
-        self._descriptor = descriptor
-        with contextlib.suppress(OSError):  # a full disk
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}{mark}".encode())
+            descriptor = _lock(self._path, waits=False)
+        except BlockingIOError as error:
+            return str(error) or "another process"
+        if descriptor is not None:
+            self._descriptor = descriptor
+            with contextlib.suppress(OSError):  # a full disk
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}{mark}".encode())
         return None
+
+
+def _lock(path: Path, *, waits: bool = True) -> int | None:
+    """Returns a file that is open and locked; `None` where files cannot be made or locked.
+
+    Raises:
+        BlockingIOError: with what is in the file, if another process has the lock and this one does not wait.
+    """
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return None
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            is_taken = not waits and isinstance(error, (BlockingIOError, PermissionError))
+            owner = os.read(descriptor, 1000) if is_taken else b""
+            os.close(descriptor)
+            if is_taken:
+                raise BlockingIOError(owner.decode(errors="replace")) from error
+            return None
+        # A lock's file is deleted when it is released: another process may have made a new one meanwhile.
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        os.close(descriptor)
+
+
+def _unlock(path: Path, descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+    os.close(descriptor)

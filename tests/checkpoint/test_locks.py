@@ -1,17 +1,17 @@
-"""A directory of checkpoints is one training's at a time."""
+"""A file is locked for a moment; a directory of checkpoints is one training's at a time."""
 
 import subprocess
 import sys
 
 import pytest
 
-from kdist.checkpoint.storage.directory_lock import NAME, DirectoryLock
+from kdist.checkpoint.storage.locks import NAME, DirectoryLock, file_lock
 from kdist.errors import CheckpointError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from kdist.checkpoint.storage.directory_lock import DirectoryLock
+from kdist.checkpoint.storage.locks import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
 lock.acquire(job=sys.argv[2])
 print("taken", flush=True)
@@ -72,3 +72,12 @@ def test_an_interrupted_training_is_not_in_its_own_way(tmp_path):
 def test_what_cannot_be_claimed_is_no_error(tmp_path):
     (tmp_path / "file").touch()
     DirectoryLock(tmp_path / "file").acquire(patience=0)
+
+
+def test_a_lock_leaves_no_file(tmp_path):
+    path = tmp_path / "lock"
+    with file_lock(path):
+        assert path.exists()
+    assert not path.exists()
+    with file_lock(tmp_path / "missing" / "lock"):  # a directory that cannot be written to is not locked
+        pass
