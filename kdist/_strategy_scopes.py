@@ -65,9 +65,7 @@ def tensorflow_strategy(info: ClusterInfo, selection: Selection, asked: Any) -> 
     key = selection.strategy if selection.strategy == "mirrored" else resolver
     if key not in _state.tensorflow_strategies:
         if selection.strategy == "mirrored":
-            from kdist.tf_strategies.mirrored import mirrored_strategy
-
-            _state.tensorflow_strategies[key] = mirrored_strategy()
+            _state.tensorflow_strategies[key] = _mirrored_strategy()
         else:
             from kdist.tf_strategies.tpu import tpu_strategy
 
@@ -79,6 +77,17 @@ def tensorflow_strategy(info: ClusterInfo, selection: Selection, asked: Any) -> 
         f"{selection.why}"
     )
     return strategy
+
+
+def _mirrored_strategy() -> tf.distribute.MirroredStrategy:
+    """Returns a strategy with a replica on each GPU, or without GPUs on each logical CPU device.
+
+    Logical CPU devices are for tests: `tf.config.set_logical_device_configuration` makes several of one CPU.
+    """
+    import tensorflow as tf
+
+    devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    return tf.distribute.MirroredStrategy([f"/device:{device.device_type}:{i}" for i, device in enumerate(devices)])
 
 
 @contextlib.contextmanager
