@@ -42,3 +42,8 @@ def take_rank(info: ClusterInfo, env: MutableMapping[str, str]) -> None:
             f"Expected one process a rank: the others wait for no second one. Fix: {fix}"
         )
     env[_VARIABLE] = f"{rank} {os.getpid()}"
+
+
+def forget_rank(env: MutableMapping[str, str]) -> None:
+    """Takes back what `take_rank` has said to processes that are started from now on."""
+    env.pop(_VARIABLE, None)

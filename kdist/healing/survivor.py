@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from kdist.cluster import detect
+from kdist.cluster.own_rank import forget_rank
 from kdist.healing.process_snapshot import ProcessSnapshot, has_gpu
 from kdist.reports import breakpoint_hook, failure
 from kdist.reports.scope_marks import own_scopes
@@ -23,7 +24,6 @@ from kdist.restarts.report import Healing, Kind, own_reports
 _WRITER = "kdist-checkpoint"  # the name of the thread that writes checkpoints
 _WRITER_TIMEOUT = 60.0  # seconds
 _ABORTS_FIRST = 5.0  # seconds that the first rank has to end the job
-_RANK_VARIABLE = "_KDIST_RANK"  # which processes that the script has started have inherited
 
 
 class Survivor:
@@ -95,7 +95,7 @@ class Survivor:
         # All ranks are on one host.
         for name, value in (("RANK", shrunk.rank), ("SIZE", shrunk.size)):
             os.environ[f"OMPI_COMM_WORLD_{name}"] = os.environ[f"OMPI_COMM_WORLD_LOCAL_{name}"] = str(value)
-        os.environ.pop(_RANK_VARIABLE, None)
+        forget_rank(os.environ)
         own_reports.rank = own_scopes.rank = shrunk.rank
         own_scopes.is_open = False
         info = detect(os.environ)
