@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist._engine import select_strategy
 from kdist.cli.cores import NUMA, in_words, numa_nodes
-from kdist.cli.quiet_import import import_quietly
+from kdist.cli.quiet_import import import_keras_quietly
 from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import KDistError
@@ -106,7 +106,7 @@ def _settings(env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     yield "cores", in_words(os.sched_getaffinity(0), os.cpu_count() or 1, numa_nodes(NUMA))
     try:
-        import_quietly(["tensorflow", "keras"])
+        import_keras_quietly()
         import keras
         import tensorflow as tf
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Imports TensorFlow without the output of its libraries on standard error."""
+"""Imports TensorFlow and Keras without the output of its libraries on standard error."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # at 3, TensorFlow does not warn that there is no GPU
 
 
-def import_quietly(modules: Sequence[str]) -> None:
-    """Imports modules and shows their standard error only if an import fails.
-
-    Args:
-        modules: sequence of str, their names.
+def import_keras_quietly() -> None:
+    """Imports TensorFlow and Keras, and shows their standard error only if an import fails.
 
     Raises:
         ImportError: if an import fails.
     """
     os.environ.setdefault(_LEVEL, "3")
     with _buffered_stderr():
-        for module in modules:
+        for module in ("tensorflow", "keras"):
             importlib.import_module(module)
 
 

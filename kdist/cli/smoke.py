@@ -12,7 +12,7 @@ import numpy as np
 
 import kdist
 from kdist._engine import open_engine
-from kdist.cli.quiet_import import import_quietly
+from kdist.cli.quiet_import import import_keras_quietly
 from kdist.engines.engine import Engine
 from kdist.reports.scope_marks import own_scopes
 
@@ -35,7 +35,7 @@ def main() -> int:
     Returns:
         0 if the ranks trained as one process does, else 1.
     """
-    import_quietly(["tensorflow", "keras"])
+    import_keras_quietly()
     with kdist.scope(scale_lr=None):
         engine = open_engine(kdist.cluster_info())
         _report_ranks(engine)

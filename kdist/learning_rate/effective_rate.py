@@ -44,7 +44,7 @@ class EffectiveRate(RateScale):
         agreed: `AgreedRate`, the user's rate as all ranks know it.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, rule: LearningRateRule, stretch: float) -> None:
+    def __init__(self, optimizer: keras.optimizers.Optimizer, rule: LearningRateRule, stretch: float = 1.0) -> None:
         self.optimizer = optimizer
         self.rule = rule
         self.is_logged_alone = False
@@ -113,7 +113,7 @@ class EffectiveRate(RateScale):
 
     def effective(self) -> float:
         """Returns the rate that the next update uses."""
-        return float(self._scaled(self._user_rate()))
+        return float(self.current())
 
     @property
     def is_used(self) -> bool:
@@ -187,7 +187,8 @@ class EffectiveRate(RateScale):
 
     def current(self) -> tf.Tensor:
         """Returns the rate that the next update uses, a scalar tensor."""
-        return self._scaled(self._user_rate())
+        rate = tf.convert_to_tensor(self._user_rate())
+        return rate * tf.cast(self._warmup.multiplier(iterations(self.optimizer)), rate.dtype)
 
     @contextlib.contextmanager
     def unscaled(self) -> Iterator[None]:
@@ -208,10 +209,6 @@ class EffectiveRate(RateScale):
             # Not a step too early where the quotient of batches and steps is rounded down.
             return rate(tf.cast(self._user_steps.at(step) + 1e-6, step.dtype))
         return current_learning_rate(self.optimizer)
-
-    def _scaled(self, rate: Any) -> tf.Tensor:
-        rate = tf.convert_to_tensor(rate)
-        return rate * tf.cast(self._warmup.multiplier(iterations(self.optimizer)), rate.dtype)
 
     def _num_steps(self) -> float:
         return number_of(iterations(self.optimizer))

@@ -43,7 +43,7 @@ class EffectiveRates(StatePart):
             # Without those of an earlier compile.
             self._rates = {key: rate for key, rate in self._rates.items() if key in held}
             with tf.init_scope():
-                rate = self._rates[id(optimizer)] = EffectiveRate(optimizer, rule, 1.0)
+                rate = self._rates[id(optimizer)] = EffectiveRate(optimizer, rule)
                 self._set_data(rate)
         return rate
 

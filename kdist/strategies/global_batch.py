@@ -79,15 +79,33 @@ class GlobalBatch:
         finally:
             self.is_in_call = outer
 
-    def equally_wide(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Pads with zeros what is wider on another rank, where a graph leaves the width open.
+    def equally_wide(self, tensors: list[tf.Tensor], who: str | None = None) -> list[tf.Tensor]:
+        """Pads with zeros what is wider on another rank, as padded sequences are that each rank has batched.
 
         Collective: every rank must call this, in the same order.
 
         Args:
-            tensors: list of tensors with rows.
+            tensors: list of tensors with rows; only where a graph leaves the width open is anything sent.
+            who: str or `None`, what it is for, for a warning of other widths; `None` for no warning.
         """
-        return self._equally_wide(tensors, None)
+        is_open = [self._open_axes(tensor) for tensor in tensors]
+        wide = [tensor for tensor, axes in zip(tensors, is_open, strict=True) if any(axes)]
+        if not wide:
+            return tensors
+        shapes = [tf.shape(tensor, tf.int64) for tensor in wide]
+        own = tf.concat(shapes, 0) * tf.cast(self._step.active, tf.int64)
+        (all_shapes,) = self._step.engine.allgather([own[tf.newaxis]])
+        largest = tf.reduce_max(all_shapes, axis=0)
+        if who is not None:
+            compared = tf.constant([is_compared for axes in is_open if any(axes) for is_compared in axes])
+            of_active = tf.reduce_any(all_shapes > 0, axis=1, keepdims=True)
+            self._warn_if(tf.reduce_any((all_shapes < largest) & compared & of_active), _OTHER_WIDTHS, who)
+        widest = iter(tf.split(largest, [tensor.shape.rank for tensor in wide]))
+        own_shapes = iter(shapes)
+        return [
+            _resized(tensor, tf.where(axes, next(widest), next(own_shapes))) if any(axes) else tensor
+            for tensor, axes in zip(tensors, is_open, strict=True)
+        ]
 
     def _gather(self, values: Any, who: str) -> Any:
         leaves = keras.tree.flatten(values)
@@ -126,37 +144,13 @@ class GlobalBatch:
         local = [each for part in parts for each in part]
         size = tf.add_n([tf.size(each, tf.int64) * each.dtype.size for each in local])
         self._warn_if(size > LARGE_MESSAGE, _TOO_LARGE, who, size)
-        local = self._equally_wide(local, None if has_mask else who)
+        local = self.equally_wide(local, None if has_mask else who)
         rows = iter(rows_of_all_ranks(self._step.engine, self._step, local, same_on_all=True))
         gathered = [_composed(leaf, [next(rows) for _ in _components(leaf)]) for leaf in leaves]
         for leaf, mask, result in zip(leaves, masks, gathered, strict=True):
             if mask is not None:
                 set_keras_mask(result, next(rows))
             self._gathered[self._key(leaf)] = leaf, result
-
-    def _equally_wide(self, tensors: list[tf.Tensor], who: str | None) -> list[tf.Tensor]:
-        """Pads with zeros what is wider on another rank, as padded sequences are that each rank has batched.
-
-        It warns of that unless `who` is `None`.
-        """
-        is_open = [self._open_axes(tensor) for tensor in tensors]
-        wide = [tensor for tensor, axes in zip(tensors, is_open, strict=True) if any(axes)]
-        if not wide:
-            return tensors
-        shapes = [tf.shape(tensor, tf.int64) for tensor in wide]
-        own = tf.concat(shapes, 0) * tf.cast(self._step.active, tf.int64)
-        (all_shapes,) = self._step.engine.allgather([own[tf.newaxis]])
-        largest = tf.reduce_max(all_shapes, axis=0)
-        if who is not None:
-            compared = tf.constant([is_compared for axes in is_open if any(axes) for is_compared in axes])
-            of_active = tf.reduce_any(all_shapes > 0, axis=1, keepdims=True)
-            self._warn_if(tf.reduce_any((all_shapes < largest) & compared & of_active), _OTHER_WIDTHS, who)
-        widest = iter(tf.split(largest, [tensor.shape.rank for tensor in wide]))
-        own_shapes = iter(shapes)
-        return [
-            _resized(tensor, tf.where(axes, next(widest), next(own_shapes))) if any(axes) else tensor
-            for tensor, axes in zip(tensors, is_open, strict=True)
-        ]
 
     def _open_axes(self, tensor: tf.Tensor) -> list[bool]:
         """Returns by axis whether ranks may differ in a tensor's size; nothing if the number of axes is not known."""

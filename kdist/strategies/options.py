@@ -137,7 +137,7 @@ class AllReduce:
 
     def __post_init__(self) -> None:
         """Raises for an option that is invalid."""
-        _refuse(type(self).__name__, self.problem())
+        _refuse(type(self).__name__, self._problem())
 
     @property
     def word(self) -> str:
@@ -150,7 +150,7 @@ class AllReduce:
         words = [f'shard="{self.shard}"'] if self.shard else []
         return " and ".join([*words, *(["shard_embeddings"] if self.shard_embeddings is not None else [])])
 
-    def problem(self) -> str | None:
+    def _problem(self) -> str | None:
         """Returns what is wrong with the options, or `None`."""
         for name, (is_valid, expected) in _VALID.items():
             if not is_valid(value := getattr(self, name)):
@@ -206,16 +206,16 @@ class TPU:
 
     def __post_init__(self) -> None:
         """Raises for an option that is invalid."""
-        _refuse(type(self).__name__, self.problem())
+        _refuse(type(self).__name__, self._problem())
 
     @property
     def word(self) -> str:
         """The word that names it in `kdist.scope`."""
         return "tpu"
 
-    def problem(self) -> str | None:
+    def _problem(self) -> str | None:
         """Returns what is wrong with the options, or `None`."""
-        return _timeout_problem("timeout", self.timeout)
+        return _timeout_problem(self.timeout)
 
 
 @constructor_with_suggestions
@@ -255,14 +255,14 @@ class ParameterServer:
 
     def __post_init__(self) -> None:
         """Raises for an option that is invalid."""
-        _refuse(type(self).__name__, self.problem())
+        _refuse(type(self).__name__, self._problem())
 
     @property
     def word(self) -> str:
         """The word that names it in `kdist.scope`."""
         return "parameter_server"
 
-    def problem(self) -> str | None:
+    def _problem(self) -> str | None:
         """Returns what is wrong with the options, or `None`."""
         if not isinstance(self.staleness, str) or self.staleness not in STALENESS:
             return f"staleness={self.staleness!r}. Expected one of {', '.join(map(repr, STALENESS))}"
@@ -277,7 +277,7 @@ class ParameterServer:
                 _is_number(value, numbers.Integral) and value >= lowest
             ):
                 return f"{name}={value!r}. Expected an integer of at least {lowest}"
-        return _timeout_problem("timeout", self.timeout)
+        return _timeout_problem(self.timeout)
 
 
 def _refuse(name: str, problem: str | None) -> None:
@@ -285,5 +285,5 @@ def _refuse(name: str, problem: str | None) -> None:
         raise StrategyError(f"An option is invalid. Received: {problem}. Fix: change it in kdist.{name}(...).")
 
 
-def _timeout_problem(name: str, value: object) -> str | None:
-    return None if is_positive(value) else f"{name}={value!r}. Expected seconds, above 0"
+def _timeout_problem(value: object) -> str | None:
+    return None if is_positive(value) else f"timeout={value!r}. Expected seconds, above 0"
