@@ -37,6 +37,12 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Returns what an address, as `address` returns it, was made of."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def is_known(host: str) -> bool:
     """Returns whether this host can look up another one's name."""
     try:

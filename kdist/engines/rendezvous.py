@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from kdist._tf_internals import is_initialized, start_collective_server
+from kdist.cluster.connections import host_and_port
 from kdist.errors import EngineError
 
 _LOG = logging.getLogger("kdist")
@@ -138,8 +139,7 @@ def host(address: str) -> str:
 
 
 def _connect(address: str) -> socket.socket:
-    name, _, port = address.rpartition(":")
-    return socket.create_connection((name.strip("[]"), int(port)), timeout=2.0)
+    return socket.create_connection(host_and_port(address), timeout=2.0)
 
 
 def _connection_error(address: str) -> str:

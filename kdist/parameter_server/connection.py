@@ -115,7 +115,7 @@ class ChiefConnection:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                return socket.create_connection(_host_port(self._address), timeout=CONNECT_TIMEOUT)
+                return socket.create_connection(connections.host_and_port(self._address), timeout=CONNECT_TIMEOUT)
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise ClusterError(
@@ -132,7 +132,7 @@ def listen(address: str) -> socket.socket:
     Raises:
         ClusterError: if its port is in use.
     """
-    host, port = _host_port(address)
+    host, port = connections.host_and_port(address)
     try:
         return connections.listen(host, port, backlog=128)
     except OSError as error:
@@ -166,8 +166,3 @@ def close(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
-
-
-def _host_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)

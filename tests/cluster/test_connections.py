@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from kdist.cluster.connections import address, connect, is_known, listen, own_hosts
+from kdist.cluster.connections import address, connect, host_and_port, is_known, listen, own_hosts
 
 
 def test_the_first_address_that_answers_is_taken_and_read_without_limit():
@@ -58,6 +58,7 @@ def test_what_is_written_as_loopback_is_reached_there_only():
 
 def test_an_address_is_one_word():
     assert [address("a", 1), address("10.0.0.1", 1), address("fd00::1", 1)] == ["a:1", "10.0.0.1:1", "[fd00::1]:1"]
+    assert [host_and_port(each) for each in ("a:1", "[fd00::1]:1")] == [("a", 1), ("fd00::1", 1)]
 
 
 def test_names_that_are_known():
