@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from kdist.cluster import detect
 from kdist.cluster.own_rank import forget_rank
+from kdist.errors import EngineError
 from kdist.healing.process_snapshot import ProcessSnapshot, has_gpu
 from kdist.reports import breakpoint_hook, failure
 from kdist.reports.scope_marks import own_scopes
@@ -63,7 +64,10 @@ class Survivor:
         began = time.time()
         peers = own_healing.peers
         if peers is None:
-            raise RuntimeError("There is no engine whose ranks could go on.")
+            raise EngineError(
+                "No rank can go on. Received: a lost rank, and no engine on this one. Expected the engine that "
+                "kdist.scope() has opened, which knows who is left. Fix: open the scope in the script itself."
+            )
         if own_healing.heartbeat is not None:
             own_healing.heartbeat.pause()
         for each in threading.enumerate():

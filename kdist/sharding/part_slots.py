@@ -96,7 +96,8 @@ class PartSlots:
         if tuple(array.shape) != shape:
             raise ValueError(
                 f"The shape of the value is not that of the slot. Received: a value of shape {tuple(array.shape)} "
-                f"for {path_of(variable)!r}. Expected the shape of its weight, {shape}."
+                f"for {path_of(variable)!r}. Expected the shape of its weight, {shape}. Fix: assign the whole slot, or "
+                "load a file of the same model."
             )
         if shape != part.view:
             raw.assign(np.reshape(np.asarray(array), part.view)[part.start : part.stop])

@@ -95,7 +95,8 @@ class Table:
         if tuple(array.shape) != self._shape:
             raise ValueError(
                 f"The shape of the value is not that of the table. Received: a value of shape {tuple(array.shape)} for "
-                f"{self.rows.path!r}. Expected the shape of all rows, {self._shape}."
+                f"{self.rows.path!r}. Expected the shape of all rows, {self._shape}. Fix: assign all rows, or load a "
+                "file of the same model."
             )
         size, rank, raw = self.engine.size, self.engine.rank, raw_variable(variable)
         first, number, found = 0, self.loads[0] + 1, 0

@@ -60,6 +60,13 @@ def test_refused_with_one_message(arguments, words, script, capsys, monkeypatch)
         assert word in captured.err
 
 
+@pytest.mark.parametrize("timeout", ["soon", "0", "-1", "nan", "inf"])
+def test_seconds_of_a_plan_are_above_0(timeout, script, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "-np", "2", "--timeout", timeout, script])
+    assert f"--timeout: received '{timeout}', expected seconds" in capsys.readouterr().err
+
+
 def test_a_missing_mpirun_names_what_to_install(script, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))

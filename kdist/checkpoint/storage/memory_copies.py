@@ -92,7 +92,11 @@ class MemoryCopies:
         """Returns the newest complete checkpoint, if `newest` has found one."""
         found = _read(max(self._files, key=self._number))
         if found is None:
-            raise CheckpointError(f"A copy of a checkpoint has changed while it was read. Received: {self._files}.")
+            raise CheckpointError(
+                "A copy of a checkpoint has changed while it was read. Received: "
+                f"{' and '.join(map(str, self._files))}. Expected files that nothing else writes to. Fix: end what "
+                "writes to them, and start the training again."
+            )
         return found[1]
 
     def delete(self) -> None:
