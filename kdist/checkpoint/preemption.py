@@ -25,7 +25,6 @@ from kdist.restarts.report import Kind, own_reports
 logger = logging.getLogger("kdist")
 
 _SAME_NOTICE = 1.0  # seconds: at a job's time limit, Slurm sends SIGTERM twice within milliseconds
-_LARGER = "a larger job"  # where a signal's name stands, if `kdist run` asked for that
 
 
 class Preemption(AllRanksCallback):
@@ -146,9 +145,8 @@ class Preemption(AllRanksCallback):
 
     def _read_request(self) -> None:
         if own_reports.rank == 0 and self._request is None:
-            why = request.read(own_reports.running)
-            if why is not None:
-                self._request = why or _LARGER
+            self._request = request.read(own_reports.running)
+            if self._request is not None:
                 self.session.votes.cast("preempt")
 
     def _is_agreed(self) -> bool:
@@ -183,7 +181,7 @@ class Preemption(AllRanksCallback):
             if by_rank:
                 first = min(by_rank)
                 own_reports.failed(Kind.PREEMPTION, f"was preempted by {by_rank[first]}, all is saved", first)
-            elif self._request == _LARGER:
+            elif self._request == request.LARGER_JOB:
                 own_reports.failed(Kind.RESIZE, "all ranks have saved and left, for a larger job", None)
             else:
                 own_reports.failed(Kind.PREEMPTION, f"all ranks have saved and left, by {self._request}", None)

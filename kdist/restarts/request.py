@@ -6,10 +6,10 @@ import contextlib
 import os
 from pathlib import Path
 
-LARGER_JOB, NOTICE = "leave", "notice"
-"""Why ranks are asked: for a larger job, or since `kdist run` has received a notice."""
+LARGER_JOB, NOTICE = "a larger job", "SIGUSR1 to `kdist run`"
+"""Why ranks are asked, in words: for a larger job, or since `kdist run` has received a notice."""
 
-_WORDS = {NOTICE: "SIGUSR1 to `kdist run`", LARGER_JOB: ""}
+_ENDINGS = {NOTICE: "notice", LARGER_JOB: "leave"}  # of the file's name
 
 
 def path_of(directory: str | Path, why: str) -> str:
@@ -19,21 +19,21 @@ def path_of(directory: str | Path, why: str) -> str:
         directory: str or path, the job's, which need not exist on the host of rank 0.
         why: str, `LARGER_JOB` or `NOTICE`.
     """
-    return f"{directory}.{why}"
+    return f"{directory}.{_ENDINGS[why]}"
 
 
 def read(directory: Path | None) -> str | None:
-    """Returns why the ranks of a job are asked to leave, an empty text for a larger job; `None` if they are not asked.
+    """Returns why the ranks of a job are asked to leave, `LARGER_JOB` or `NOTICE`; `None` if they are not asked.
 
     Args:
         directory: `Path` or `None`, the job's; `None` for a job that nobody asks.
     """
     if directory is None:
         return None
-    for why, words in _WORDS.items():
+    for why in _ENDINGS:
         with contextlib.suppress(OSError):
             if os.stat(path_of(directory, why)).st_uid == os.getuid():  # another user may write to /tmp
-                return words
+                return why
     return None
 
 
@@ -43,6 +43,6 @@ def remove(directory: str | Path) -> None:
     Args:
         directory: str or path, the job's.
     """
-    for why in _WORDS:
+    for why in _ENDINGS:
         with contextlib.suppress(OSError):
             os.unlink(path_of(directory, why))
