@@ -154,10 +154,10 @@ def _updated_by_keras(model: keras.Model) -> list[keras.metrics.Metric]:
 
 
 @contextlib.contextmanager
-def noted_build(model: keras.Model) -> Iterator[None]:
-    """Notes, while the context is open, for what targets and predictions a model's compiled metrics are built.
+def build_shapes_recorded(model: keras.Model) -> Iterator[None]:
+    """Records the shapes of targets and predictions for which a model's compiled metrics are built in the context.
 
-    A step of the user's own may pass others to them, of which Keras takes another metric for `"accuracy"`; see
+    A step of the user's own may pass other shapes to them, for which Keras takes another metric as `"accuracy"`; see
     `wrapped_updates`.
     """
     compiled = model._compile_metrics
@@ -166,11 +166,11 @@ def noted_build(model: keras.Model) -> Iterator[None]:
         return
     build = compiled.build
 
-    def noting(y_true: Any, y_pred: Any) -> None:
+    def recording(y_true: Any, y_pred: Any) -> None:
         vars(compiled)[_BUILT_FOR] = _forms(y_true, y_pred)
         build(y_true, y_pred)
 
-    with patched(compiled, "build", noting):
+    with patched(compiled, "build", recording):
         yield
 
 

@@ -342,7 +342,7 @@ class Assignments:
         """Warns once of a variable that is merged by a guess; not of one whose merge is known."""
         is_known = aggregation_of(written.variable) != "none" or key_of(written.variable) in self._statistics
         if not (is_known or self._is_traced_again()):
-            self._state.tell_once(
+            self._state.warn_once(
                 written.variable,
                 "the step writes %r from each rank's own rows, and no `aggregation` says how they make the value of "
                 f"one process. {_KEPT[merge]}. {FIX}",
@@ -352,26 +352,26 @@ class Assignments:
         """Warns of what differs between ranks and is not merged, or too late. Must be called before the first merge."""
         if self._is_traced_again():
             return
-        self._tell_of_tables()
-        self._tell_of_weights()
-        self._tell_of_early_reads()
+        self._warn_of_tables()
+        self._warn_of_weights()
+        self._warn_of_early_reads()
 
-    def _tell_of_tables(self) -> None:
+    def _warn_of_tables(self) -> None:
         for operation in self.graph.get_operations() if not self.is_eager else ():
             if operation.type in _TABLE_WRITES and self._dependence.differs(operation.inputs[1:], self.graph):
-                self._state.tell_of_tables_once()
+                self._state.warn_of_tables_once()
 
-    def _tell_of_weights(self) -> None:
+    def _warn_of_weights(self) -> None:
         differing = (variable for variable, assignment in self._written_weights if self._may_differ(*assignment))
         if (variable := next(differing, None)) is not None:
-            self._state.tell_once(
+            self._state.warn_once(
                 variable,
                 "the step writes the weight %r from this rank's own rows, and kdist cannot compute it from those of "
                 "all ranks, as where Python computes it: results differ from those of one process. Fix: compute it "
                 'from what `kdist.all_reduce(gradients, "mean")` returns',
             )
 
-    def _tell_of_early_reads(self) -> None:
+    def _warn_of_early_reads(self) -> None:
         """Warns of variables that the step has used since it wrote them."""
         for written, merge in self.to_merge():
             handle = raw_variable(written.variable).handle
@@ -379,7 +379,7 @@ class Assignments:
             if written.assignments and not is_harmless:
                 _, _, graph, place = written.assignments[0]
                 if self._dependence.is_used(handle, graph, place, lambda other: id(other) in self._written):
-                    self._state.tell_once(
+                    self._state.warn_once(
                         written.variable,
                         "the step uses %r after it has written it, when it has this rank's rows only: results differ "
                         "from those of one process. Fix: write the value of the global batch, by "

@@ -61,22 +61,22 @@ class WrittenState:
         self._warns = engine.rank == 0 and engine.size > 1
         self.merges: dict[str, dict[int, tuple[Any, Merge]]] = collections.defaultdict(dict)
         self.variables: dict[int, Any] = {}
-        self._told: set[tuple[int, str]] = set()
-        self._is_told_of_tables = False
+        self._warned: set[tuple[int, str]] = set()
+        self._has_warned_of_tables = False
 
-    def tell_once(self, variable: Any, message: str) -> None:
+    def warn_once(self, variable: Any, message: str) -> None:
         """Logs a warning about a variable on rank 0, once; its path is filled in."""
         key = key_of(variable), message
-        if key not in self._told and self._warns:
+        if key not in self._warned and self._warns:
             logger.warning(message, path_of(variable))
-        self._told.add(key)
+        self._warned.add(key)
 
-    def tell_of_tables_once(self) -> None:
+    def warn_of_tables_once(self) -> None:
         """Logs a warning about lookup tables on rank 0, once."""
-        if not self._is_told_of_tables and self._warns:
+        if not self._has_warned_of_tables and self._warns:
             logger.warning(
                 "the step writes a lookup table from each rank's own rows: its contents differ between the ranks, and "
                 "so does what is looked up. Fix: insert what `kdist.all_gather` returns for keys and values, or fill "
                 "the table before training"
             )
-        self._is_told_of_tables = True
+        self._has_warned_of_tables = True

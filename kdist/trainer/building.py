@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.errors import StrategyError
-from kdist.keras_hooks.metrics import noted_build
+from kdist.keras_hooks.metrics import build_shapes_recorded
 from kdist.keras_hooks.optimizers import innermost, not_built, optimizers_of, set_optimizer_strategy
 from kdist.keras_hooks.patching import original
 from kdist.keras_hooks.trainer import (
@@ -75,6 +75,6 @@ def _build(session: ReplicatedSession, iterator: Any, batch: Any) -> None:
     with (
         tensor_names_kept(),
         contextlib.nullcontext() if builds else not_built(optimizers_of(model)),
-        contextlib.nullcontext() if builds else noted_build(model),
+        contextlib.nullcontext() if builds else build_shapes_recorded(model),
     ):
         original(model, SYMBOLIC_BUILD)(iterator=iterator, data_batch=batch)

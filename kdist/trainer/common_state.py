@@ -126,7 +126,8 @@ class CommonState:
         weights = [each for each in self._model.trainable_variables if table_of(each) is None]
         kept = [each for each in weights if not is_of_one_rank(self._model, each)]
         if self._make_equal(kept, _SAME_WEIGHTS):
-            broadcast_state(self._engine, self._comparable())  # averages and slots that follow the weights
+            # Moving averages and optimizer slots, too: those of rank 0 were computed with its weights.
+            broadcast_state(self._engine, self._comparable())
 
     def make_loaded_equal(self) -> None:
         """Sets all to rank 0's values where the ranks differ, with a warning: all ranks have loaded weights.
@@ -144,7 +145,7 @@ class CommonState:
         found = broadcast_differing(self._engine, variables, checksums)
         for variable in found:
             message = f"%r differs between the ranks, and is rank 0's on all of them now. {expected}"
-            self._written.tell_once(variable, message)
+            self._written.warn_once(variable, message)
         return found
 
     def _buffers(self) -> list[Any]:

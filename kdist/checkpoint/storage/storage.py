@@ -109,7 +109,8 @@ class CheckpointStorage:
             place: pair of ints, the epoch and its step in which training would go on.
             began: float, when the checkpoint was begun, by the monotonic clock.
         """
-        self.copy(checkpoint, place, began)  # before the disk, whose time is none of a copy's
+        # Copied first: the time of the disk write must not count as the time of the copy.
+        self.copy(checkpoint, place, began)
         # Parts of which each rank has some are made now, by all ranks.
         is_deferred = any(isinstance(each, DeferredArray) for state in checkpoint.values() for each in state.values())
         if is_deferred and self._is_chief and self._is_asynchronous:

@@ -65,7 +65,7 @@ class Pipeline:
     """
 
     def __init__(self, dataset: tf.data.Dataset, seed: int):
-        _tell_of_random_decisions(dataset)
+        _warn_of_random_decisions(dataset)
         self.options = dataset.options()
         self._fixed_seeds = dict(_fixed_seeds(dataset))
         steps: list[Any] = []
@@ -205,7 +205,7 @@ def _deterministic_base(dataset: Any, seed: int) -> Any:
     return dataset
 
 
-def _tell_of_random_decisions(dataset: Any) -> None:
+def _warn_of_random_decisions(dataset: Any) -> None:
     """Warns of elements that a rank may keep or leave out by random numbers of its own, which a map has drawn."""
     deciding = [each for each in with_inputs(dataset) if kind(each) in DECIDING]
     if not any(_draws(part) for each in deciding for part in with_inputs(each)):
