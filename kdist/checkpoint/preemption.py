@@ -20,7 +20,7 @@ from kdist.checkpoint.backup_and_restore import BackupAndRestore
 from kdist.errors import ScopeError, StrategyError
 from kdist.keras_hooks.fit.callbacks import RunningFit
 from kdist.restarts import request
-from kdist.restarts.report import Kind, own_reports
+from kdist.restarts.events import Kind, own_reports
 
 logger = logging.getLogger("kdist")
 

@@ -18,9 +18,9 @@ from kdist.errors import EngineError
 from kdist.healing.process_snapshot import ProcessSnapshot, has_gpu
 from kdist.reports import breakpoint_hook, failure
 from kdist.reports.scope_marks import own_scopes
+from kdist.restarts.events import Healing, Kind, own_reports
 from kdist.restarts.healing import Peers, ShrinkResult, own_healing
 from kdist.restarts.progress import own_progress
-from kdist.restarts.report import Healing, Kind, own_reports
 
 _WRITER = "kdist-checkpoint"  # the name of the thread that writes checkpoints
 _WRITER_TIMEOUT = 60.0  # seconds

@@ -26,8 +26,8 @@ from kdist.launchers.hosts.ports import free_ports
 from kdist.launchers.nodes import START_TIMEOUT, Node, joined
 from kdist.launchers.process import stop_signals
 from kdist.launchers.start import module_command
+from kdist.restarts.events import Failure, Kind, append_failure
 from kdist.restarts.launcher_words import killed_by
-from kdist.restarts.report import Failure, Kind, append_failure
 
 _LOG = logging.getLogger("kdist")
 _MAX_RESTARTS = 10  # of each rank that can be replaced

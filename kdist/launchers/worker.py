@@ -30,7 +30,7 @@ from kdist.reports import breakpoint_hook, failure, first_failure
 from kdist.reports.output import Shown, redirect
 from kdist.reports.scope_marks import own_scopes
 from kdist.restarts import request
-from kdist.restarts.report import own_reports
+from kdist.restarts.events import own_reports
 
 _STARTS_WITHIN = 10.0  # seconds, to the first steps of a small model
 

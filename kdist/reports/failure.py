@@ -16,7 +16,7 @@ from kdist._user_code import user_line
 from kdist.reports.output import BEGINS_LINE, REPORT_PREFIX
 from kdist.reports.scope_marks import own_scopes
 from kdist.reports.traceback_text import traceback_text
-from kdist.restarts.report import Kind, own_reports
+from kdist.restarts.events import Kind, own_reports
 
 INTERRUPTED = 130  # a shell's exit code for a program that Ctrl-C ended
 

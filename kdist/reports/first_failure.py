@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kdist.reports.failure import OUTPUT_DELAY
+from kdist.restarts.events import Failure, Kind, append_failure
 from kdist.restarts.launcher_words import killed_by
-from kdist.restarts.report import Failure, Kind, append_failure
 
 _SOCKET = "monitor"  # its name in the job's directory
 _MAX_MESSAGE_BYTES = 1 << 12

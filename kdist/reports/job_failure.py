@@ -6,8 +6,8 @@ import os
 import re
 from collections.abc import Collection
 
+from kdist.restarts.events import Failure, Kind, read_place
 from kdist.restarts.launcher_words import failure_in
-from kdist.restarts.report import Failure, Kind, read_place
 
 LABEL = rb"(?:\[\d+,?\d*\]<std(?:err|out)>: ?)?(?:\[rank \d+ [\d:]+\] )?"
 """What horovodrun and `--tee` put before a line, as a regular expression."""

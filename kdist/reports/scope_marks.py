@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kdist.restarts.report import own_reports
+from kdist.restarts.events import own_reports
 
 _REPORT = "report"
 _CROWDED = "crowded"

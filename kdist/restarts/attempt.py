@@ -6,9 +6,9 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+from kdist.restarts.events import Events, Failure, Kind
 from kdist.restarts.launcher_words import failure_in, failure_of_code
 from kdist.restarts.progress import Progress
-from kdist.restarts.report import Events, Failure, Kind
 
 
 class End(enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kdist.restarts.attempt import Attempt, End
-from kdist.restarts.report import Kind
+from kdist.restarts.events import Kind
 from kdist.restarts.rules import are_new, unproven_hosts
 
 _LONGEST = 1800.0  # seconds that a host is left out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from kdist.restarts.report import LINE_PREFIX
+from kdist.restarts.events import LINE_PREFIX
 
 _KEPT_BYTES = 1 << 16  # of what the launcher says
 _MAX_BEFORE = 30  # bytes that the regular expression allows before the prefix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
-from kdist.restarts.report import Failure, Kind
+from kdist.restarts.events import Failure, Kind
 
 # Open MPI 4 and 5 break this sentence over two lines.
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+)\s+exited on\s+signal (\d+)")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kdist.restarts.report import Events, own_reports
+from kdist.restarts.events import Events, own_reports
 
 _FILE = "progress"  # in the job's directory
 _NUMBERS = struct.Struct("8q2d")

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from kdist.restarts.attempt import Attempt, End
+from kdist.restarts.events import Kind
 from kdist.restarts.progress import Progress
-from kdist.restarts.report import Kind
 
 _MAX_WITHOUT_CHECKPOINT = 2  # attempts
 

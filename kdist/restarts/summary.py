@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.restarts.attempt import Attempt, End
-from kdist.restarts.report import Healing, Kind
+from kdist.restarts.events import Healing, Kind
 from kdist.restarts.rules import are_new
 
 # What the other ranks see of a rank is told at length by them.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from kdist.cluster.info import ClusterInfo
 from kdist.errors import StrategyError
-from kdist.restarts.report import own_reports
+from kdist.restarts.events import own_reports
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "intel_mpi", "mvapich", "slurm")
 """Launchers whose processes connect over MPI."""

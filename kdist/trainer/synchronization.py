@@ -10,7 +10,7 @@ import tensorflow as tf
 from kdist.checkpoint.backup_and_restore import BackupAndRestore
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.reports.log import once
-from kdist.restarts.report import own_reports
+from kdist.restarts.events import own_reports
 from kdist.state.comparison import learning_rates
 from kdist.trainer.session import ReplicatedSession
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from kdist.restarts.report import Kind
+from kdist.restarts.events import Kind
 
 _GRACE = 3.0  # seconds that the launcher has to end the job by itself after a rank died
 _SETTLED = 2.0  # seconds after which a rank that waits for an impossible collective is reported

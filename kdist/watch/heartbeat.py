@@ -17,7 +17,7 @@ from typing import Any
 
 from kdist.cluster.connections import connect, listen, own_hosts
 from kdist.cluster.forked_child import in_forked_child
-from kdist.restarts.report import Kind, own_reports
+from kdist.restarts.events import Kind, own_reports
 from kdist.watch.activity import Activity
 from kdist.watch.failure_detector import Failure, RankReport, StallTimeout, detect_failure
 

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
-from kdist.restarts.report import Kind, own_reports
+from kdist.restarts.events import Kind, own_reports
 
 _LOG = logging.getLogger("kdist")
 

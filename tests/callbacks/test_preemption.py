@@ -12,7 +12,7 @@ import pytest
 import kdist
 from kdist.checkpoint import preemption
 from kdist.restarts import request
-from kdist.restarts.report import OwnReports
+from kdist.restarts.events import OwnReports
 
 
 def test_a_second_signal_has_its_usual_effect(tmp_path):

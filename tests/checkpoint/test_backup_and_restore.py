@@ -14,9 +14,9 @@ from kdist.checkpoint import backup_and_restore
 from kdist.checkpoint.storage import host_copies, storage
 from kdist.checkpoint.storage.files import CheckpointDirectory
 from kdist.checkpoint.storage.memory_copies import MemoryCopies
-from kdist.restarts import progress, report
+from kdist.restarts import progress
+from kdist.restarts.events import OwnReports, read_events
 from kdist.restarts.memory import directory_of
-from kdist.restarts.report import OwnReports
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_checkpoint_from_which_a_fit_goes_on_is_told(tmp_path, monkeypatch):
             monkeypatch.setattr(module, "own_progress", own_progress)
         with pytest.raises(OSError, match="it broke"):
             fit(*callbacks, kdist.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2))
-        return progress.read(str(tmp_path / name), report.read(str(tmp_path / name)))
+        return progress.read(str(tmp_path / name), read_events(str(tmp_path / name)))
 
     def break_after(steps):
         def end(batch, logs):

@@ -16,7 +16,7 @@ from kdist.launchers.hosts.capacity import Placement
 from kdist.launchers.hosts.host import Host
 from kdist.restarts import request
 from kdist.restarts.attempt import Attempt, End
-from kdist.restarts.report import Events, Failure, Kind
+from kdist.restarts.events import Events, Failure, Kind
 
 HOSTS = ["-H", "a:2,b:2", "--restarts", "3"]
 LISTENS = Events({}, True, (), None, can_leave=True)

@@ -4,7 +4,7 @@ import pytest
 
 from kdist.reports.job_failure import FIX_OF_A_HOST, JobFailure
 from kdist.reports.launcher_boxes import BoxFilter, UnlabelledFilter
-from kdist.restarts.report import Failure, Kind, OwnReports
+from kdist.restarts.events import Failure, Kind, OwnReports
 
 RULE = "-" * 74 + "\n"
 BOX = f"{RULE}prterun detected that one or more processes exited with non-zero status,\nExit code: 3\n{RULE}"

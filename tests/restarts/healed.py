@@ -17,7 +17,7 @@ from pathlib import Path
 import keras
 
 import kdist
-from kdist.restarts.report import own_reports
+from kdist.restarts.events import own_reports
 from tests.restarts import here
 from tests.restarts.resized import keep, train
 from tests.restarts.training import Broken

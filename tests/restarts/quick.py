@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from kdist.cluster import detect
-from kdist.restarts.report import own_reports
+from kdist.restarts.events import own_reports
 
 way, folder = sys.argv[1:]
 info = detect(os.environ)

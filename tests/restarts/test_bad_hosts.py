@@ -4,8 +4,8 @@ import pytest
 
 from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.bad_hosts import left_out, to_blame
+from kdist.restarts.events import Events, Failure, Kind
 from kdist.restarts.progress import Progress
-from kdist.restarts.report import Events, Failure, Kind
 from kdist.restarts.rules import decide
 
 ENDED = 1000.0

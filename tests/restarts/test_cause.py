@@ -8,10 +8,10 @@ import pytest
 from kdist.cli.jobs.watched import Watched
 from kdist.launchers.hosts.capacity import Placement
 from kdist.launchers.hosts.host import Host
-from kdist.restarts import progress, report
+from kdist.restarts import progress
 from kdist.restarts.attempt import End, cause
 from kdist.restarts.event_lines import EventLines
-from kdist.restarts.report import Events, Failure, Kind, OwnReports
+from kdist.restarts.events import Events, Failure, Kind, OwnReports, append_failure, read_events
 from kdist.restarts.rules import decide
 from tests.callbacks.full_disk import full_disk
 
@@ -107,10 +107,10 @@ def test_events_in_the_jobs_directory(tmp_path):
     rank.made_step()
     rank.failed(Kind.STALL, "x" * 5000, 1)
     rank.failed(Kind.EXCEPTION, "raised", 0, comes_again=True)
-    report.append_failure(str(tmp_path), SIGNAL)
+    append_failure(str(tmp_path), SIGNAL)
     with open(tmp_path / "events.jsonl", "a") as file:
         file.write('{"event": "fail')  # by a rank that was killed
-    events = report.read(str(tmp_path))
+    events = read_events(str(tmp_path))
     assert list(events.hosts) == [0]
     assert events.made_step
     first, second, third = events.failures
@@ -138,7 +138,7 @@ def test_events_of_another_host_come_by_standard_error(tmp_path, capfd, before):
     # In pieces, as pipes have them.
     shown = b"".join(stream.feed(text.encode()[at : at + 7]) for at in range(0, len(text), 7)) + stream.finish()
     assert shown.decode() == f"{before}shown\n{before}[kdist] shown too\n"
-    events = report.read(str(tmp_path), stream.lines)
+    events = read_events(str(tmp_path), stream.lines)
     assert list(events.hosts) == [0]
     assert events.failures[0].kind is Kind.EXCEPTION
     assert progress.read(str(tmp_path), events).place == (1, 0, 2)
@@ -157,9 +157,9 @@ def test_without_room_events_come_by_standard_error(tmp_path):
             os.close(each)
     with open(reading, "rb") as said:
         stream.feed(said.read())
-    assert list(report.read(str(tmp_path), stream.lines).hosts) == [0]
+    assert list(read_events(str(tmp_path), stream.lines).hosts) == [0]
     rank.made_step()
-    assert report.read(str(tmp_path)).made_step
+    assert read_events(str(tmp_path)).made_step
 
 
 def test_a_progress_bar_is_not_held_back():
@@ -187,7 +187,7 @@ def test_progress_in_a_file(tmp_path, monkeypatch):
     mine, before = progress.OwnProgress(), time.time()
 
     def now():
-        return progress.read(str(tmp_path), report.read(str(tmp_path)))
+        return progress.read(str(tmp_path), read_events(str(tmp_path)))
 
     assert now() is None
     mine.fit_begins()
@@ -199,7 +199,7 @@ def test_progress_in_a_file(tmp_path, monkeypatch):
     found = now()
     assert (found.steps, found.saved_steps, found.number, found.place) == (5, 3, 7, (1, 0, 3))
     assert before <= found.first_step <= found.last_save
-    assert report.read(str(tmp_path)).made_step  # one process has nothing else that says it
+    assert read_events(str(tmp_path)).made_step  # one process has nothing else that says it
     mine.fit_begins()
     mine.fit_resumes(7)
     assert now().place == (1, 0, 3)
@@ -221,7 +221,7 @@ def test_a_chief_on_another_host_tells_its_steps_now_and_then(tmp_path, monkeypa
 
     def steps():
         stream.feed(capfd.readouterr().err.encode())
-        return progress.read(str(tmp_path), report.read(str(tmp_path), stream.lines)).steps
+        return progress.read(str(tmp_path), read_events(str(tmp_path), stream.lines)).steps
 
     mine.fit_begins()
     mine.made_steps(1)

@@ -12,9 +12,9 @@ import pytest
 
 from kdist.cli.jobs import healed
 from kdist.healing.process_snapshot import ProcessSnapshot
-from kdist.restarts import progress, report
+from kdist.restarts import progress
 from kdist.restarts.attempt import Attempt, End
-from kdist.restarts.report import Healing, Kind
+from kdist.restarts.events import Events, Healing, Kind, own_reports, read_events
 from kdist.restarts.summary import as_values, in_words
 from tests.restarts.trained import causes, heal, healings
 
@@ -87,7 +87,7 @@ def test_a_rank_that_is_gone_ends_the_job_after_a_while(tmp_path, ended, monkeyp
     assert not watch.has_problem()
     clock[0] += 2
     assert watch.has_problem()
-    [failure] = report.read(str(tmp_path)).failures
+    [failure] = read_events(str(tmp_path)).failures
     assert (failure.kind, failure.rank) == (Kind.LOST, 1)
     assert "rank 1 was lost, and the others did not go on without it within 15 s" in capfd.readouterr().err
 
@@ -97,8 +97,8 @@ def test_a_rank_that_the_others_go_on_without_is_told_once(tmp_path, ended, monk
     watch, clock = healed.Watch(str(tmp_path)), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     assert not watch.has_problem()
-    monkeypatch.setattr(report.own_reports, "directory", tmp_path)
-    report.own_reports.healed(HEALING)
+    monkeypatch.setattr(own_reports, "directory", tmp_path)
+    own_reports.healed(HEALING)
     clock[0] += 1000
     assert not watch.has_problem()
     assert not watch.has_problem()
@@ -112,25 +112,25 @@ def test_mpirun_reports_success_although_a_rank_was_lost(tmp_path, ended, capfd)
     watch = healed.Watch(str(tmp_path))
     assert watch.code(5) == 5
     assert watch.code(0) == 1
-    assert report.read(str(tmp_path)).failures[0].kind is Kind.LOST
+    assert read_events(str(tmp_path)).failures[0].kind is Kind.LOST
     assert "rank 1 was lost, but mpirun reported success" in capfd.readouterr().err
 
 
 def test_the_next_step_ends_a_healing(tmp_path, monkeypatch):
-    monkeypatch.setattr(report.own_reports, "directory", tmp_path)
-    report.own_reports.made_step()
-    report.own_reports.healed(HEALING)
-    assert report.read(str(tmp_path)).healings == (HEALING,)
+    monkeypatch.setattr(own_reports, "directory", tmp_path)
+    own_reports.made_step()
+    own_reports.healed(HEALING)
+    assert read_events(str(tmp_path)).healings == (HEALING,)
     before = time.time()
-    report.own_reports.made_step()
-    report.own_reports.made_step()
-    [found] = report.read(str(tmp_path)).healings
+    own_reports.made_step()
+    own_reports.made_step()
+    [found] = read_events(str(tmp_path)).healings
     assert before <= found.went_on <= time.time()
 
 
 def test_the_summary_tells_of_each_healing():
     found = dataclasses.replace(HEALING, went_on=24.0)
-    attempt = Attempt(End.WELL, 0, 10.0, 30.0, report.Events({}, True, (), None, healings=(found,)))
+    attempt = Attempt(End.WELL, 0, 10.0, 30.0, Events({}, True, (), None, healings=(found,)))
     assert in_words([attempt], "") == (
         "1 attempt, which ended well\n  attempt 1: rank 2 on host here was killed, and 2 ranks went on; lost 3 steps "
         "and 9 s"
@@ -141,7 +141,7 @@ def test_the_summary_tells_of_each_healing():
 
 
 def test_progress_goes_on_with_the_next_chief(tmp_path, monkeypatch):
-    monkeypatch.setattr(report.own_reports, "directory", tmp_path)
+    monkeypatch.setattr(own_reports, "directory", tmp_path)
     chief, other = progress.OwnProgress(), progress.OwnProgress()
     chief.fit_begins()
     chief.made_steps(4)
@@ -151,7 +151,7 @@ def test_progress_goes_on_with_the_next_chief(tmp_path, monkeypatch):
     assert (steps_lost, saved > 0) == (3, True)
     other.fit_begins()
     other.made_steps(1)
-    found = progress.read(str(tmp_path), report.read(str(tmp_path)))
+    found = progress.read(str(tmp_path), read_events(str(tmp_path)))
     assert (found.fits, found.steps, found.place) == (1, 1, (1, 0, 4))
 
 

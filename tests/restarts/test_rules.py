@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from kdist.restarts.attempt import Attempt, End
+from kdist.restarts.events import Events, Failure, Kind
 from kdist.restarts.progress import Progress
-from kdist.restarts.report import Events, Failure, Kind
 from kdist.restarts.rules import are_new, decide
 from kdist.restarts.summary import as_values, blamed, in_words
 from kdist.restarts.supervisor import supervise

@@ -10,7 +10,7 @@ from kdist.cluster import detect
 from kdist.cluster.info import ClusterInfo
 from kdist.cluster.slurm import has_pmi
 from kdist.errors import StrategyError
-from kdist.restarts.report import own_reports
+from kdist.restarts.events import own_reports
 from kdist.strategies.selection import MPI_LAUNCHERS, Resources, Selection, agreed, choose
 from tests.cluster import environments
 

@@ -15,7 +15,7 @@ import kdist
 from kdist.errors import StrategyError
 from kdist.keras_hooks.optimizers import innermost
 from kdist.learning_rate.effective_rate import EffectiveRate
-from kdist.restarts.report import own_reports
+from kdist.restarts.events import own_reports
 from kdist.scaling import LearningRateRule, num_warmup_steps, warmup_multiplier
 from kdist.state.session import session_of
 from tests.helpers.logs import logged

@@ -14,8 +14,8 @@ from kdist.engines.engine import Engine
 from kdist.engines.single import SingleEngine
 from kdist.errors import CheckpointError
 from kdist.reports.log import once
+from kdist.restarts.events import own_reports
 from kdist.restarts.progress import own_progress
-from kdist.restarts.report import own_reports
 from kdist.state.part import DeferredArray
 
 logger = logging.getLogger("kdist")

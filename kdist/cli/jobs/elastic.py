@@ -19,7 +19,7 @@ from kdist.launchers.hosts.host import Host
 from kdist.restarts import request
 from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.bad_hosts import left_out
-from kdist.restarts.report import Events, Failure, Kind
+from kdist.restarts.events import Events, Failure, Kind
 from kdist.restarts.rules import unproven_hosts
 from kdist.strategies.selection import PARAMETER_SERVER
 

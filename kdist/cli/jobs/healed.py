@@ -19,9 +19,8 @@ from kdist.cli.jobs.message import tell
 from kdist.errors import LaunchError
 from kdist.launchers import mpirun
 from kdist.launchers.hosts.allocation import is_elsewhere
-from kdist.restarts import report
+from kdist.restarts.events import Events, Failure, Kind, append_failure, read_events
 from kdist.restarts.healing import LEAST
-from kdist.restarts.report import Events, Failure, Kind
 
 IN_PROCESS = "in-process"
 
@@ -129,11 +128,11 @@ class Watch:
     @property
     def lost(self) -> set[int]:
         """The ranks that the others went on without, as the launcher numbers them."""
-        return _healed(report.read(self._running))
+        return _healed(read_events(self._running))
 
     def has_problem(self) -> bool:
         """Returns whether the job cannot go on, since a rank is gone and the others do not learn of it; reports it."""
-        events = report.read(self._running)
+        events = read_events(self._running)
         for healing in events.healings[self._num_told :]:
             self._num_told += 1
             tell(healing.text, after_output=True)
@@ -148,7 +147,7 @@ class Watch:
             if not events.failures:
                 text = f"was lost, and the others did not go on without it within {patience:g} s"
                 tell(f"rank {rank} {text}: the job is ended", after_output=True)
-                report.append_failure(self._running, Failure(Kind.LOST, text, rank))
+                append_failure(self._running, Failure(Kind.LOST, text, rank))
             return True
         return False
 
@@ -158,12 +157,12 @@ class Watch:
         Args:
             code: int, mpirun's.
         """
-        lost = [] if code else self._missing(report.read(self._running))
+        lost = [] if code else self._missing(read_events(self._running))
         if not lost:
             return code
         text = f"rank {lost[0]} was lost, but mpirun reported success"
         tell(text, after_output=True)
-        report.append_failure(self._running, Failure(Kind.LOST, text, lost[0]))
+        append_failure(self._running, Failure(Kind.LOST, text, lost[0]))
         return 1
 
     def _missing(self, events: Events) -> list[int]:

@@ -28,10 +28,10 @@ from kdist.reports import scope_marks
 from kdist.reports.first_failure import FailureMonitor
 from kdist.reports.job_failure import JobFailure
 from kdist.reports.launcher_boxes import filters
-from kdist.restarts import report, request
+from kdist.restarts import request
 from kdist.restarts.event_lines import Muted
+from kdist.restarts.events import Failure, Kind, append_failure, read_events
 from kdist.restarts.launcher_words import killed_by
-from kdist.restarts.report import Failure, Kind, append_failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,7 @@ class StartedJob:
             code, is_explained = 1, True
         for reported in scope_marks.read_report(self.running).encode().splitlines():
             self.failure.read(reported)
-        for failure in report.read(self.running).failures:
+        for failure in read_events(self.running).failures:
             if failure.from_launcher:
                 self.failure.take(failure)
         gone = () if self.healed is None else self.healed.lost

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 
 from kdist.launchers.hosts.capacity import Placement
-from kdist.restarts import progress, report
+from kdist.restarts import progress
 from kdist.restarts.attempt import Attempt, End, cause, preemption_of
 from kdist.restarts.event_lines import EventLines, Filter
+from kdist.restarts.events import Events, read_events
 
 
 class Watched:
@@ -29,7 +30,7 @@ class Watched:
         self._signals = signals
         self.placement = placement
         self._host = host
-        self.events = report.Events({}, False, (), None)
+        self.events = Events({}, False, (), None)
         self.progress: progress.Progress | None = None
         self._lines = EventLines()
 
@@ -42,13 +43,13 @@ class Watched:
         self._lines = EventLines(rest)
         return self._lines
 
-    def events_so_far(self, running: str) -> report.Events:
+    def events_so_far(self, running: str) -> Events:
         """Returns what the ranks have reported until now.
 
         Args:
             running: str, the job's directory.
         """
-        return report.read(running, self._lines.lines)
+        return read_events(running, self._lines.lines)
 
     def read(self, running: str) -> None:
         """Reads what the ranks have reported.

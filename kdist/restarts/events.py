@@ -220,7 +220,7 @@ class Events:
     has_ended: bool = False
 
 
-def read(directory: str, lines: Iterable[str] = ()) -> Events:
+def read_events(directory: str, lines: Iterable[str] = ()) -> Events:
     """Returns the events of an attempt.
 
     Args:
