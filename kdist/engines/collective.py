@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from kdist._tf_internals import abort_collectives
 from kdist.cluster.own_output import flush_output
-from kdist.engines import rendezvous
+from kdist.engines import cluster_start
 from kdist.engines.arrays import fusion
 from kdist.engines.arrays.shared_memory import BARRIER, FAILURE, SharedMemory
 from kdist.engines.engine import REFUSED, Engine
@@ -89,8 +89,8 @@ class CollectiveEngine(Engine):
         self._abort = abort
         self._share_memory = share_memory
         self._timeout = start_timeout  # of the first collective: a port may be open where no rank is
-        rendezvous.start(self.addresses, rank)
-        rendezvous.wait_for_all(self.addresses, rank, start_timeout)
+        cluster_start.start(self.addresses, rank)
+        cluster_start.wait_for_all(self.addresses, rank, start_timeout)
         with tf.device("CPU:0"):
             self._is_refusing = tf.Variable(False, trainable=False, name="kdist_refusing")
         self._in_turn = OrderedCalls("kdist_collective_order")
@@ -121,7 +121,7 @@ class CollectiveEngine(Engine):
 
     def _open(self, first_key: int) -> None:
         """Makes what collectives of these ranks need; they need not be called together for it."""
-        here = [rendezvous.host(self.addresses[each]) for each in self.world_ranks]
+        here = [cluster_start.host(self.addresses[each]) for each in self.world_ranks]
         neighbours = [each for each in range(self.size) if here[each] == here[self.rank]]
         self.local_rank, self.local_size = neighbours.index(self.rank), len(neighbours)
         self._keys = GroupKeys(len(self.addresses), first_key)
@@ -151,7 +151,7 @@ class CollectiveEngine(Engine):
         if self.size > 1 and after not in self._watched:
             self._watched.add(after)
             address = self.addresses[after]
-            rendezvous.watch(address, lambda: abort_collectives(f"rank {after} at {address} has ended"))
+            cluster_start.watch(address, lambda: abort_collectives(f"rank {after} at {address} has ended"))
 
     def allreduce(self, tensors: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """Sums in pieces, several at once; see `Engine.allreduce`."""
@@ -278,7 +278,7 @@ class CollectiveEngine(Engine):
         # A rank whose end is noticed in shared memory, or by a connection that broke, may still have its port.
         ended = map(int, re.findall(rf"{FAILURE}rank (\d+) has ended", text))
         seconds = _PORT_CLOSES if isinstance(error, tf.errors.UnavailableError) else 0.0
-        if dead := sorted({*ended, *rendezvous.unreachable(self.addresses, self.world_ranks[self.rank], seconds)}):
+        if dead := sorted({*ended, *cluster_start.unreachable(self.addresses, self.world_ranks[self.rank], seconds)}):
             what = ", ".join(f"rank {rank} at {self.addresses[rank]}" for rank in dead) + " has ended"
             fix = "look for the reason in what that rank printed"
         elif isinstance(error, tf.errors.DeadlineExceededError):
@@ -443,7 +443,7 @@ def _rows(flat_bytes: tf.Tensor, count: tf.Tensor, like: tf.Tensor) -> tf.Tensor
 def _place(address: str) -> list[Any]:
     """Returns what identifies this process's GPU among all of the job: host, visible devices, names of GPUs."""
     gpus = [gpu.name for gpu in tf.config.get_visible_devices("GPU")]
-    return [rendezvous.host(address), os.environ.get("CUDA_VISIBLE_DEVICES", ""), *gpus]
+    return [cluster_start.host(address), os.environ.get("CUDA_VISIBLE_DEVICES", ""), *gpus]
 
 
 def _each_has_a_gpu(everyone: Sequence[list[Any]]) -> bool:

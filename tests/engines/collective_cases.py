@@ -115,10 +115,10 @@ def stays_alone() -> None:
 
 def made_something_before() -> None:
     """Tensors do no harm, variables and iterators do."""
-    from kdist.engines import rendezvous
+    from kdist.engines import cluster_start
 
     tensor = tf.ones(1)
-    rendezvous._check_nothing_is_lost(0, 1)
+    cluster_start._check_nothing_is_lost(0, 1)
     print("tensors are kept", float(tensor[0]))
     variable, iterator = tf.Variable(1.0), iter(tf.data.Dataset.range(3))
     engine()
