@@ -19,8 +19,8 @@ Glossary. Engines use the words of MPI, strategies those of `tf.distribute`, dat
   rank, and `num_replicas_in_sync` is `size`.
 - **chief**: rank 0, which logs and writes files. **worker**: a process that trains. **ps**: a parameter server, which
   holds variables. **coordinator**: the chief in asynchronous training, which dispatches steps to workers.
-- **batch_size**: the rows of the user's batch. **global_batch_size**: the rows of one step on all replicas.
-  **per_replica_batch_size**: those on one replica. **num_data_shards**: `size`. **data_shard_id**: the rank.
+- **batch_size**: the rows of the user's batch. **global batch**: the rows of one step on all replicas.
+  **num_shards**: how many ranks share an input. **shard_id**: this rank's number among them.
 - **engine**: an implementation of the collectives (allreduce, broadcast, barrier, ...) on MPI, Horovod or TensorFlow.
 - **gradient reducer**: sums gradients over the ranks, in **buckets** (messages) and with **compression** (half
   precision, PowerSGD, top-k). **Error feedback** adds what a compression left out to the next gradient.
