@@ -67,29 +67,13 @@ PATCHES = (
     Patch(_MODEL, ("save", "save_weights", "export"), "instance", _LIFE, "write whole files"),
     Patch(_MODEL, ("set_weights", "load_weights"), "instance", _LIFE, "notice a rank that loads alone"),
     Patch(
-        _MODEL,
-        ("make_train_function", "make_test_function", "make_predict_function"),
-        "instance",
-        _LIFE,
-        "dispatch",
+        _MODEL, ("make_train_function", "make_test_function", "make_predict_function"), "instance", _LIFE, "dispatch"
     ),
-    Patch(
-        _MODEL,
-        ("train_step", "make_train_function"),
-        "instance",
-        _FIT,
-        "let callbacks look into the step",
-    ),
+    Patch(_MODEL, ("train_step", "make_train_function"), "instance", _FIT, "let callbacks look into the step"),
     Patch(_MODEL, ("compute_loss",), "instance", _STEP, "look at losses"),
     Patch(_MODEL, ("test_step", "predict_step"), "instance", _CALL, "compute nothing in `kdist plan`"),
     Patch(_MODEL, ("steps_per_execution",), "instance", _PASS, "end data of unknown length together"),
-    Patch(
-        _TRAINER,
-        ("TFEpochIterator", "callbacks_module"),
-        "module",
-        _CALL,
-        "put kdist's there",
-    ),
+    Patch(_TRAINER, ("TFEpochIterator", "callbacks_module"), "module", _CALL, "put kdist's there"),
     Patch("keras.callbacks.CallbackList", ("set_model",), "class", "a callback's life", "know its list"),
     Patch("keras.callbacks.Callback", WRITING, "instance", _CALL, "write on one rank"),
     Patch(_OPTIMIZER, ("__init__", "apply", "apply_gradients"), "class", _SCOPE, "see optimizers made or used in it"),
@@ -119,13 +103,7 @@ PATCHES = (
     ),
     Patch("keras.optimizers.LossScaleOptimizer", ("check_finite",), "instance", _STEP, "check parts"),
     Patch("keras.optimizers.LossScaleOptimizer", ("check_finite",), "class", "`strategy.run`", "agree on overflow"),
-    Patch(
-        "keras.src.trainers.compile_utils.CompileLoss",
-        ("build",),
-        "instance",
-        _STEP,
-        "compute global losses",
-    ),
+    Patch("keras.src.trainers.compile_utils.CompileLoss", ("build",), "instance", _STEP, "compute global losses"),
     Patch("keras.src.trainers.compile_utils.CompileMetrics", ("build",), "instance", _CALL, "know for what"),
     Patch(
         "keras.src.trainers.compile_utils.CompileMetrics",
@@ -169,13 +147,7 @@ PATCHES = (
     Patch("keras.Variable", ("__class__",), "instance", "a variable's life", "hold a part"),
     Patch("keras.Variable", ("_direct_assign",), "class", _STEP, "record writes"),
     Patch(f"{_TENSORFLOW}.ResourceVariable", ASSIGNMENTS, "class", _STEP, "record `tf.Variable`"),
-    Patch(
-        f"{_TENSORFLOW}.BaseResourceVariable",
-        ASSIGNMENTS + SCATTERS,
-        "class",
-        _STEP,
-        "record `tf.Variable`",
-    ),
+    Patch(f"{_TENSORFLOW}.BaseResourceVariable", ASSIGNMENTS + SCATTERS, "class", _STEP, "record `tf.Variable`"),
     Patch("keras.Variable", ("_direct_assign", "_value"), "instance", _STEP, "count on workers"),
     Patch("keras.Variable", ("assign_add",), "instance", _STEP, "count on servers"),
     Patch(
@@ -195,13 +167,7 @@ PATCHES = (
     Patch("keras.src.legacy.saving.legacy_h5_format", ("save_model_to_hdf5",), "module", _SCOPE, "write whole files"),
     Patch("tensorflow.python.saved_model.save", ("save_and_return_nodes",), "module", _SCOPE, "write whole files"),
     Patch("keras.src.utils.file_utils", ("urlretrieve", "extract_archive"), "module", _SCOPE, "download once a host"),
-    Patch(
-        "tensorflow.python.distribute.distribute_lib.Strategy",
-        ("scope",),
-        "class",
-        _SCOPE,
-        "refuse others",
-    ),
+    Patch("tensorflow.python.distribute.distribute_lib.Strategy", ("scope",), "class", _SCOPE, "refuse others"),
 )
 
 
