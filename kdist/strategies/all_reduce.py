@@ -56,11 +56,7 @@ class AllReduceStrategy(Strategy):
     ```
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        distribute_dataset: Callable[..., tf.data.Dataset] | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, distribute_dataset: Callable[..., tf.data.Dataset] | None = None) -> None:
         super().__init__(AllReduceExtended(self, engine, distribute_dataset))
         self.settings: Any = None
         self.draws = AgreedDraws()
@@ -83,10 +79,7 @@ class AllReduceExtended(StrategyExtendedV1):
     """
 
     def __init__(
-        self,
-        strategy: Strategy,
-        engine: Engine,
-        distribute_dataset: Callable[..., tf.data.Dataset] | None,
+        self, strategy: Strategy, engine: Engine, distribute_dataset: Callable[..., tf.data.Dataset] | None
     ) -> None:
         super().__init__(strategy)
         self.engine: Engine = engine

@@ -12,15 +12,7 @@ import tensorflow as tf
 
 from kdist._tf_internals import without_tracing_warnings
 from kdist.state.graphs.gradients import gradients_of
-from kdist.state.graphs.graph_function import (
-    FEW_ROWS,
-    MAX_BYTES,
-    NUM_ROWS,
-    UNKNOWN_SIZE,
-    acts,
-    function_of,
-    num_bytes,
-)
+from kdist.state.graphs.graph_function import FEW_ROWS, MAX_BYTES, NUM_ROWS, UNKNOWN_SIZE, acts, function_of, num_bytes
 from kdist.state.graphs.rank_dependence import computed_of, tensor_key
 from kdist.state.graphs.row_free import ComputedFrom, RowFree
 
