@@ -112,7 +112,8 @@ def make_table(
         made = layer.add_weight(
             shape=first.shape, initializer=lambda *_, **__: first, name="embeddings", trainable=True
         )
-        rows = keras.Variable(made._value, dtype=made.dtype, trainable=True, name=made.name)
+        # Not `made.dtype`: under mixed precision that of a layer within another one is the compute dtype here.
+        rows = keras.Variable(made._value, dtype=layer.variable_dtype, trainable=True, name=made.name)
     rows._path = made.path
     patch(made, "__class__", TableVariable)
     made._shape = layer.input_dim, layer.output_dim
