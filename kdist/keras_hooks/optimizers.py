@@ -128,6 +128,21 @@ def iterations(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer._iterations
 
 
+def copy_to_count(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Returns an optimizer that is not built, with the settings of another one and a constant learning rate.
+
+    Keras makes no schedule or function of a script's from its config, and no class of one within a loss scale.
+    """
+    inner = innermost(optimizer)
+    holders = [inner, *getattr(inner, "optimizers", ())]  # of a `MultiOptimizer`
+    with contextlib.ExitStack() as stack:
+        for each in holders:
+            stack.enter_context(patched(each, "_learning_rate", 0.5))
+        config = optimizer.get_config()
+    with keras.saving.custom_object_scope({type(each).__name__: type(each) for each in holders}):
+        return type(optimizer).from_config(config)
+
+
 @contextlib.contextmanager
 def not_built(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[None]:
     """Leaves optimizers unbuilt while the context is open."""

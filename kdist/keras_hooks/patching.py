@@ -88,6 +88,7 @@ PATCHES = (
         "serve loops, sharded slots, TensorFlow's strategies",
     ),
     Patch(_OPTIMIZER, ("build", "add_variable"), "instance", "a build", "build later, and know slots"),
+    Patch(_OPTIMIZER, ("_learning_rate",), "instance", _CALL, "copy one for `kdist plan`"),
     Patch(_OPTIMIZER, ("apply", "apply_gradients", "scale_loss"), "instance", _STEP, "run the update pipeline"),
     Patch(_OPTIMIZER, ("_get_current_learning_rate",), "instance", _STEP, "scale the learning rate"),
     Patch(_OPTIMIZER, ("_backend_apply_gradients",), "instance", _STEP, "correct the momentum"),

@@ -12,7 +12,13 @@ import tensorflow as tf
 from kdist._tf_internals import UninitializedVariable
 from kdist.errors import KDistError
 from kdist.keras_hooks.layers.embedding import has_plain_lookup, refusal_reasons
-from kdist.keras_hooks.optimizers import innermost, is_elementwise, optimizers_of, trained_variables
+from kdist.keras_hooks.optimizers import (
+    copy_to_count,
+    innermost,
+    is_elementwise,
+    optimizers_of,
+    trained_variables,
+)
 from kdist.keras_hooks.trainer import has_custom_steps, layers_of
 from kdist.planning.activations import estimated_row
 from kdist.planning.memory import TABLE_BYTES, Sizes
@@ -120,15 +126,26 @@ def slots(model: keras.Model) -> int:
     others = [weight for weight in model.trainable_variables if id(weight) not in updated]
     sizes = [_bytes_of_state(each) for each in built]
     if others or not built:
-        planned = []
-        for each in optimizers:
-            if not each.built:
-                copied = type(each).from_config(each.get_config())
-                with unallocated():
-                    copied.build(others)
-                planned.append(_bytes_of_state(copied))
+        planned = [_bytes_of_planned_state(each, others) for each in optimizers if not each.built]
         sizes.append(max(planned, default=0))
     return sum(sizes)
+
+
+def _bytes_of_planned_state(optimizer: keras.optimizers.Optimizer, weights: list[Any]) -> int:
+    """Returns the bytes of the state that an optimizer has once it is built with weights; it is left as it is."""
+    try:
+        copied = copy_to_count(optimizer)
+        with unallocated():
+            copied.build(weights)
+    except Exception as error:
+        name = type(optimizer).__name__
+        raise KDistError(
+            f"The optimizer's state cannot be counted: no copy of it can be made and built. Received: {name}, of which "
+            f"that raises {error!r}. Expected one that `get_config` and `from_config` make again. Fix: return all "
+            "arguments of `__init__` from its `get_config`, or build it before, by "
+            "model.optimizer.build(model.trainable_variables)."
+        ) from error
+    return _bytes_of_state(copied)
 
 
 def _used_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:

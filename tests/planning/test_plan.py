@@ -18,6 +18,7 @@ import tensorflow as tf
 import kdist
 from kdist.cli import main as cli
 from kdist.errors import KDistError
+from kdist.keras_hooks.optimizers import innermost
 from kdist.planning import activations
 from kdist.planning.first_call import FirstCall, inputs_of, run_step, stops_at_first_call
 from kdist.planning.gathers import traced_gathers
@@ -315,6 +316,55 @@ def test_what_the_optimizer_or_the_layers_do_not_allow_is_not_planned():
             {each.strategy for each in kdist.plan(model, batch_size=8, ranks=2).shares} for model in (plain, own)
         ]
         assert ['shard="optimizer"' in each for each in strategies] == [not refused, False]
+
+
+class Falling(keras.optimizers.schedules.LearningRateSchedule):
+    """As in Keras' documentation: without a config."""
+
+    def __call__(self, step):
+        return 0.1 / (step + 1)
+
+
+class FallingWithConfig(Falling):
+    def get_config(self):
+        return {}
+
+
+class OwnAdam(keras.optimizers.Adam):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Adam(Falling()),
+        lambda: keras.optimizers.Adam(FallingWithConfig()),
+        lambda: keras.optimizers.Adam(lambda: 0.1),
+        lambda: keras.optimizers.LossScaleOptimizer(OwnAdam(Falling())),
+    ],
+    ids=["schedule", "schedule with a config", "function", "class within a loss scale"],
+)
+def test_slots_are_counted_whatever_the_learning_rate_and_the_class(make):
+    optimizer = make()
+    model = model_of(optimizer)
+    rate = innermost(optimizer)._learning_rate
+    assert 0 <= kdist.plan(model, batch_size=8, ranks=2).sizes.slots - 2 * WEIGHTS <= 64
+    assert innermost(optimizer)._learning_rate is rate
+
+
+class Momentum(keras.optimizers.SGD):
+    """Without a config of its own."""
+
+    def __init__(self, rate):
+        super().__init__(rate, momentum=0.9)
+
+
+def test_an_optimizer_of_which_no_copy_is_made_is_named():
+    model = model_of(Momentum(0.1))
+    with pytest.raises(KDistError, match=r"Received: Momentum, .*unexpected keyword.*Fix: .*optimizer\.build"):
+        kdist.plan(model, batch_size=8, ranks=2)
+    model.optimizer.build(model.trainable_variables)  # as the error says
+    assert 0 <= kdist.plan(model, batch_size=8, ranks=2).sizes.slots - WEIGHTS <= 32
 
 
 GATHERS = """
