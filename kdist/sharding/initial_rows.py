@@ -56,7 +56,7 @@ def initial_rows(initializer: Any, shape: tuple[int, int], dtype: str, size: int
     if numbers is not None:
         seed = drawn_seed(initializer.seed)
         return tf.concat(list(_drawn(numbers, seed, shape, size, rank)), axis=0), seed.numpy().tolist()
-    whole = initializer(shape, dtype=dtype)
+    whole = keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype)
     step = max(1, shape[0] * shape[1] // _SHOWN)
     shown = tf.cast(tf.reshape(whole, [-1])[::step], tf.float64).numpy()
     return tf.identity(whole[rank::size]), [f"{each:.2e}" for each in shown]

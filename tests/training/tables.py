@@ -368,8 +368,12 @@ def batches_by_hand() -> None:
 @case
 def initial_values() -> None:
     """They are one process's, of a fixed seed and of the global one; float32 numbers in blocks."""
+
+    def of_numpy(shape: Any, dtype: Any = None) -> Any:  # in float64, whatever it is asked for
+        return np.random.default_rng(3).normal(size=shape)
+
     drawn = ("uniform", "random_normal", "glorot_uniform", "he_normal", "truncated_normal", "lecun_normal")
-    kinds = (*drawn, "zeros", "ones", "orthogonal")
+    kinds = (*drawn, "zeros", "ones", "orthogonal", of_numpy)
 
     def script(batch: int) -> dict[str, Any]:
         keras.config.set_floatx("float32")
