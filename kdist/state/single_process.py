@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from kdist.keras_hooks.fit.callbacks import add_steps_of_pass, running_epoch_iterator, steps_of_pass
-from kdist.keras_hooks.optimizers import innermost, iterations, stored_learning_rate
+from kdist.keras_hooks.optimizers import innermost, iterations, optimizers_of, stored_learning_rate
 from kdist.keras_hooks.trainer import build_symbolically
 from kdist.state.metrics import MetricReducer
 from kdist.state.part import State, StatePart
@@ -47,11 +47,10 @@ class KerasSchedule(StatePart):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the iterations to the user's step that a job of several ranks has reached with its first optimizer."""
-        optimizer = innermost(getattr(self._model, "optimizer", None))
-        schedule = stored_learning_rate(optimizer)
-        if state.get("rates") and isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-            iterations(optimizer).assign(round(state["rates"][0]["user_steps"]))
+        """Sets the iterations to the user's step that a job of several ranks has reached with each optimizer."""
+        for optimizer, rate in zip(map(innermost, optimizers_of(self._model)), state.get("rates", []), strict=False):
+            if isinstance(stored_learning_rate(optimizer), keras.optimizers.schedules.LearningRateSchedule):
+                iterations(optimizer).assign(round(rate["user_steps"]))
 
 
 class KerasData(StatePart):

@@ -699,6 +699,9 @@ def left_for_others() -> None:
             "arrays", str(Path(os.environ[FOLDER], "compressed")), [InterruptAt(1, 3)], scope=_compressed(), width=260
         )
 
+    with pytest.raises(Interrupted):
+        _with_two_optimizers([InterruptAt(1, 3)], save_freq=2)
+
     for kind in WITH_MICRO_BATCHES:
         folder = str(Path(os.environ[FOLDER], f"{kind}_micro_batches"))
         backup = kdist.callbacks.BackupAndRestore(folder, save_freq=2, delete_checkpoint=False)
@@ -751,6 +754,50 @@ def _scheduled() -> Any:
     return keras.optimizers.SGD(keras.optimizers.schedules.PolynomialDecay(0.1, 1000, 0.0))
 
 
+class TwoOptimizers(OwnStep):
+    """A schedule for each of two weights, as in a GAN; the optimizer of `compile` is not used."""
+
+    def compile(self) -> None:
+        super().compile()
+        self.of_kernel, self.of_bias = _scheduled(), _scheduled()
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.losses.mean_squared_error(y, self(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        optimizers = (self.of_kernel, self.of_bias)
+        for optimizer, gradient, weight in zip(optimizers, gradients, self.trainable_weights, strict=True):
+            optimizer.apply([gradient], [weight])
+        return {"loss": loss}
+
+
+def _with_two_optimizers(callbacks: list[Any], *, save_freq: int) -> TwoOptimizers:
+    fresh()
+    with kdist.scope():
+        model = TwoOptimizers()
+        model(np.zeros((1, 5)))
+        model.compile()
+        folder = str(Path(os.environ[FOLDER], "two_optimizers"))
+        backup = kdist.callbacks.BackupAndRestore(folder, save_freq=save_freq, delete_checkpoint=False)
+        data = _sized("arrays", STEPS * 2 * BATCH - 3)
+        model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=[*callbacks, backup])
+    return model
+
+
+def _two_optimizers_taken_up() -> None:
+    """Each schedule goes on at the user's step."""
+    before, ranks = 2, kdist.size()
+    seen: list[int] = []
+    counting = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    model = _with_two_optimizers([counting], save_freq=100)
+    for optimizer in (model.of_kernel, model.of_bias):
+        made = optimizer.iterations
+        if ranks > 1:
+            made = model._kdist.rate_of(optimizer)._user_steps.at(made)
+        assert float(made) == (STEPS + 2) * before + len(seen) * ranks, (optimizer.name, float(made))
+
+
 def taken_up_by_others() -> None:
     """On another number of ranks: the rest of the epoch's samples, each once, but for those of a cut step."""
     before, ranks = 2, kdist.size()
@@ -789,6 +836,7 @@ def taken_up_by_others() -> None:
         if kdist.is_chief():
             assert "2 rank(s)" in "\n".join(lines), "\n".join(lines)
         kdist.barrier()
+    _two_optimizers_taken_up()
     _taken_up_with_micro_batches()
     if ranks > 1:
         _compressed_taken_up_by_others()
