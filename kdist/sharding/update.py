@@ -17,6 +17,7 @@ from kdist.keras_hooks.optimizers import (
     TRAINED,
     UPDATE_AVERAGES,
     accumulates_as_keras,
+    exclude_alike,
     is_elementwise,
     is_update_due,
     iterations,
@@ -61,6 +62,8 @@ class ShardedReduce(TableReduce):
         sharded_optimizer = _sharded(update.optimizer)
         weights, optimizer = update.variables, sharded_optimizer.optimizer
         update.variables = sharded_optimizer.part_variables(weights)
+        # Again: a script may exclude weights after the optimizer is built, as after `load_model`.
+        exclude_alike(optimizer, list(zip(weights, update.variables, strict=True)))
         updated = [each for each, gradient in zip(weights, update.gradients, strict=True) if gradient is not None]
         has_averages = bool(optimizer.use_ema)  # which Keras makes of all weights, after their updates
         if has_averages:

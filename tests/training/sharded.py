@@ -176,6 +176,21 @@ def decay_that_leaves_weights_out() -> None:
 
 
 @case
+def decay_that_leaves_weights_out_of_a_built_optimizer() -> None:
+    """As after `load_model`: Keras takes the exclusion until the first step is traced."""
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = mlp()
+        model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.3), "mse")
+        model.optimizer.build(model.trainable_variables)
+        model.optimizer.exclude_from_weight_decay(var_list=model.trainable_variables[:2])
+        return fit_alone(model, fed("arrays", (x, y), batch))
+
+    both(script, strategy=SHARD)
+
+
+@case
 def sparse_gradients() -> None:
     """Adam squares each reading of a row by itself: in a table of many rows, and in one that is cut anywhere."""
     for num_rows in (5, 200):
