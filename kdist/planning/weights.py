@@ -11,19 +11,22 @@ import tensorflow as tf
 
 from kdist._tf_internals import UninitializedVariable
 from kdist.errors import KDistError
-from kdist.keras_hooks.layers.embedding import has_plain_lookup, refusal_reasons
+from kdist.keras_hooks.layers.embedding import has_plain_lookup, refusal_reasons, table_of
 from kdist.keras_hooks.optimizers import (
     copy_to_count,
     innermost,
     is_elementwise,
     optimizers_of,
     trained_variables,
+    variable_like,
 )
+from kdist.keras_hooks.patching import original, patched
 from kdist.keras_hooks.trainer import has_custom_steps, layers_of
 from kdist.planning.activations import estimated_row
 from kdist.planning.memory import TABLE_BYTES, Sizes
 from kdist.sharding.refusals import can_update_parts, can_update_rows
 from kdist.sharding.row_rules import whole_table_rules
+from kdist.state.variables import sharded_slots
 
 _LARGE = 2**20  # bytes; what is smaller gets its values, as counters do that are read
 
@@ -113,7 +116,7 @@ def _tables(model: keras.Model) -> int:
 
 
 def slots(model: keras.Model) -> int:
-    """Returns the bytes of the optimizers' states. An optimizer that is not built is left so.
+    """Returns the bytes of the optimizers' states in one process. An optimizer that is not built is left so.
 
     Which weights are updated by one of several that are not built is not known: they count as one, the largest.
 
@@ -124,7 +127,12 @@ def slots(model: keras.Model) -> int:
     built = [each for each in optimizers if each.built]
     updated = {id(weight) for each in built for weight in trained_variables(innermost(each))}
     others = [weight for weight in model.trainable_variables if id(weight) not in updated]
-    sizes = [_bytes_of_state(each) for each in built]
+    sizes = [
+        _bytes_of_state(each)
+        if sharded_slots(each) is None
+        else _bytes_of_planned_state(each, trained_variables(innermost(each)))  # whole ones
+        for each in built
+    ]
     if others or not built:
         planned = [_bytes_of_planned_state(each, others) for each in optimizers if not each.built]
         sizes.append(max(planned, default=0))
@@ -132,11 +140,12 @@ def slots(model: keras.Model) -> int:
 
 
 def _bytes_of_planned_state(optimizer: keras.optimizers.Optimizer, weights: list[Any]) -> int:
-    """Returns the bytes of the state that an optimizer has once it is built with weights; it is left as it is."""
+    """Returns the bytes of the state that an optimizer has in one process for weights; it is left as it is."""
     try:
         copied = copy_to_count(optimizer)
-        with unallocated():
-            copied.build(weights)
+        inner = innermost(copied)
+        with unallocated(), patched(inner, "build", original(inner, "build")):  # also in a scope with slots in parts
+            copied.build([each if table_of(each) is None else variable_like(each, each.shape) for each in weights])
     except Exception as error:
         name = type(optimizer).__name__
         raise KDistError(

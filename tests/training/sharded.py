@@ -473,6 +473,35 @@ def slots_take_their_part_of_the_memory() -> None:
 
 
 @case
+def plans_count_whole_slots() -> None:
+    """Of an optimizer that is built in parts, too; and a rank may plan alone."""
+    x, y = np.zeros((8, 5)), np.zeros((8, 2))
+    made = {
+        "adam": ALL_OPTIMIZERS["adam"],
+        "adafactor": ALL_OPTIMIZERS["adafactor"],  # slots of other shapes than their weights
+        "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
+    }
+
+    def compiled(make: Callable[[], keras.optimizers.Optimizer]) -> keras.Model:
+        model = mlp()
+        model.compile(make(), "mse")
+        return model
+
+    def planned(model: keras.Model) -> list[int]:
+        sizes = kdist.plan(model, batch_size=BATCH, ranks=size()).sizes
+        return [sizes.weights, sizes.trained, sizes.slots]
+
+    for name, make in made.items():
+        fresh()
+        expected = planned(compiled(make))
+        with kdist.scope(SHARD):
+            model = compiled(make)
+            assert not kdist.is_chief() or planned(model) == expected, name
+            model.fit(x, y, batch_size=BATCH, verbose=0)
+            assert not kdist.is_chief() or planned(model) == expected, name
+
+
+@case
 def a_part_that_a_script_reads_is_an_error() -> None:
     fresh()
     with kdist.scope(SHARD):

@@ -445,6 +445,29 @@ def what_a_script_sees() -> None:
 
 
 @case
+def plans_count_whole_tables_and_slots() -> None:
+    def planned(model: keras.Model) -> list[int]:
+        sizes = kdist.plan(model, batch_size=BATCH, ranks=size()).sizes
+        return [sizes.weights, sizes.trained, sizes.slots]
+
+    def compiled() -> keras.Model:
+        model = reader()
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    x, y = sentences()
+    fresh()
+    expected = planned(compiled())
+    for strategy in (TABLES, dataclasses.replace(TABLES, shard="optimizer")):
+        fresh()
+        with kdist.scope(strategy):
+            model = compiled()
+            assert planned(model) == expected
+            model.fit(x, y, batch_size=BATCH, verbose=0)
+            assert planned(model) == expected
+
+
+@case
 def files_are_those_of_plain_keras() -> None:
     """Saved whole, in a callback too; loaded without kdist, and in parts; another rank's file is refused."""
     folder = shared_folder()
