@@ -14,7 +14,7 @@ from kdist.sharding.norms import whole_norms
 from kdist.sharding.part import parts_are_updated
 from kdist.sharding.table import part_variables_of
 from kdist.step.reduce import Reduce
-from kdist.step.update import Update
+from kdist.step.update import Update, updated_variables
 
 
 class TableReduce(Reduce):
@@ -54,11 +54,7 @@ class TableReduce(Reduce):
     def _update(self, update: Update, proceed: Callable[[], Any]) -> Any:
         """Runs the later stages, and Keras' update, with what this rank updates in place of the weights."""
         weights, inner = update.variables, innermost(update.optimizer)
-        are_parts = [
-            table_of(weight) is not None
-            for weight, gradient in zip(weights, update.gradients, strict=True)
-            if gradient is not None
-        ]
+        are_parts = [table_of(weight) is not None for weight in updated_variables(weights, update.gradients)]
         update.variables = part_variables_of(weights)
         with (
             parts_are_updated(),

@@ -144,7 +144,7 @@ class UpdatePipeline:
         ]
         update = Update(optimizer, variables, tensors, self._step)
         if tf.compat.v1.get_default_graph() is self._graph:
-            self._updates.append((optimizer, _updated(variables, tensors)))
+            self._updates.append((optimizer, updated_variables(variables, tensors)))
 
         def proceed(place: int) -> Any:
             if place == len(self.stages):
@@ -172,7 +172,7 @@ class UpdatePipeline:
             self._collected = None
 
 
-def _updated(variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+def updated_variables(variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     """Returns the variables that Keras' optimizers update, and decay: not those without a gradient."""
     given = zip(variables, gradients, strict=True)
     return [v for v, gradient in given if gradient is not None and not getattr(v, "overwrite_with_gradient", False)]

@@ -957,6 +957,22 @@ def mixed_precision() -> None:
     both(script, rtol=2e-2, strategy=dataclasses.replace(TABLES, shard_embeddings=4.0 * ROWS * WIDTH))
 
 
+@case
+def clipping_by_norms_beside_float8_layers() -> None:
+    """Keras clips without the scales of these layers, which it sets before."""
+    x, y = sentences()
+    for clip in ({"clipnorm": 0.05}, {"global_clipnorm": 0.05}):
+
+        def script(batch: int, clip: Any = clip) -> dict[str, Any]:
+            keras.config.set_floatx("float32")
+            model = reader()
+            model.layers[-1].quantize("float8")
+            model.compile(keras.optimizers.SGD(0.05, momentum=0.9, **clip), "mse")
+            return outcome(model, model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0))
+
+        both(script, rtol=1e-2, strategy=dataclasses.replace(TABLES, shard_embeddings=1.0))  # rounded to 8 bits
+
+
 WITH_SHARDED_SLOTS = (
     *("common_optimizers", "clipping_by_norms", "averages_of_weights", "accumulated_gradients", "frozen_tables"),
     *("decay_that_leaves_the_table_out", "a_table_that_is_read_twice_in_an_own_step", "batches_by_hand"),
