@@ -310,7 +310,7 @@ class Assignments:
             return None
         guessed: Merge = "mean" if is_number else "first"
         if differs and not (is_number and not self.is_eager and self._adds_gradients(written)):
-            self.tell(written, guessed)
+            self.warn(written, guessed)
         return guessed
 
     def _adds_gradients(self, written: Written) -> bool:
@@ -338,7 +338,7 @@ class Assignments:
         counts = [each[each != 0] for each in numbers if each.any()]
         return any((each % rows == 0).all() for each in counts for rows in self._num_rows - {1})
 
-    def tell(self, written: Written, merge: Merge) -> None:
+    def warn(self, written: Written, merge: Merge) -> None:
         """Warns once of a variable that is merged by a guess; not of one whose merge is known."""
         is_known = aggregation_of(written.variable) != "none" or key_of(written.variable) in self._statistics
         if not (is_known or self._is_traced_again()):
@@ -348,7 +348,7 @@ class Assignments:
                 f"one process. {_KEPT[merge]}. {FIX}",
             )
 
-    def tell_of_differences(self) -> None:
+    def warn_of_differences(self) -> None:
         """Warns of what differs between ranks and is not merged, or too late. Must be called before the first merge."""
         if self._is_traced_again():
             return

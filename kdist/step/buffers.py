@@ -42,7 +42,7 @@ class BufferSync:
         """
         self._assignments.add_writes_of_other_ranks()
         if not self._sent:
-            self._assignments.tell_of_differences()
+            self._assignments.warn_of_differences()
         self._sent = self._assignments.to_merge()
         return [self._contribution(written, merge) for written, merge in self._sent]
 
@@ -83,7 +83,7 @@ class BufferSync:
         raw = raw_variable(written.variable)
         is_guessed = self._assignments.is_eager and bool(self._step.active)
         if is_guessed and (merge in ("sum", "count") or not _is_near(summable(raw), value)):
-            self._assignments.tell(written, merge)
+            self._assignments.warn(written, merge)
         is_rounded = value.dtype.is_floating and not _is_inexact(raw)
         raw.assign(tf.cast(tf.round(value) if is_rounded else value, raw.dtype))
 

@@ -13,7 +13,7 @@ from kdist.keras_hooks.losses import layer_that_added, scaled_added_losses
 from kdist.keras_hooks.trainer import computes_custom_loss
 from kdist.state.graphs.rank_dependence import tensor_key
 from kdist.step.losses.global_value import GlobalValue
-from kdist.step.losses.related_layers import tell_of_related_layers
+from kdist.step.losses.related_layers import warn_of_related_layers
 from kdist.step.losses.step_gradients import StepGradients
 from kdist.step.losses.step_numbers import KEPT, StepNumbers
 from kdist.step.losses.step_pairs import Gather, StepPairs
@@ -66,7 +66,7 @@ class CustomLosses:
         with self._rows.computing_again():
             found = self._gradients.applied(gradients, {**self._numbers.means, **self._rows.means})
         if found is None:
-            self._numbers.tell(_APPLIED, self._model)
+            self._numbers.warn(_APPLIED, self._model)
             return list(gradients)
         return list(map(self._applied_by_hand, found)) if self._has_custom_loss else found
 
@@ -108,7 +108,7 @@ class CustomLosses:
 
         def call(*args: Any, **kwargs: Any) -> tf.Tensor:
             if not self._has_custom_loss:
-                tell_of_related_layers(self._step.engine, self._rows, (args, kwargs))
+                warn_of_related_layers(self._step.engine, self._rows, (args, kwargs))
             elif self._pairs.relates_rows((args, kwargs)):
                 return loss(*args, **kwargs)
             value = of_rows(*args, **kwargs)
@@ -139,7 +139,7 @@ class CustomLosses:
         self._model = type(model).__name__
         self._loss = f"The loss that the step of {self._model} differentiates"
         if self._has_custom_loss and tf.executing_eagerly():
-            self._numbers.tell(_EAGER, type(model).__name__)
+            self._numbers.warn(_EAGER, type(model).__name__)
         with contextlib.ExitStack() as stack:
             stack.enter_context(
                 scaled_added_losses(model, lambda loss, total: self.as_mean(total, layer_that_added(model, loss)))

@@ -18,7 +18,7 @@ _RELATED = (
 )
 
 
-def tell_of_related_layers(engine: Engine, rows: StepRows, values: Any) -> None:
+def warn_of_related_layers(engine: Engine, rows: StepRows, values: Any) -> None:
     """Warns, once a job, of layers as one that subtracts the mean over the rows.
 
     A layer that sends messages is left to the user.

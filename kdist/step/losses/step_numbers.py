@@ -126,7 +126,7 @@ class StepNumbers:
         if of_gradients is not None:
             return of_gradients
         if self._gradients.are_of_share(value):
-            self._tell_of_relation(value, who)
+            self._warn_of_relation(value, who)
             return None
         found = self._rows.of(value)
         return None if found is None else self._of_rows(value, terms, found, who, means)
@@ -160,12 +160,12 @@ class StepNumbers:
             if of_all_ranks is not None:
                 return of_all_ranks
         if relates_rows and who:
-            self._tell_of_relation(value, who)
+            self._warn_of_relation(value, who)
         elif None in kinds and rows is not None and not is_mean(of_data, found, known, list(means.values())):
-            self.tell(_UNKNOWN, who)
+            self.warn(_UNKNOWN, who)
         sums = [each for each, kind in zip(terms, kinds, strict=True) if kind == "sum"]
         if sums and found.length is not None:  # of another number of rows nothing might be known
-            self.tell(_FIXED_NUMBER, who)
+            self.warn(_FIXED_NUMBER, who)
             return None
         return ScaledSums(self._step.weight, sums) if sums else None
 
@@ -239,13 +239,13 @@ class StepNumbers:
         found = self._rows.of(value) if tf.is_symbolic_tensor(value) and self._step.depends_on_rows(value) else None
         return None if found is None else self._kind(found, value, self._rows.means)
 
-    def _tell_of_relation(self, value: tf.Tensor, who: str) -> None:
+    def _warn_of_relation(self, value: tf.Tensor, who: str) -> None:
         """Logs that a number relates rows, and remembers it: what is computed from it is no news."""
         if who:
             self._told.append(value)
-            self.tell(_NO_MEAN, who)
+            self.warn(_NO_MEAN, who)
 
-    def tell(self, text: str, who: str) -> None:
+    def warn(self, text: str, who: str) -> None:
         """Logs a warning once, on rank 0."""
         if self._step.engine.rank == 0 and who:
             once.warning(text.format(who))

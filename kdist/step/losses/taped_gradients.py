@@ -133,9 +133,9 @@ class TapedGradients:
         if any(are_weights):
             scalars = [each for each in targets if tf.is_tensor(each) and each.shape.rank == 0]
             if len(are_means) > 1 or any(self._numbers.find(each, self._loss, self.means) for each in scalars):
-                self._numbers.tell(_AS_MEAN, self._model)
+                self._numbers.warn(_AS_MEAN, self._model)
         elif None in are_means:
-            self._numbers.tell(_BY_ROWS, self._model)
+            self._numbers.warn(_BY_ROWS, self._model)
         elif len(are_means) > 1:
             factors = [
                 (tf.fill(tf.shape(each), tf.cast(factor, each.dtype)), is_mean) for each, factor, is_mean in parts
