@@ -29,6 +29,9 @@ class DispatchedEpoch:
         functions: `WorkerFunctions` of the model, whose metrics were just reset.
         kind: str, `"train"` or `"test"`.
         warmup_steps: int, how many first steps are made one at a time.
+
+    Attributes:
+        num_scheduled: int, the steps so far.
     """
 
     def __init__(self, dispatcher: Dispatcher, functions: WorkerFunctions, kind: str, warmup_steps: int) -> None:
@@ -41,7 +44,7 @@ class DispatchedEpoch:
         self._totals = [np.zeros(start.shape) for start in self._starts]
         self._staleness: collections.Counter[int] = collections.Counter()
         self._num_in_flight = 0
-        self._num_scheduled = 0
+        self.num_scheduled = 0
         self._layout: Layout | None = None
         self._last_step = 0
         self._logs_of_last_step: dict[str, float] = {}
@@ -52,13 +55,13 @@ class DispatchedEpoch:
         """Schedules one execution of some steps, as soon as there are not too many in flight."""
         feed = batches[0].feed
         function, layout = self._functions.steps(self._kind, feed, len(batches), self._starts)
-        limit = 1 if self._num_scheduled < self._warmup_steps else self._dispatcher.max_in_flight
+        limit = 1 if self.num_scheduled < self._warmup_steps else self._dispatcher.max_in_flight
         while self._num_in_flight >= limit:
             self._dispatcher.process_result(wait=True)
         self._num_in_flight += 1
-        self._num_scheduled += len(batches)
+        self.num_scheduled += len(batches)
         self._layout = layout
-        on_result = functools.partial(self._add, layout, self._num_scheduled)
+        on_result = functools.partial(self._add, layout, self.num_scheduled)
         tensors = [tensor for batch in batches for tensor in batch.tensors]
         self._dispatcher.submit(function, tensors, feed.per_worker, on_result)
         while self._dispatcher.process_result(wait=False):

@@ -73,6 +73,7 @@ class ParameterServerSession(TrainingSession):
         self.dispatcher = dispatcher
         self.functions = WorkerFunctions(model, strategy, options)
         self._warmup_steps = options.warmup_steps
+        self._num_trained = 0  # steps of this `fit`, in the epochs before
         self._running: list[str] = []
         self._epochs: dict[str, DispatchedEpoch] = {}
         self._num_sources = 0
@@ -119,8 +120,10 @@ class ParameterServerSession(TrainingSession):
         if self.model.jit_compile:
             self.model.jit_compile = False
             logger.warning("jit_compile=True is off for this model: XLA cannot compile variables of another process.")
-        if name == "fit" and self.dispatcher.num_workers > 1:
-            self._check_optimizers()
+        if name == "fit":
+            self._num_trained = 0
+            if self.dispatcher.num_workers > 1:
+                self._check_optimizers()
         self._running.append(name)
         with self.dispatcher.failure_detection(), epoch_iterators(self._make_iterator, self.strategy):
             try:
@@ -177,7 +180,7 @@ class ParameterServerSession(TrainingSession):
                 )
 
     def _epoch(self, kind: str) -> DispatchedEpoch:
-        warmup_steps = self._warmup_steps if kind == "train" else 0
+        warmup_steps = self._warmup_steps - self._num_trained if kind == "train" else 0
         return DispatchedEpoch(self.dispatcher, self.functions, kind, warmup_steps)
 
     def _begin_pass(self) -> None:
@@ -187,6 +190,8 @@ class ParameterServerSession(TrainingSession):
     def _end_pass(self) -> None:
         if self._running[-1] in self._epochs:
             self._epochs[self._running[-1]].finish()
+        if self._running[-1] == "fit":
+            self._num_trained += self._epochs["fit"].num_scheduled
 
     def _make_function(self, kind: str, run: Callable[[str, Any], Any], force: bool = False) -> None:
         if force or getattr(self.model, f"{kind}_function") is None:

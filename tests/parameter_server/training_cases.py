@@ -350,11 +350,25 @@ def case_the_first_steps_are_made_one_at_a_time():
         assert history["staleness_max"] == [0.0] * 4
 
 
+def case_the_first_steps_are_those_of_the_first_epochs():
+    with scope(warmup_steps=33):
+        model = wide()
+        history = model.fit(np.tile(X, (4, 1)), np.tile(Y, 4), batch_size=16, epochs=2, verbose=0).history
+        assert iterations(model) == 2 * 33
+        assert history["staleness_max"][0] == 0 < history["staleness_max"][1], history
+
+
+def wide():
+    """Returns a model whose steps take long."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1500), keras.layers.Dense(1500)])
+    model.add(keras.layers.Dense(1))
+    model.compile(keras.optimizers.SGD(1e-6), "mse")
+    return model
+
+
 def case_two_workers_make_updates_stale():
     with scope():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1500), keras.layers.Dense(1500)])
-        model.add(keras.layers.Dense(1))
-        model.compile(keras.optimizers.SGD(1e-6), "mse")
+        model = wide()
         history = model.fit(np.tile(X, (4, 1)), np.tile(Y, 4), batch_size=16, verbose=0).history
         assert iterations(model) == 33
         assert 0 < history["staleness_mean"][0] <= history["staleness_max"][0], history
