@@ -151,27 +151,34 @@ class _Opened:
     engine: Engine | None = None
     selection: Selection | None = None  # of all ranks of a Slurm step
     heartbeat: Heartbeat | None = None
+    is_of_roles: bool = False  # whether the tasks of parameter servers met by it, and make no other collective
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
 _opened = _Opened()
 
 
-def open_engine(info: ClusterInfo, name: str = "auto", start_timeout: float = START_TIMEOUT) -> Engine:
+def open_engine(
+    info: ClusterInfo, name: str = "auto", start_timeout: float = START_TIMEOUT, *, is_of_roles: bool = False
+) -> Engine:
     """Returns this process's engine, opened by the first call.
 
     Args:
         info: `ClusterInfo`.
         name: `"auto"` or an engine's name.
         start_timeout: float, seconds in which all ranks must start.
+        is_of_roles: bool, whether the tasks of parameter servers meet by it, which then make no other collective.
 
     Returns:
         The engine, which has as many ranks as the launcher started.
 
     Raises:
         ClusterError: if the engine has another number of ranks than the launcher started.
-        ScopeError: if another engine is open.
+        ScopeError: if another engine is open, or the tasks of parameter servers do not wait for each other.
     """
+    if _opened.is_of_roles and not is_of_roles:
+        raise _no_collectives(info)
+    _opened.is_of_roles = is_of_roles
     with _opened.lock:
         if _opened.engine is None:
             _opened.engine = _make_engine(info, name, start_timeout)
@@ -199,17 +206,22 @@ def set_stall_timeout(timeout: StallTimeout) -> None:
         _opened.heartbeat.stall_timeout = timeout
 
 
+def _no_collectives(info: ClusterInfo) -> ScopeError:
+    return ScopeError(
+        "Parameter-server training has no collectives. Received: kdist.barrier() or kdist.chief_first() in a job of "
+        f"{info.launcher} ({info.reason}). Expected tasks that do not wait for each other. Fix: remove it; the code in "
+        "the scope and after it runs on the chief only."
+    )
+
+
 def _make_engine(info: ClusterInfo, name: str, start_timeout: float) -> Engine:
     if name == "auto":
         # Before any scope, or without one, the environment chooses the engine.
         word = os.environ.get("KDIST_STRATEGY", "auto")
-        name = "single" if info.size == 1 else select_together(word if word in ENGINES else "auto", info).strategy
+        word = word if word in (*ENGINES, PARAMETER_SERVER) else "auto"
+        name = "single" if info.size == 1 else select_together(word, info).strategy
     if name == PARAMETER_SERVER:
-        raise ScopeError(
-            "Parameter-server training has no collectives. Received: kdist.barrier() or kdist.chief_first() in a "
-            f"job of {info.launcher} ({info.reason}). Expected tasks that do not wait for each other. Fix: remove "
-            "it; the code in the scope and after it runs on the chief only."
-        )
+        raise _no_collectives(info)
     take_rank(info, os.environ)
     own_healing.closing.append(_forget)
     engine = _MAKERS[name](info, start_timeout)

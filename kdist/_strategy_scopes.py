@@ -279,7 +279,7 @@ def parameter_server(info: ClusterInfo, asked: Any, chosen: Mapping[str, Any]) -
     unused = _arguments.changed(chosen, ("warmup_epochs", "auto_shard", "stall_timeout"))
     if unused and info.is_chief:
         logger.warning("parameter-server training ignores %s: see kdist.ParameterServer", ", ".join(unused))
-    cluster, job, index = find_role(info, options, lambda: open_engine(info, "mpi"))
+    cluster, job, index = find_role(info, options, lambda: open_engine(info, "mpi", is_of_roles=True))
     if _state.role is None:
         take_rank(info, os.environ)
         _state.role = take_role(cluster, job, index, info=info, options=options)

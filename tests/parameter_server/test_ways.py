@@ -17,14 +17,26 @@ LIMIT = 280  # seconds; a generous guard, for a machine that is busy with other 
 EPOCHS = 15
 UPDATES = EPOCHS * 45  # batches of 32 in 1437 rows
 
+# The tasks have met by MPI, and would wait for the chief.
+AND_A_BARRIER = """
+import runpy, sys
+import kdist
+runpy.run_path(sys.argv[1], run_name="__main__")
+try:
+    kdist.barrier()
+except kdist.errors.ScopeError as error:
+    print("refused:", error)
+"""
+
 
 @pytest.mark.timeout(2 * LIMIT)
 def test_mpirun_starts_it():
     """A chief, a worker and a ps."""
     line = [str(BESIDE / "mpirun"), "-np", "3", "--oversubscribe", "--bind-to", "none", sys.executable]
     env = {**spmd.RANK_ENVIRONMENT, **spmd.WITH_SKLEARN, "KDIST_STRATEGY": "parameter_server"}
-    done = spmd.execute([*line, EXAMPLE], env=env, timeout=LIMIT)
+    done = spmd.execute([*line, "-c", AND_A_BARRIER, EXAMPLE], env=env, timeout=LIMIT)
     assert done.returncode == 0, done.output
+    assert done.output.count("refused: Parameter-server training has no collectives.") == 1
     found = re.findall(r"(\d+) updates, test accuracy: ([01]\.\d+)", done.output)
     assert len(found) == 1, done.output  # the chief alone spoke
     assert int(found[0][0]) == UPDATES
