@@ -131,6 +131,8 @@ def _chosen_scope(chosen: dict[str, Any]) -> contextlib.AbstractContextManager[t
             chosen.update(scale_batch=False, scale_lr=None)
         return _strategy_scopes.passed_through(asked, chosen)
     info = cluster_info()
+    if info.size == 1 and "KDIST_LOG" in os.environ:  # else Python shows warnings
+        show_log(info)
     for name, meant in _arguments.misspelled(os.environ).items() if info.is_chief else ():
         show_log(info)
         logger.warning("the variable %s is unknown, and has no effect. Fix: did you mean %s?", name, meant)
