@@ -58,9 +58,9 @@ class Throughput(EngineCallback):
     `samples_per_second` only. `History` has all of them, and so have `CSVLogger` and `TensorBoard`, which must come
     after this callback in the list.
 
-    After training, the chief prints a table with the slow rank and the reason. `input-bound` or `slow compute`: the
-    others wait for it for more than a tenth of the time. `slow link`: no rank is late, and all spend a third of the
-    time in messages. Steps in which TensorFlow traces, and validation, are not measured.
+    After training, unless `verbose=0`, the chief prints a table with the slow rank and the reason. `input-bound` or
+    `slow compute`: the others wait for it for more than a tenth of the time. `slow link`: no rank is late, and all
+    spend a third of the time in messages. Steps in which TensorFlow traces, and validation, are not measured.
 
     On GPUs, with an engine that does not measure its time (Horovod, TensorFlow's collective ops), pending computation
     of the device at a message is measured as waiting.

@@ -41,7 +41,8 @@ class Fault(keras.callbacks.Callback):
     Args:
         kind: str, one of the above.
         rank: int, the rank that fails.
-        step: int, the step of this `fit` in which it fails, over all epochs, from 0.
+        step: int, the step of this `fit` in which it fails, over all epochs, from 0. With `steps_per_execution` an
+            execution counts as one.
         code: int, the exit code of `"exit"`.
         seconds: float, for `"slow"`.
         factor: float, for `"corrupt"`; NaN makes the gradient NaN.

@@ -126,7 +126,7 @@ def plan(model: keras.Model, *, batch_size: int, ranks: int, memory: str | int |
     """Returns what each rank will hold in memory when it trains a model, per strategy.
 
     Weights and slots are exact. Slots are counted without being allocated. Activations are estimated from the traced
-    forward pass. `kdist plan script.py` measures them, and counts data and the process, too.
+    forward pass. `kdist plan -np N SCRIPT` measures them, and counts data and the process, too.
 
     Args:
         model: `keras.Model`, built and compiled.

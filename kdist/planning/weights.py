@@ -69,15 +69,15 @@ def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None, *, is_t
     if not isinstance(model, keras.Model):
         raise KDistError(
             f"A plan is of a model. Received: {model!r}. Expected a keras.Model that is built and compiled. Fix: pass "
-            "it, or plan a script by `kdist plan SCRIPT -np N`."
+            "it, or plan a script by `kdist plan -np N SCRIPT`."
         )
     if inputs is None:
         inputs = getattr(model, "inputs", None) if model.built else None
         if inputs is None:
             raise KDistError(
                 f"The model's inputs are not known. Received: {type(model).__name__} {model.name!r} without inputs. "
-                "Expected a functional or sequential model with keras.Input. Fix: `kdist plan script.py`, which sees "
-                "the data."
+                "Expected a functional or sequential model with keras.Input. Fix: `kdist plan -np N SCRIPT`, which "
+                "sees the data."
             )
         inputs = inputs[0] if len(inputs) == 1 else inputs
     has_call = type(model).call is not keras.Model.call  # a GAN may have none: its steps call the models within it
