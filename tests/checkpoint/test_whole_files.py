@@ -1,5 +1,7 @@
 """What is written under a temporary name; on several ranks: `tests/training/behaviours_files.py`."""
 
+import concurrent.futures
+import contextlib
 import io
 from pathlib import Path
 
@@ -44,10 +46,39 @@ def test_what_else_is_in_a_directory_stays(tmp_path, monkeypatch, is_mounted):
     monkeypatch.setattr("os.path.ismount", lambda each: is_mounted and Path(each) == path)
     (path / "logs").mkdir(parents=True)
     (path / "log.csv").write_text("1")
-    for version in (7, 7, 8, None):
-        write_whole(None if version is None else lambda _, it=version: it, write_directory, path, f"of {version}")
-        assert (path / "inner" / "file").read_text() == f"of {version}"
+    others = [(path / name).stat().st_ino for name in ("logs", "log.csv")]
+    for version, text, expected in (
+        (7, "first", "first"),
+        (7, "second", "first"),
+        (8, "third", "third"),
+        (None, "x", "x"),
+    ):
+        write_whole(None if version is None else lambda _, it=version: it, write_directory, path, text)
+        assert (path / "inner" / "file").read_text() == expected
         assert sorted(each.name for each in path.iterdir()) == ["inner", "log.csv", "logs"]
+        assert [(path / name).stat().st_ino for name in ("logs", "log.csv")] == others, "they are not touched"
+        (path / "logs" / text).write_text("a step")  # which says nothing of the version
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_ranks_that_write_at_once_leave_one_content_where_nothing_is_locked(tmp_path, monkeypatch, has_others):
+    """As on network file systems without locks."""
+    path = tmp_path / "out"
+    monkeypatch.setattr("kdist.checkpoint.storage.whole_files.file_lock", lambda _: contextlib.nullcontext())
+    if has_others:
+        path.mkdir()
+        (path / "log.csv").write_text("1")
+
+    def write(rank):
+        for number in range(20):
+            write_whole(lambda _, it=number: it, write_directory, path, f"{number} of {rank}")
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(write, rank) for rank in range(4)]:
+            done.result()
+    assert (path / "inner" / "file").read_text().startswith("19 of")
+    assert sorted(each.name for each in path.iterdir()) == ["inner", *(["log.csv"] if has_others else [])]
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
             if source.is_dir():
                 known = version if target == own else None
                 known = version_of(target) if known is None and version_of is not None else known
-                (_put_within if target == own and is_fixed else _put)(source, target, known)
+                _put(source, target, known, is_fixed=target == own and is_fixed)
             else:
                 if target == own:
                     _mark(source, version)
@@ -88,46 +89,56 @@ def _mark(path: Path, version: int | None) -> None:
         os.utime(path, ns=(time.time_ns(), time.time_ns() // MODULUS * MODULUS + version))
 
 
-def _put(source: Path, target: Path, version: int | None) -> None:
+def _put(source: Path, target: Path, version: int | None, *, is_fixed: bool) -> None:
     """Moves a directory to its name, unless the directory of that name has the same version.
 
-    Where a file system keeps no fractions of a second the directory is replaced.
+    Where a file system keeps no fractions of a second the directory is replaced. One that has other entries than the
+    new one, or that cannot be renamed, keeps its place, and gets the new entries one by one.
     """
-    _mark(source, version)
-    with file_lock(target.with_name(f".{target.name}.lock")):
-        while version is None or _version(target) != version:
+    entries = sorted(os.listdir(source), key=lambda each: ((source / each).is_dir(), each))
+    for each in (*(source / name for name in entries[:1]), source):
+        _mark(each, version)
+    with file_lock((target if is_fixed else target.parent) / f".{target.name}.lock"):
+        while version is None or not _has_version(target, entries, version):
             try:
-                os.rename(source, target)
-                return
+                if not is_fixed:
+                    os.rename(source, target)
+                    return
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as old:
-                replaced = Path(old, "replaced")
-                with contextlib.suppress(FileNotFoundError):  # where nothing is locked another rank may do the same
-                    os.rename(target, replaced)
-                    _keep_others(replaced, source)
+            with (
+                tempfile.TemporaryDirectory(
+                    prefix=f".{target.name}-", dir=target if is_fixed else target.parent
+                ) as old,
+                contextlib.suppress(FileNotFoundError),
+            ):  # where nothing is locked another rank may do the same
+                if not is_fixed and set(os.listdir(target)) <= set(entries):
+                    os.rename(target, Path(old, "replaced"))
+                    continue
+                for name in reversed(entries):  # the one that tells the version comes last
+                    _move(source / name, target / name, Path(old))
+                return
 
 
-def _keep_others(replaced: Path, source: Path) -> None:
-    """Moves to a new directory what the old one has beside: a user's logs, say."""
-    times = os.stat(source)  # which tell its version
-    for each in set(os.listdir(replaced)) - set(os.listdir(source)):
-        os.rename(replaced / each, source / each)
-    os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
+def _has_version(target: Path, entries: Sequence[str], version: int) -> bool:
+    """Returns whether a directory has a version, or its first entry, where others change the directory's time."""
+    return version in (_version(target), *(_version(target / name) for name in entries[:1]))
 
 
-def _put_within(source: Path, target: Path, version: int | None) -> None:
-    """Does what `_put` does for a directory that cannot be renamed: a mount point, or one of a read-only directory."""
-    with file_lock(target / f".{target.name}.lock"):
-        if version is not None and _version(target) == version:
+def _move(source: Path, target: Path, old: Path) -> None:
+    """Moves a file or directory to its name; what had it goes to another directory."""
+    for number in itertools.count():
+        try:
+            os.rename(source, target)
             return
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target) as old:
-            for each in os.listdir(source):
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(target / each, Path(old, each))
-                os.rename(source / each, target / each)
-    _mark(target, version)
+        except OSError as error:
+            if not os.path.lexists(source):  # moved before the directory was replaced by another rank's
+                return
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR):
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(target, old / f"{target.name}-{number}")
 
 
 def _version(path: Path) -> int | None:
