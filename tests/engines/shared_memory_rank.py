@@ -121,6 +121,21 @@ def dies_and_leaves_a_child(memory, rank, size):
     memory.sum(np.ones(10, np.float32))
 
 
+def forks_twice(memory, rank, size):
+    """A child's child keeps what the child has opened under the numbers of the pipes that it has closed."""
+    if os.fork() == 0:
+        os.close(1)
+        opened = [os.pipe() for _ in range(8)]
+        if os.fork() == 0:
+            for _, write in opened:
+                os.write(write, b"1")  # an error if it is closed
+            os._exit(7)
+        os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+    memory.sum(np.ones(10, np.float32))
+    print("done", flush=True)
+
+
 def stops(memory, rank, size):
     if rank == size - 1:
         time.sleep(5)
@@ -144,6 +159,7 @@ ACTIONS = {
         goes_on_after_a_difference,
         dies,
         dies_and_leaves_a_child,
+        forks_twice,
         stops,
     )
 }

@@ -107,5 +107,10 @@ def test_a_rank_that_has_ended_is_named_although_its_child_lives(run):
 
 
 @pytest.mark.timeout(60)
+def test_a_childs_child_keeps_what_the_child_has_opened(run):
+    assert run("forks_twice", 2) == ["done"] * 2
+
+
+@pytest.mark.timeout(60)
 def test_a_rank_that_does_not_come_is_named_after_the_time_limit(run):
     assert run("stops", 2)[0].endswith("no answer from rank 1 within 1 s")

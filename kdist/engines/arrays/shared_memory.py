@@ -142,8 +142,9 @@ class SharedMemory:
 
     def _close_copies(self) -> None:
         """Closes a child's copies of the pipes: a read on another rank ends with this one, although the child lives."""
-        for pipe in (*self._to.values(), *self._of.values()):
-            os.close(pipe)
+        for pipes in (self._to, self._of):  # forgotten, for in a child of the child the numbers are of other files
+            while pipes:
+                os.close(pipes.popitem()[1])
 
     def sum(self, *buffers: Array) -> None:
         """Sums buffers over all ranks, in place.
