@@ -92,7 +92,7 @@ def missing_names() -> list[str]:
         (ConcreteFunction, ("_call_flat",)),
         (iter(tf.data.Dataset.range(1)), ("_iterator_resource",)),
         (tf.GradientTape(), ("_ensure_recording", "_tape")),
-        (tf.function(len), ("_omit_frequent_tracing_warning",)),
+        (tf.function(len), ("_autograph", "_omit_frequent_tracing_warning")),
         (Cluster, ("schedule",)),
         (ops, ("get_gradient_function",)),
         (StrategyExtendedV1, OVERRIDDEN),
@@ -108,6 +108,11 @@ def missing_names() -> list[str]:
 def is_initialized() -> bool:
     """Returns whether TensorFlow has initialised its devices in this process."""
     return bool(context.context()._initialized)
+
+
+def uses_autograph(function: Any) -> bool:
+    """Returns whether a `tf.function` converts Python's branches and loops on tensors."""
+    return bool(function._autograph)
 
 
 def is_compiled_by_xla() -> bool:

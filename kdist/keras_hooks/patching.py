@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist._tf_internals import ASSIGNMENTS, SCATTERS
+from kdist._tf_internals import ASSIGNMENTS, SCATTERS, uses_autograph
 from kdist.errors import KDistError
 
 WRITING = ("_load_model", "_save_model", "_should_save_model", "delete_checkpoint", "filename", "log_dir", "root")
@@ -213,7 +214,13 @@ def inlined(function: Any) -> Any:
     if not isinstance(function, tf.types.experimental.PolymorphicFunction):
         return function
     inner = function.python_function
-    return tf.autograph.to_graph(inner) if hasattr(inner, "__code__") else inner  # `functools.partial` has none
+    if not uses_autograph(function):
+        return inner
+    try:
+        converted = tf.autograph.to_graph(getattr(inner, "__func__", inner))
+    except Exception:  # without its source, or of other syntax: `tf.function` runs it as it is, too
+        return inner
+    return converted.__get__(inner.__self__) if inspect.ismethod(inner) else converted
 
 
 @contextlib.contextmanager

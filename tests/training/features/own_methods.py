@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,15 @@ def steps_in_functions() -> None:
         deterministic_weights(model)
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
         found = fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
-        other = mlp()
-        other.train_step = tf.function(functools.partial(keras.Model.train_step, other))
-        other.compile(keras.optimizers.Adam(0.01), "mse")
-        around = [kdist.callbacks.LearningRateSchedule(lambda epoch: 0.5)]  # in one process, too
-        history = other.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=around)
-        return {**found, "other": outcome(other, history)}
+        for name, function in (("partial", functools.partial), ("method", types.MethodType)):
+            other = mlp()
+            other.train_step = tf.function(function(keras.Model.train_step, other))
+            other.compile(keras.optimizers.Adam(0.01), "mse")
+            for factor in (0.5, 2.0):  # of a stage of the update, in one process, too
+                around = [kdist.callbacks.LearningRateSchedule(lambda epoch: factor)]  # noqa: B023
+                history = other.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=around)
+            found[name] = outcome(other, history)
+        return found
 
     both(script)
 
