@@ -60,9 +60,9 @@ class CommonState:
     def begin(
         self, method: str, learning_rates: Mapping[str, float] | None = None, *, has_loaded: bool = False
     ) -> None:
-        """Compares the model over the ranks, and broadcasts one rank's state at the beginning of a call.
+        """Compares the model over the ranks, and broadcasts rank 0's state at the beginning of a call.
 
-        That is the first one that has loaded weights since the last call, or rank 0 if none has.
+        Weights are those of the first rank that has loaded some since the last call, or rank 0's if none has.
 
         Collective: every rank must call this, in the same order.
 
@@ -83,8 +83,13 @@ class CommonState:
         refuse_differences(f"the optimizer given to {method}", rates)
         if self._engine.rank == 0:
             warn_of_whole_tables(self._model, self._engine.size, self._shard_embeddings)
-        root = loaded.index(True) if any(loaded) else 0
-        broadcast_differing(self._engine, state, np.array(checksums, np.int64), root)
+        by_rank = np.array(checksums, np.int64).reshape(self._engine.size, -1)
+        weights = {id(variable) for variable in self._model.weights}
+        # The optimizer's state is rank 0's: others may have set weights by which they follow it.
+        for is_weight, root in ((True, loaded.index(True) if any(loaded) else 0), (False, 0)):
+            places = [place for place, each in enumerate(state) if (id(each) in weights) == is_weight]
+            if places and by_rank.size:
+                broadcast_differing(self._engine, [state[place] for place in places], by_rank[:, places], root)
         if method == "fit":
             set_initial_epoch(self._model, epochs[0])
 

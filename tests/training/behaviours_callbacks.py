@@ -466,14 +466,19 @@ def a_model_that_is_measured_when_training_begins() -> None:
 
 
 def one_rank_loads_weights_before_fit() -> None:
-    """The others get them."""
+    """The others get them, and that rank's optimizer is rank 0's."""
     with kdist.scope():
         model = compiled(keras.optimizers.SGD(0.0))
         model.fit(*rows("even"), batch_size=BATCH, verbose=0)
+        steps_of_fit = int(model.optimizer.iterations)
         wanted = [np.full(each.shape, 3.0) for each in model.get_weights()]
         if kdist.rank() == kdist.size() - 1:
             model.set_weights(wanted)
+            model.optimizer.iterations.assign(99)
+        made = int(model.optimizer.iterations) if kdist.is_chief() else 0
         model.fit(*rows("even"), batch_size=BATCH, verbose=0)
+        steps = everyone(int(model.optimizer.iterations))
+        assert steps == [everyone(made)[0] + steps_of_fit] * kdist.size()
     for one, other in zip(wanted, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
 
