@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import keras
 
+from kdist.checkpoint.callback_state import run_by
 from kdist.keras_hooks.fit.callbacks import on_list_ready
 from kdist.state.session import TrainingSession, session_of
 
@@ -103,8 +104,8 @@ def _move_to_end(listed: keras.callbacks.CallbackList) -> None:
     """Moves such callbacks to the end of a list that Keras has made, in one process; kdist makes those of ranks."""
     siblings = [each for each in listed.callbacks if isinstance(each, AllRanksCallback)]
     siblings.sort(key=lambda each: each.position)
-    others = [each for each in listed.callbacks if not isinstance(each, AllRanksCallback)]
+    others = [each for each in listed.callbacks if not isinstance(each, (AllRanksCallback, EarlyBegin))]
     for each in siblings:
         each.set_others(others, siblings)
-    early = [EarlyBegin(each.begin_early) for each in siblings] if any(map(acts_at_begin, others)) else []
+    early = [EarlyBegin(each.begin_early) for each in siblings] if any(map(acts_at_begin, map(run_by, others))) else []
     listed.callbacks = [*early, *others, *siblings]

@@ -270,6 +270,8 @@ class BackupAndRestore(AllRanksCallback):
 
         Collective: every rank must call this, in the same order.
         """
+        if not self.session.begins_backups:
+            refusals.check_built(self.model)
         self._found = self._find()
         saved, _ = self._found
         if saved is not None:

@@ -55,7 +55,9 @@ def _replicated_list(
     container = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
     given = container.callbacks if container else keras.tree.flatten(callbacks) if callbacks is not None else []
     given = [
-        BackupAndRestore.from_keras(each) if type(each) is keras.callbacks.BackupAndRestore else each for each in given
+        BackupAndRestore.from_keras(each) if type(each) is keras.callbacks.BackupAndRestore else each
+        for each in given
+        if not isinstance(each, EarlyBegin)  # of a container that was made as in one process
     ]
     gathered = _GatheredCallbacks.gather(session, given)
     is_local_sgd = session.local_sgd is not None  # which reduces no gradients

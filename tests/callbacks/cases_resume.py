@@ -512,12 +512,15 @@ class Looking(keras.callbacks.Callback):
 def what_a_callback_takes_from_the_model_when_training_begins() -> None:
     """In one process, too, the model is restored before: Keras' own callback is usually the first of the list."""
     expected = train("arrays", shared_folder(), [FromTheModel()])
-    for place in ((0, None), (1, 3)):
+    # In one process Keras calls such a callback in the steps, too, that it passes over.
+    for place in ((0, None), (1, 3))[: 1 if kdist.size() == 1 else 2]:
         folder = shared_folder()
         with pytest.raises(Interrupted):
             train("arrays", folder, [InterruptAt(*place), FromTheModel()])
+        # `ChiefOnly` on several ranks sets the rate on one of them between two steps.
+        given = kdist.callbacks.ChiefOnly(FromTheModel()) if kdist.size() == 1 else FromTheModel()
         with resuming():
-            assert train("arrays", folder, [FromTheModel()]) == expected
+            assert train("arrays", folder, [given]) == expected
 
 
 def an_evaluation_when_a_resumed_epoch_begins() -> None:
