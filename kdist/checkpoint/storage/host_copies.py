@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
 import time
 from typing import Literal
 
@@ -38,6 +39,7 @@ class HostCopies:
         self._files = MemoryCopies(job, backup_dir) if engine.local_rank == 0 and MEMORY.is_dir() else None
         has_files = engine.gather_objects(self._files is not None)
         self._writers = [rank for rank, it in enumerate(has_files) if it]
+        self._warn("" if MEMORY.is_dir() or engine.local_rank else f"no such directory on host {platform.node()}")
         self._is_measured = freq == "auto"
         self._every = _FIRST if freq == "auto" else freq
         self._steps = 0  # since the last copy
@@ -74,24 +76,33 @@ class HostCopies:
         if self._engine.local_size < self._engine.size:  # what callbacks hold may differ, and the chief's is right
             rest = {part: state for part, state in checkpoint.items() if part != MODEL}
             checkpoint = {**checkpoint, **(broadcast_checkpoint(self._engine, rest) or {})}
+        problem = ""
         if self._files is None:
             send(arrays_of(checkpoint), self._writers)
         else:
             try:
                 self._files.write(checkpoint, checkpoint["training"]["number"], self._writers)
             except OSError as error:
-                logger.warning(
-                    "the checkpoint is not copied into the memory of this host, and no other will be. Received: %s. "
-                    "Expected space for two of them in %s. Fix: free some there, or omit memory_freq.", error, MEMORY,
-                )  # fmt: skip
+                problem = f"{error} on host {platform.node()}"
                 self._files.delete()
                 self._files = None
+        self._warn(problem)
         now = time.monotonic()
         if self._is_measured:
             step = max((began - self._ended) / max(self._steps, 1), 1e-6)
             self._every = self._engine.broadcast_object(max(1, math.ceil((now - began) / (_COST * step))))
         self._ended, self._steps = now, 0
         return self._files is not None
+
+    def _warn(self, problem: str) -> None:
+        """Warns on rank 0 of hosts that make no copies from now on: `kdist run` does not show what others log."""
+        is_alone = self._engine.local_size == self._engine.size
+        problems = [problem] if is_alone else self._engine.gather_objects(problem)
+        if self._engine.rank == 0 and (problems := list(filter(None, problems))):
+            logger.warning(
+                "the checkpoint is not copied into the memory of a host, and no other will be. Received: %s. Expected "
+                "space for two of them in %s. Fix: free some there, or omit memory_freq.", "; ".join(problems), MEMORY,
+            )  # fmt: skip
 
     def newest(self) -> tuple[int, int]:
         """Returns the number of the newest copy, 0 if there is none, and the lowest rank that has it.
