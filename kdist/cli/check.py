@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.cli import script
 from kdist.cli.jobs.command import add_launch_arguments, build, take_allocation
+from kdist.errors import LaunchError
 from kdist.launchers import process, worker
 from kdist.reports.job_failure import JobFailure
 from kdist.reports.launcher_boxes import filters
+from kdist.strategies.selection import PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -52,6 +54,12 @@ def run(options: argparse.Namespace) -> int:
         options.np = 2
     words, is_module = script.parse(options.script)
     is_own = not words
+    if is_own and options.strategy in ("single", PARAMETER_SERVER):
+        raise LaunchError(
+            f"The built-in test needs ranks that train together. Received: --strategy {options.strategy} without a "
+            f"script. Expected an all-reduce. Fix: omit it, or give a script: kdist check --strategy "
+            f"{options.strategy} train.py."
+        )
     if is_own:
         words, is_module = ["kdist.cli.smoke"], True
     elif not is_module:

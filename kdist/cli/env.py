@@ -109,7 +109,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         import_keras_quietly()
         import keras
         import tensorflow as tf
-    except ImportError as error:
+    except Exception as error:  # of an unknown backend, or of packages that do not fit
         yield "tensorflow", f"import failed: {error}"
         return
     yield "keras backend", keras.config.backend()

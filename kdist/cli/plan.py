@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.cli import script
 from kdist.cli.jobs.message import tell
-from kdist.cli.jobs.parser import count, seconds
+from kdist.cli.jobs.parser import count, positive_seconds
 from kdist.errors import KDistError
 from kdist.launchers.process import received_signals
 from kdist.launchers.start import module_command
@@ -53,7 +53,7 @@ def add_parser(subcommands: _SubParsersAction[Any]) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="what each rank may take, as 24GB")
     parser.add_argument(
         "--timeout",
-        type=_positive_seconds,
+        type=positive_seconds,
         default=1800.0,
         metavar="SECONDS",
         help="how long the script may run (1800)",
@@ -148,13 +148,6 @@ def _wait(process: subprocess.Popen[Any], timeout: float, received: Sequence[int
         f"The script took too long to plan. Received: no model's first step within {timeout:g} s. Expected one from "
         "which memory can be read. Fix: --timeout with more seconds, or less data before the first fit."
     )
-
-
-def _positive_seconds(text: str) -> float:
-    value = seconds(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"received {text!r}, expected seconds, above 0. Fix: write a number, as 60")
-    return value
 
 
 def _memory() -> int:

@@ -98,7 +98,7 @@ def warning_of_threads(of_ranks: Sequence[int]) -> str:
     Args:
         of_ranks: sequence of ints, what `own_threads` returned on each rank.
     """
-    if len(set(of_ranks)) == 1:
+    if len(set(of_ranks)) == 1 or 0 in of_ranks:  # GPUs compute on some
         return ""
     by_number = {
         number: [rank for rank, own in enumerate(of_ranks) if own == number] for number in sorted(set(of_ranks))

@@ -78,7 +78,15 @@ def build(
     Raises:
         InstallError: if it cannot be built. The log is kept.
     """
-    os.makedirs(directory, exist_ok=True)
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:  # before minutes of building
+        raise InstallError(
+            f"The wheel cannot be written. Received: {error}. Expected a writable directory, {directory}. Fix: choose "
+            "another one by --wheel-dir."
+        ) from error
     with tempfile.TemporaryDirectory(prefix="kdist-horovod-") as temporary:
         log_progress(f"downloading Horovod {recipe.version} and its build tools")
         source_directory = source.download(recipe.version, temporary, run)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -102,7 +103,7 @@ class Channel:
     def read(self, timeout: float | None = None) -> dict[str, Any] | None:
         """Returns the next object; `None` after the end of the connection, or of the time in seconds."""
         try:
-            self._connection.settimeout(timeout)
+            self._connection.settimeout(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
             found = json.loads(self._reader.readline(_MAX_LINE) or "null")
             self._connection.settimeout(None)
         except (OSError, ValueError):
@@ -192,7 +193,7 @@ def _all_hellos(
         if now > warn_at:
             warn_at = deadline
             _LOG.warning("%s 0 waits for %s %s", texts.one, texts.one, _missing(participant, hellos))
-        server.settimeout(max(0.001, min(deadline, warn_at) - now))
+        server.settimeout(max(0.001, min(deadline, warn_at, now + threading.TIMEOUT_MAX) - now))
         try:
             connection, _ = server.accept()
         except TimeoutError:

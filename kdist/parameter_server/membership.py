@@ -58,7 +58,7 @@ class Membership:
             while missing := [name for name in self._tasks if name not in self._connections]:
                 if self._rejections:
                     raise ClusterError(self._rejections[0])
-                if not self._changed.wait(deadline - time.monotonic()):
+                if not self._changed.wait(min(deadline - time.monotonic(), threading.TIMEOUT_MAX)):
                     raise ClusterError(
                         "Some tasks of the cluster have not joined. Received: no connection from "
                         f"{', '.join(map(self._with_address, missing))} within {self._timeout:.0f} s. Expected every "

@@ -38,7 +38,7 @@ def startup_timeout(seconds: float, rank: int, size: int, fail: Callable[[str], 
             "network that they chose does not connect them. %.0f s are left",
             *(rank, size, seconds - warn_after),
         )
-        if not has_started.wait(seconds - warn_after):
+        if not has_started.wait(min(seconds - warn_after, threading.TIMEOUT_MAX)):
             own_reports.failed(Kind.STALL, f"not all ranks have started within {seconds:g} s", None)
             fail(
                 f"not all ranks have started within {seconds:g} s. Received: rank {rank} of {size} waits for the "

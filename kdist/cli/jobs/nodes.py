@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from kdist.cli.jobs.parser import count, seconds
+from kdist.cli.jobs.parser import count, positive_seconds
 from kdist.cluster.slurm import in_step
 from kdist.errors import LaunchError
 from kdist.launchers.nodes import START_TIMEOUT, Node
@@ -33,7 +33,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--node-rank", type=count, metavar="I", help="with --rendezvous: this node, from 0 on")
     group.add_argument(
         "--start-timeout",
-        type=seconds,
+        type=positive_seconds,
         metavar="SECONDS",
         help=f"with --rendezvous: in which all nodes must come ({START_TIMEOUT:g})",
     )

@@ -53,6 +53,14 @@ def count(text: str) -> int:
         ) from None
 
 
+def positive_seconds(text: str) -> float:
+    """Returns a time above 0 that ends, for `type=` of an argument; takes and raises the same as `seconds`."""
+    value = seconds(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"received {text!r}, expected seconds, above 0. Fix: write a number, as 60")
+    return value
+
+
 def seconds(text: str) -> float:
     """Returns a time, for `type=` of an argument.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import os
 import platform
 import signal
@@ -286,10 +287,12 @@ def make_directory(path: str) -> None:
         path: str.
 
     Raises:
-        LaunchError: if it cannot be made.
+        LaunchError: if it cannot be made or written to.
     """
     try:
         os.makedirs(path, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     except OSError as err:
         raise LaunchError(
             f"The output directory cannot be created. Received: --output {path}: {err}. Expected a writable directory. "
