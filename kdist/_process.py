@@ -82,6 +82,8 @@ def barrier() -> None:
 
     It has no timeout of its own. If the last scope was given a `stall_timeout`, that holds here, too.
 
+    Before the first scope it opens the engine of a scope without arguments; `KDIST_STRATEGY` chooses another one.
+
     Collective: every rank must call this, in the same order.
 
     Raises:
