@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from kdist.engines.engine import Engine
     from kdist.parameter_server.chief import Chief
+    from kdist.parameter_server.connection import Cluster
     from kdist.parameter_server.evaluator import Evaluator
     from kdist.strategies.all_reduce import AllReduceStrategy
     from kdist.strategies.settings import Settings
@@ -39,6 +40,7 @@ class _State:
     """The strategies that the scopes of this process share."""
 
     strategy: AllReduceStrategy | None = None
+    task: tuple[Cluster, str, int] | None = None
     role: Chief | Evaluator | None = None
     tensorflow_strategies: dict[Any, tf.distribute.Strategy] = dataclasses.field(default_factory=dict)
 
@@ -267,7 +269,7 @@ def _trained_by(strategy: AllReduceStrategy, settings: Settings, seed: int) -> I
 def parameter_server(info: ClusterInfo, asked: Any, chosen: Mapping[str, Any]) -> Iterator[tf.distribute.Strategy]:
     """Opens the scope of the chief or an evaluator; a worker or ps runs its server here, then exits."""
     from kdist.keras_hooks.clear_session import scopes_outlive_clear_session
-    from kdist.parameter_server.roles import find_role, take_role
+    from kdist.parameter_server.roles import check_number_of_ps, find_role, take_role
 
     options = asked if isinstance(asked, ParameterServer) else ParameterServer()
     if chosen["scale_lr"] not in ("auto", None):
@@ -279,7 +281,10 @@ def parameter_server(info: ClusterInfo, asked: Any, chosen: Mapping[str, Any]) -
     unused = _arguments.changed(chosen, ("warmup_epochs", "auto_shard", "stall_timeout"))
     if unused and info.is_chief:
         logger.warning("parameter-server training ignores %s: see kdist.ParameterServer", ", ".join(unused))
-    cluster, job, index = find_role(info, options, lambda: open_engine(info, "mpi", is_of_roles=True))
+    if _state.task is None:  # the others, which have met by MPI, serve since
+        _state.task = find_role(info, options, lambda: open_engine(info, "mpi", is_of_roles=True))
+    cluster, job, index = _state.task
+    check_number_of_ps(cluster, options)
     if _state.role is None:
         take_rank(info, os.environ)
         _state.role = take_role(cluster, job, index, info=info, options=options)

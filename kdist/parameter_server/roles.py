@@ -28,14 +28,24 @@ def find_role(info: ClusterInfo, options: ParameterServer, open_mpi: Callable[[]
     Raises:
         ClusterError: if the cluster lacks a task that training needs.
         ScopeError: if TensorFlow has already initialised the GPUs of the chief's host.
-        StrategyError: if there are too few ranks, or the cluster has another number of ps than `options`.
+        StrategyError: if there are too few ranks.
     """
     is_by_tf_config = info.launcher == "tf_config"
     if info.task_type == "chief" if is_by_tf_config else info.rank == 0:
         hide_gpus()  # the chief computes nothing; the first message over MPI starts TensorFlow
     if is_by_tf_config:
-        return _by_tf_config(info, options.num_ps)
+        return _by_tf_config(info)
     return _by_rank(open_mpi(), options.num_ps)
+
+
+def check_number_of_ps(cluster: Cluster, options: ParameterServer) -> None:
+    """Raises `StrategyError` if a cluster has another number of ps than a scope asks for."""
+    num_ps = options.num_ps
+    if num_ps not in (ParameterServer.num_ps, len(cluster["ps"])):
+        raise StrategyError(
+            f"num_ps contradicts the cluster. Received: num_ps={num_ps}, and a cluster with {len(cluster['ps'])} "
+            f"ps. Expected the same number. Fix: leave num_ps out; `kdist run` takes `--ps {num_ps}`."
+        )
 
 
 def take_role(
@@ -60,7 +70,7 @@ def take_role(
     return Chief(cluster, options) if job == "chief" else Evaluator(cluster, index, options)
 
 
-def _by_tf_config(info: ClusterInfo, num_ps: int) -> tuple[Cluster, str, int]:
+def _by_tf_config(info: ClusterInfo) -> tuple[Cluster, str, int]:
     spec = info.cluster_spec
     cluster = {job: spec[job] for job in ("chief", "worker", "ps") if spec.get(job)}  # evaluators need not be listed
     missing = [job for job in ("chief", "worker", "ps") if job not in cluster]
@@ -69,11 +79,6 @@ def _by_tf_config(info: ClusterInfo, num_ps: int) -> tuple[Cluster, str, int]:
             "The cluster lacks tasks that training with parameter servers needs. Received: TF_CONFIG with "
             f"{', '.join(f'{len(v)} {k}' for k, v in spec.items())}. Expected one chief, at least one worker and at "
             f"least one ps. Fix: add {' and '.join(missing)} to TF_CONFIG's cluster, on every task."
-        )
-    if num_ps not in (ParameterServer.num_ps, len(cluster["ps"])):
-        raise StrategyError(
-            f"num_ps contradicts the cluster. Received: num_ps={num_ps}, and a cluster with {len(cluster['ps'])} "
-            f"ps. Expected the same number. Fix: leave num_ps out; `kdist run` takes `--ps {num_ps}`."
         )
     return cluster, str(info.task_type), int(info.task_index or 0)
 

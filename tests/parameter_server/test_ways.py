@@ -17,11 +17,21 @@ LIMIT = 280  # seconds; a generous guard, for a machine that is busy with other 
 EPOCHS = 15
 UPDATES = EPOCHS * 45  # batches of 32 in 1437 rows
 
-# The tasks have met by MPI, and would wait for the chief.
-AND_A_BARRIER = """
+# The tasks have met by MPI, and serve: the chief finds nobody for another collective.
+AND_MORE = """
 import runpy, sys
-import kdist
-runpy.run_path(sys.argv[1], run_name="__main__")
+import keras, kdist, numpy as np
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+for _ in range(2):
+    with kdist.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=2, verbose=0)
+        print("a later scope:", int(model.optimizer.iterations), "updates")
+try:
+    kdist.scope(kdist.ParameterServer(num_ps=2)).__enter__()
+except kdist.errors.StrategyError as error:
+    print("not by others:", error)
 try:
     kdist.barrier()
 except kdist.errors.ScopeError as error:
@@ -34,8 +44,10 @@ def test_mpirun_starts_it():
     """A chief, a worker and a ps."""
     line = [str(BESIDE / "mpirun"), "-np", "3", "--oversubscribe", "--bind-to", "none", sys.executable]
     env = {**spmd.RANK_ENVIRONMENT, **spmd.WITH_SKLEARN, "KDIST_STRATEGY": "parameter_server"}
-    done = spmd.execute([*line, "-c", AND_A_BARRIER, EXAMPLE], env=env, timeout=LIMIT)
+    done = spmd.execute([*line, "-c", AND_MORE, EXAMPLE], env=env, timeout=LIMIT)
     assert done.returncode == 0, done.output
+    assert done.output.count("a later scope: 4 updates") == 2, done.output
+    assert done.output.count("not by others: num_ps contradicts the cluster. Received: num_ps=2") == 1, done.output
     assert done.output.count("refused: Parameter-server training has no collectives.") == 1
     found = re.findall(r"(\d+) updates, test accuracy: ([01]\.\d+)", done.output)
     assert len(found) == 1, done.output  # the chief alone spoke
