@@ -11,6 +11,12 @@ from kdist.keras_hooks.patching import inlined, original
 from kdist.keras_hooks.trainer import CUSTOM_STEPS, patch_methods
 
 
+def step_of(model: keras.Model, name: str) -> Callable[..., Any]:
+    """Returns a model's step, of the instance or else of its class, without a graph of its own; see `inlined`."""
+    own = vars(model).get(name)
+    return original(model, name) if own is None else inlined(own)
+
+
 class CustomSteps:
     """The user's steps of one model: those of the instance, else those of its class.
 

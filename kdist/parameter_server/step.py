@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist.keras_hooks.custom_steps import step_of
 from kdist.keras_hooks.metrics import flat_logs, flat_metrics, recorded_results
 from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.keras_hooks.patching import patched
@@ -102,7 +103,7 @@ class WorkerStep:
         with _local_states(variables, self._starts), recorded_results(flat_metrics(model)) as noted:
             # Weights are read after their version.
             with pipeline.opened(optimizers), tf.control_dependencies(list(measured.versions.values())):
-                logs = flat_logs(model.train_step(data) if is_training else model.test_step(data))
+                logs = flat_logs(step_of(model, "train_step" if is_training else "test_step")(data))
             if not isinstance(logs, dict):
                 logs = {}
             layout.order = list(logs)

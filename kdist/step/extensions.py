@@ -10,9 +10,10 @@ from typing import Any
 
 import keras
 
+from kdist.keras_hooks.custom_steps import step_of
 from kdist.keras_hooks.fit.callbacks import RunningFit
 from kdist.keras_hooks.optimizers import optimizers_of
-from kdist.keras_hooks.patching import inlined, original, patched
+from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.signatures import with_signature_of
 from kdist.keras_hooks.trainer import compile_config
 from kdist.state.session import session_of
@@ -32,8 +33,7 @@ class StepExtensions:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        own = vars(model).get("train_step")
-        self._inner = original(model, "train_step") if own is None else inlined(own)
+        self._inner = step_of(model, "train_step")
         self._make_inner = model.make_train_function
         self._added: dict[int, _Extension] = {}
         self._compiled: Any = None  # the `compile` whose jit_compile=True is off

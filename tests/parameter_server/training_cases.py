@@ -243,6 +243,28 @@ def case_custom_train_step():
         assert float(np.abs(model.norm.moving_mean.numpy()).max()) > 0
 
 
+class StepOfFunctions(OwnStep):
+    train_step = tf.function(OwnStep.train_step)
+    test_step = tf.function(keras.Model.test_step)
+    predict_step = tf.function(keras.Model.predict_step)
+
+
+def case_steps_that_are_functions():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with scope():
+        for is_set_on_the_instance in (False, True):
+            keras.utils.set_random_seed(1)
+            model = OwnStep() if is_set_on_the_instance else StepOfFunctions()
+            if is_set_on_the_instance:
+                model.train_step, model.test_step = tf.function(model.train_step), tf.function(model.test_step)
+            model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+            history = model.fit(X, Y, batch_size=16, epochs=8, verbose=0, validation_data=(X, Y)).history
+            assert iterations(model) == 8 * BATCHES
+            assert history["accuracy"][-1] > 0.6, history
+            right = np.argmax(model.predict(X, batch_size=16, verbose=0), 1) == Y
+            np.testing.assert_allclose(history["val_accuracy"][-1], right.mean(), rtol=1e-5)
+
+
 def case_optimizers():
     def parts():
         each = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.01)
