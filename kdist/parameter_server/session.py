@@ -171,7 +171,9 @@ class ParameterServerSession(TrainingSession):
     def _check_devices(self) -> None:
         """Raises for variables that the workers cannot read."""
         metrics = {id(variable) for variable in self.model.metrics_variables}
-        for variable in ModelState(self.model).variables():
+        with self.strategy.scope():  # which may be closed, and Keras' seed generator may not be made yet
+            variables = ModelState(self.model).variables()
+        for variable in variables:
             if id(variable) not in metrics and "/job:ps" not in str(variable.value.device):
                 raise ScopeError(
                     "A variable is not on a ps. Received: "

@@ -265,6 +265,13 @@ def case_steps_that_are_functions():
             np.testing.assert_allclose(history["val_accuracy"][-1], right.mean(), rtol=1e-5)
 
 
+def case_a_model_is_trained_after_its_scope():
+    with scope():
+        model = classifier()
+    model.fit(X, Y, batch_size=16, verbose=0)
+    assert iterations(model) == BATCHES
+
+
 def case_optimizers():
     def parts():
         each = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.01)
