@@ -152,6 +152,20 @@ def not_built(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[None
         yield
 
 
+@contextlib.contextmanager
+def built_outside_of_graphs(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[None]:
+    """Makes slots eagerly while the context is open: in a graph, TensorFlow takes a ps' variable for the chief's."""
+
+    def build(optimizer: keras.optimizers.Optimizer, variables: list[Any]) -> None:
+        with tf.init_scope():
+            original(optimizer, "build")(variables)
+
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(patched(optimizer, "build", functools.partial(build, optimizer)))
+        yield
+
+
 def count_ended_step(optimizer: keras.optimizers.Optimizer, variables: list[Any]) -> None:
     """Makes what needs no data of an update: weight decay, and the count.
 

@@ -21,7 +21,7 @@ from kdist.errors import ScopeError
 from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.optimizers import innermost, optimizers_of
 from kdist.keras_hooks.patching import METHODS, original
-from kdist.keras_hooks.trainer import EPOCH_LOGS, SYMBOLIC_BUILD, patch_methods
+from kdist.keras_hooks.trainer import EPOCH_LOGS, SYMBOLIC_BUILD, has_custom_steps, patch_methods
 from kdist.parameter_server.dispatch import Dispatcher
 from kdist.parameter_server.epoch import DispatchedEpoch
 from kdist.parameter_server.feed import WorkerBatch, WorkerEpochIterator, make_iterator, single_batch
@@ -161,7 +161,12 @@ class ParameterServerSession(TrainingSession):
     def _build_symbolically(self, iterator: Any = None, data_batch: Any = None) -> None:
         if isinstance(iterator, WorkerEpochIterator):
             data_batch = iterator.batch_to_build_on(self.model)
-        original(self.model, SYMBOLIC_BUILD)(data_batch=data_batch)
+        try:
+            original(self.model, SYMBOLIC_BUILD)(data_batch=data_batch)
+        except Exception:
+            # A model with steps of its own may not be callable. The layout of the steps needs all metrics.
+            if not has_custom_steps(self.model) or not all(getattr(each, "built", True) for each in self.model.metrics):
+                raise
         self._check_devices()
         bytes_of_ps = list(self.strategy.extended.bytes_of_ps)
         if bytes_of_ps != self._logged_bytes:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from kdist.keras_hooks.custom_steps import step_of
 from kdist.keras_hooks.metrics import flat_logs, flat_metrics, recorded_results
-from kdist.keras_hooks.optimizers import optimizers_of
+from kdist.keras_hooks.optimizers import built_outside_of_graphs, optimizers_of
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.variables import DIRECT_ASSIGN, VALUE, value_of
 from kdist.parameter_server.staleness import MeasureStaleness, stages_for_stale_updates
@@ -102,7 +102,11 @@ class WorkerStep:
         pipeline = UpdatePipeline([measured, *stages_for_stale_updates(measured, self._options), FusedSGD()])
         with _local_states(variables, self._starts), recorded_results(flat_metrics(model)) as noted:
             # Weights are read after their version.
-            with pipeline.opened(optimizers), tf.control_dependencies(list(measured.versions.values())):
+            with (
+                built_outside_of_graphs(optimizers),
+                pipeline.opened(optimizers),
+                tf.control_dependencies(list(measured.versions.values())),
+            ):
                 logs = flat_logs(step_of(model, "train_step" if is_training else "test_step")(data))
             if not isinstance(logs, dict):
                 logs = {}

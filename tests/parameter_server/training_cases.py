@@ -265,6 +265,51 @@ def case_steps_that_are_functions():
             np.testing.assert_allclose(history["val_accuracy"][-1], right.mean(), rtol=1e-5)
 
 
+class WithoutCall(keras.Model):
+    """As the GAN of Keras' guides: two models and a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)]) for _ in range(2)]
+        self.tracker = keras.metrics.Mean("both")
+
+    def compile(self, *optimizers):
+        super().compile()
+        self.optimizers = optimizers
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        for part, optimizer in zip(self.parts, self.optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((part(data[0]) - keras.ops.sum(data[0], 1, keepdims=True)) ** 2)
+            optimizer.apply(tape.gradient(loss, part.trainable_weights), part.trainable_weights)
+            self.tracker.update_state(loss)
+        return {"both": self.tracker.result()}
+
+
+class WithCompiledMetrics(WithoutCall):
+    compile = keras.Model.compile
+    metrics = keras.Model.metrics
+
+
+def case_a_model_without_call():
+    with scope():
+        model = WithoutCall()
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), keras.optimizers.Adam(0.05))
+    history = model.fit(X, Y, batch_size=16, epochs=5, verbose=0).history["both"]
+    assert history[-1] < history[0] / 2, history
+    assert [int(each.iterations) for each in model.optimizers] == [5 * BATCHES] * 2
+    with scope():
+        for make in (WithCompiledMetrics, keras.Model):
+            model = make()
+            model.compile("sgd", metrics=["accuracy"])
+            with pytest.raises(RuntimeError, match="Unable to automatically build"):
+                model.fit(X, Y, verbose=0)
+
+
 def case_a_model_is_trained_after_its_scope():
     with scope():
         model = classifier()
