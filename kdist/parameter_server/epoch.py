@@ -45,11 +45,18 @@ class DispatchedEpoch:
         self._staleness: collections.Counter[int] = collections.Counter()
         self._num_in_flight = 0
         self.num_scheduled = 0
+        self._is_written = True  # whether the metrics' variables hold all that is scheduled
         self._layout: Layout | None = None
         self._last_step = 0
         self._logs_of_last_step: dict[str, float] = {}
         self._logs: dict[str, Any] = {}
         self._logs_at = 0.0
+
+    def resume(self) -> None:
+        """Begins with what the metrics' variables hold now: the steps before an interruption."""
+        for variable, start, total in zip(self._variables, self._starts, self._totals, strict=True):
+            total += variable.value.numpy()
+            total -= start
 
     def schedule(self, batches: list[WorkerBatch]) -> None:
         """Schedules one execution of some steps, as soon as there are not too many in flight."""
@@ -59,6 +66,7 @@ class DispatchedEpoch:
         while self._num_in_flight >= limit:
             self._dispatcher.process_result(wait=True)
         self._num_in_flight += 1
+        self._is_written = False
         self.num_scheduled += len(batches)
         self._layout = layout
         on_result = functools.partial(self._add, layout, self.num_scheduled)
@@ -82,8 +90,8 @@ class DispatchedEpoch:
             self._dispatcher.process_result(wait=True)
 
     def finish_early(self) -> None:
-        """Waits for the steps in flight, if there are some, and writes the metrics' variables."""
-        if self._num_in_flight:
+        """Waits for the steps in flight, and writes the metrics' variables, unless that is done."""
+        if not self._is_written:
             self.finish()
             self.logs(now=True)
 
@@ -101,6 +109,7 @@ class DispatchedEpoch:
     def _current_logs(self) -> dict[str, Any]:
         for variable, start, total in zip(self._variables, self._starts, self._totals, strict=True):
             variable.assign((start + total).astype(start.dtype))
+        self._is_written = not self._num_in_flight
         if self._layout is None:
             return {}
         results, others = self._layout.results, self._logs_of_last_step

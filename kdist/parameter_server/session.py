@@ -192,7 +192,9 @@ class ParameterServerSession(TrainingSession):
 
     def _begin_pass(self) -> None:
         if kind := _KINDS.get(self._running[-1]):
-            self._epochs[self._running[-1]] = self._epoch(kind)
+            epoch = self._epochs[self._running[-1]] = self._epoch(kind)
+            self.metrics.begin(is_of_fit=kind == "train")
+            epoch.resume()
 
     def _end_pass(self) -> None:
         if self._running[-1] in self._epochs:

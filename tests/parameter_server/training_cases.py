@@ -466,6 +466,33 @@ def case_what_is_in_flight_is_saved_before_the_job_leaves():
     assert 5 in numbers, numbers
 
 
+def case_the_rest_of_an_epoch_adds_to_its_beginning():
+    folder = tempfile.mkdtemp()
+    tell = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: os.kill(os.getpid(), signal.SIGUSR1) if batch == 4 else None
+    )
+    batches, seen = [], []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batches.append(batch),
+        on_epoch_end=lambda epoch, logs: seen.append((logs["count"], logs["squares"])),
+    )
+
+    def fit(*callbacks):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-6), "mse", metrics=[SeenOnce()])
+        backup = kdist.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+        given = [*callbacks, backup, kdist.callbacks.Preemption()]
+        model.fit(IDS, IDS, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=given)
+        return model
+
+    with scope():
+        with pytest.raises(SystemExit):
+            fit(tell)
+        assert iterations(fit(note)) == 2 * BATCHES
+    assert len(batches) <= 2 * BATCHES
+    assert seen == [(130.0, float(np.sum(IDS**2)))] * 2, seen
+
+
 def case_refusals():
     outside = classifier()
     rate = keras.optimizers.SGD(0.1)
