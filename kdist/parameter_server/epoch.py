@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from kdist.keras_hooks.trainer import is_overridden
 from kdist.parameter_server.dispatch import Dispatcher
 from kdist.parameter_server.feed import WorkerBatch
 from kdist.parameter_server.functions import WorkerFunctions
 from kdist.parameter_server.staleness import staleness_logs
 from kdist.parameter_server.step import Layout
+from kdist.reports.log import once
 
 logger = logging.getLogger("kdist")
 
@@ -112,8 +114,16 @@ class DispatchedEpoch:
         self._is_written = not self._num_in_flight
         if self._layout is None:
             return {}
-        results, others = self._layout.results, self._logs_of_last_step
-        return {name: results[name]() if name in results else others.get(name, 0.0) for name in self._layout.order}
+        layout, model = self._layout, self._functions.model
+        own = model.get_metrics_result() if is_overridden(model, "get_metrics_result") else {}
+        if partial := [name for name in layout.computed_from_results if name not in own]:
+            once.warning(
+                f"logs: {', '.join(partial)}, computed from metrics' results in a step, of the last batch only. Fix: "
+                "compute it in `get_metrics_result` of the model, which the chief calls for all batches"
+            )
+        read = {name: layout.results[name]() for name in layout.results}
+        values = {**dict.fromkeys(layout.order, 0.0), **self._logs_of_last_step, **own, **read}
+        return {name: values[name] for name in layout.order}
 
     def epoch_logs(self) -> dict[str, Any]:
         """Returns the logs of the whole pass, with its staleness."""

@@ -18,6 +18,7 @@ from kdist.keras_hooks.optimizers import built_outside_of_graphs, optimizers_of
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.variables import DIRECT_ASSIGN, VALUE, value_of
 from kdist.parameter_server.staleness import MeasureStaleness, stages_for_stale_updates
+from kdist.state.graphs.rank_dependence import computed_of, tensor_key
 from kdist.step.fused_sgd import FusedSGD
 from kdist.step.update import UpdatePipeline
 from kdist.strategies.options import ParameterServer
@@ -33,12 +34,14 @@ class Layout:
     Attributes:
         shapes: list of tuple of int, the shapes of the metrics' variables.
         others: list of str, the names of what a step returned that is no metric's result.
+        computed_from_results: list of str, those of `others` that the step computes from metrics' results.
         results: dictionary from a log's name to a callable that reads a metric's result.
         order: list of str, the names of all that a step returned.
     """
 
     shapes: list[tuple[int, ...]]
     others: list[str] = dataclasses.field(default_factory=list)
+    computed_from_results: list[str] = dataclasses.field(default_factory=list)
     results: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
     order: list[str] = dataclasses.field(default_factory=list)
 
@@ -113,6 +116,10 @@ class WorkerStep:
             layout.order = list(logs)
             layout.results = {key: read for key, value in logs.items() for seen, read in noted if seen is value}
             layout.others = [key for key in logs if key not in layout.results]
+            read = {tensor_key(seen) for seen, _ in noted}
+            layout.computed_from_results = [
+                key for key in layout.others if any(tensor_key(each) in read for each in computed_of([logs[key]]))
+            ]
             pairs = zip(variables, self._starts, strict=True)
             added = [_vector(value_of(variable)) - _vector(start) for variable, start in pairs]
         empty = tf.zeros([0], tf.float64)

@@ -310,6 +310,34 @@ def case_a_model_without_call():
                 model.fit(X, Y, verbose=0)
 
 
+class Perplexity(keras.Sequential):
+    def get_metrics_result(self):
+        result = super().get_metrics_result()
+        return {**result, "perplexity": keras.ops.exp(result["loss"])}
+
+
+class OfResults(OwnStep):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "error": 1.0 - self.metrics[-1].result()["accuracy"], "rows": tf.shape(data[0])[0]}
+
+
+def case_logs_that_are_computed_from_results():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with scope():
+        model = Perplexity([keras.Input((6,)), keras.layers.Dense(2)])
+        model.compile("sgd", loss)
+        history = model.fit(X, Y, batch_size=16, epochs=2, verbose=0, validation_data=(X[:50], Y[:50])).history
+        for prefix in ("", "val_"):
+            np.testing.assert_allclose(history[f"{prefix}perplexity"], np.exp(history[f"{prefix}loss"]), rtol=1e-5)
+        with logged() as told:
+            model = OfResults()
+            model.compile("sgd", loss, metrics=["accuracy"])
+            model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
+    lines = [line for line in told if "of the last batch only" in line]
+    assert [line.partition(",")[0] for line in lines] == ["logs: error"], told
+
+
 def case_a_model_is_trained_after_its_scope():
     with scope():
         model = classifier()
