@@ -78,5 +78,5 @@ class WorkerFunctions:
             return run([feed.batch(copies, sent[i * width : (i + 1) * width]) for i in range(num_batches)])
 
         specs = [*feed.per_worker_specs, *(feed.specs * num_batches)]
-        with self._strategy.scope():
+        with self._strategy.scope(), self._strategy.extended.tracing():
             return tf.function(function, autograph=False).get_concrete_function(*specs)

@@ -6,13 +6,15 @@ the fewest bytes, those of metrics stay on the chief, where they are summed, and
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from kdist._tf_internals import ParameterServerStrategyV2Extended, ReplicaContext
+from kdist.errors import ScopeError
 
 CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 """The device of the chief's own tensors and metrics."""
@@ -47,9 +49,16 @@ class ParameterServerExtended(ParameterServerStrategyV2Extended):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.bytes_of_ps = [0] * self._num_ps
-        # Steps are traced on the chief, before they are scheduled: nothing is run there by mistake.
-        self._allow_run_without_coordinator = True
         self._retrace_functions_for_each_device = False  # what the strategy sets on the one that it makes itself
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """A context in which the steps of workers are traced on the chief, before they are scheduled."""
+        self._allow_run_without_coordinator = True
+        try:
+            yield
+        finally:
+            self._allow_run_without_coordinator = False
 
     @property
     def _num_replicas_in_sync(self) -> int:
@@ -76,6 +85,12 @@ class ParameterServerExtended(ParameterServerStrategyV2Extended):
         return False
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: tuple, kwargs: dict | None) -> Any:
+        if not (self._being_scheduled or self._allow_run_without_coordinator):
+            raise ScopeError(
+                "A training loop of your own runs on the chief alone. Received: strategy.run() with parameter servers. "
+                "Expected `fit`, whose steps the workers run. Fix: make the step a model's `train_step`, and call "
+                "`fit`; or train by all-reduce, which takes such loops."
+            )
         with ReplicaContext(self._container_strategy(), 0):
             return fn(*args, **(kwargs or {}))
 

@@ -338,6 +338,19 @@ def case_logs_that_are_computed_from_results():
     assert [line.partition(",")[0] for line in lines] == ["logs: error"], told
 
 
+def case_a_loop_of_ones_own_is_refused():
+    with scope() as strategy:
+        total = tf.Variable(0.0)
+        data = tf.data.Dataset.range(3).batch(1)
+        with pytest.raises(ScopeError, match=r"runs on the chief alone. Received: strategy.run"):
+            strategy.run(lambda batch: total.assign_add(1.0), args=(next(iter(data)),))
+        assert float(total) == 0.0
+        with pytest.raises(ScopeError, match=r"runs on the chief alone. Received: strategy.run"):
+            tf.function(lambda: strategy.run(lambda: total.assign_add(1.0)))()
+        scheduled = strategy.coordinator.schedule(tf.function(lambda: strategy.run(lambda: total.read_value() + 1.0)))
+        assert float(strategy.coordinator.fetch(scheduled)) == 1.0
+
+
 def case_a_model_is_trained_after_its_scope():
     with scope():
         model = classifier()
