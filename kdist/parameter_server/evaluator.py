@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from kdist.errors import ScopeError
-from kdist.keras_hooks.fit.callbacks import weights_path
+from kdist.keras_hooks.fit.callbacks import given_callbacks, weights_path
 from kdist.keras_hooks.patching import METHODS, original
 from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import patch_methods, watch_models
@@ -64,8 +64,7 @@ class Evaluator:
         """Evaluates instead of training, until the chief has finished; the script then ends here."""
         bound = inspect.signature(getattr(type(model), method)).bind(model, *args, **kwargs)
         arguments = named_arguments(bound)
-        given = arguments.get("callbacks")
-        callbacks = keras.tree.flatten(getattr(given, "callbacks", given) or [])  # of a `CallbackList`, too
+        callbacks = given_callbacks(arguments)
         pattern = checkpoint_pattern(callbacks)
         if method != "fit" or pattern is None or arguments.get("validation_data") is None:
             raise ScopeError(

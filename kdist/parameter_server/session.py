@@ -7,6 +7,7 @@ they schedule steps and return the logs of those that have finished.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import random
@@ -18,9 +19,11 @@ import tensorflow as tf
 
 from kdist.checkpoint.storage.whole_files import write_whole
 from kdist.errors import ScopeError
+from kdist.keras_hooks.fit.callbacks import given_callbacks
 from kdist.keras_hooks.fit.fit_loop import epoch_iterators
 from kdist.keras_hooks.optimizers import innermost, optimizers_of
 from kdist.keras_hooks.patching import METHODS, original
+from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import EPOCH_LOGS, SYMBOLIC_BUILD, has_custom_steps, patch_methods
 from kdist.parameter_server.dispatch import Dispatcher
 from kdist.parameter_server.epoch import DispatchedEpoch
@@ -122,6 +125,10 @@ class ParameterServerSession(TrainingSession):
             logger.warning("jit_compile=True is off for this model: XLA cannot compile variables of another process.")
         if name == "fit":
             self._num_trained = 0
+            bound = inspect.signature(original(self.model, name)).bind(*args, **kwargs)
+            for callback in given_callbacks(named_arguments(bound)):
+                if isinstance(callback, keras.callbacks.BackupAndRestore):
+                    self.check_save_frequency(callback.save_freq)
             if self.dispatcher.num_workers > 1:
                 self._check_optimizers()
         self._running.append(name)

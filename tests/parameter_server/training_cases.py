@@ -538,11 +538,13 @@ def case_refusals():
     outside = classifier()
     rate = keras.optimizers.SGD(0.1)
     backup = kdist.callbacks.BackupAndRestore("nowhere", save_freq=5)
+    theirs = keras.callbacks.BackupAndRestore("nowhere", save_freq=7)
     with scope():
         with pytest.raises(ScopeError, match="save_freq=5"):
             classifier().fit(X, Y, verbose=0, callbacks=[backup])
         for act, said in [
             (lambda: outside.fit(X, Y, verbose=0), "made outside of kdist.scope"),
+            (lambda: classifier().fit(X, Y, verbose=0, callbacks=[theirs]), "save_freq=7"),
             (lambda: classifier(rate).fit(X, Y, verbose=0), "made outside of kdist.scope"),
             (lambda: classifier(run_eagerly=True).fit(X, Y, verbose=0), "run_eagerly"),
         ]:

@@ -67,6 +67,12 @@ def checkpoint_parts(callback: Any) -> Callable[..., None]:
     return save
 
 
+def given_callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks among the arguments of a `fit`, also of a `CallbackList`."""
+    given = arguments.get("callbacks")
+    return list(keras.tree.flatten(getattr(given, "callbacks", given) or []))
+
+
 def weights_path(callback: keras.callbacks.BackupAndRestore) -> str:
     """Returns the file that Keras' own `BackupAndRestore` writes."""
     return callback._weights_path
