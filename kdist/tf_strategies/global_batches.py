@@ -11,13 +11,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist.keras_hooks.fit.data_adapters import are_arrays
+
 logger = logging.getLogger("kdist")
 
 _DEFAULT_BATCH_SIZE = 32  # Keras' own
 
 
-def with_global_batches(arguments: Mapping[str, Any], num_replicas: int) -> dict[str, Any]:
-    """Returns the arguments of a `fit` that trains on global batches.
+def with_global_batches(arguments: Mapping[str, Any], num_replicas: int) -> dict[str, Any] | None:
+    """Returns the arguments of a `fit` that trains on global batches, `None` for data that Keras reads by itself.
 
     Args:
         arguments: mapping of the user's arguments by name. Validation data is left as it is.
@@ -35,12 +37,12 @@ def with_global_batches(arguments: Mapping[str, Any], num_replicas: int) -> dict
             "a dataset, as by `tf.data.Dataset.from_generator`"
         )
         changed["x"] = _global_batches(data, num_replicas)
-    elif type(data).__module__.startswith("torch.utils.data"):
+    elif not are_arrays(data, arguments.get("y"), arguments.get("sample_weight")):  # a `DataLoader`, say
         logger.warning(
-            "batch: each batch of a DataLoader is split over the %d replicas: the global batch does not grow",
-            num_replicas,
-        )
-        return dict(arguments)
+            "batch: each batch of a %s is split over the %d replicas: the global batch does not grow",
+            type(data).__name__, num_replicas,
+        )  # fmt: skip
+        return None
     else:
         # Keras takes it for the batch size of the validation as well.
         changed["batch_size"] = num_replicas * (arguments.get("batch_size") or _DEFAULT_BATCH_SIZE)

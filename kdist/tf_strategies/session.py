@@ -78,10 +78,11 @@ class ScaledSession(TrainingSession):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Fits with global batches and the scaled learning rate."""
         fit = original(self.model, "fit")
-        arguments = given = named_arguments(inspect.signature(fit).bind(*args, **kwargs))
-        if self._settings.scale_batch:
-            arguments = with_global_batches(arguments, self._num_replicas)
-        once.info(f"batch: {self._batch(given, arguments)}")
+        arguments = named_arguments(inspect.signature(fit).bind(*args, **kwargs))
+        grown = with_global_batches(arguments, self._num_replicas) if self._settings.scale_batch else None
+        arguments = arguments if grown is None else grown
+        self._batches_per_step = 1 if grown is None else self._num_replicas
+        once.info(f"batch: {self._batch(grown)}")
         callbacks = arguments.get("callbacks")
         warmup = WarmupCallback(self._settings.warmup_epochs, self._rates)
         if not isinstance(callbacks, keras.callbacks.CallbackList):
@@ -90,7 +91,7 @@ class ScaledSession(TrainingSession):
             warmup.set_params(callbacks.params)
             warmup.set_model(self.model)
             callbacks.callbacks.append(warmup)
-        self._rates.set_data(None)
+        self._rates.set_data((self._batches_per_step, float(self._batches_per_step)))
         for rate in self._rates.all():
             if rate.is_scaled or rate.follows_schedule:
                 patch(rate.optimizer, CURRENT_RATE, functools.partial(_rate_in_update, rate, self._num_fits))
@@ -101,20 +102,20 @@ class ScaledSession(TrainingSession):
         finally:
             self._num_fits.assign_sub(1)
 
-    def _batch(self, given: Mapping[str, Any], used: Mapping[str, Any]) -> str:
+    def _batch(self, grown: Mapping[str, Any] | None) -> str:
         """Returns how a `fit` distributes batches, for the log.
 
         Args:
-            given: mapping, the user's arguments.
-            used: mapping, those of global batches.
+            grown: mapping, the arguments with global batches, or `None` where they do not grow.
         """
-        replicas, size = self._num_replicas, used.get("batch_size")
-        if not self._settings.scale_batch:
-            return f"each of yours / {replicas} replicas (scale_batch=False)"
-        if size:
+        replicas = self._num_replicas
+        if grown is None:
+            return f"each of yours / {replicas} replicas" + (
+                "" if self._settings.scale_batch else " (scale_batch=False)"
+            )
+        if size := grown.get("batch_size"):
             return f"{size // replicas} x {replicas} replicas = {size}"
-        is_split = used.get("x") is given.get("x")  # a `DataLoader`
-        return f"{'each of yours /' if is_split else 'one of yours x'} {replicas} replicas"
+        return f"one of yours x {replicas} replicas"
 
     def _warn_of_clipping(self) -> None:
         for optimizer in map(innermost, optimizers_of(self.model)):

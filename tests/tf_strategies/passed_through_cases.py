@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 import kdist
 from kdist.callbacks import LearningRateWarmup
@@ -145,7 +146,44 @@ def mirrored() -> None:
     assert len(history["loss"]) == 2
     assert any("batches of a generator ahead" in line for line in said), said
     assert any("clipnorm of SGD clips each replica's own gradients" in line for line in said), said
+    _batches_that_do_not_grow()
     _two_of_three_optimizers()
+
+
+def _batches_that_do_not_grow() -> None:
+    """Of data that Keras reads by itself: neither the rate nor a schedule is scaled."""
+    import grain
+
+    decaying = keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
+    plain = {rate: trained(keras.optimizers.SGD(rate), BATCH) for rate in (0.1, decaying)}
+    with kdist.scope("mirrored") as strategy:
+        per_replica = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(rows()).batch(BATCH))
+        loader = grain.DataLoader(
+            data_source=Pairs(),
+            sampler=grain.samplers.SequentialSampler(ROWS, grain.sharding.NoSharding()),
+            operations=[grain.transforms.Batch(BATCH)],
+        )
+        pairs = grain.MapDataset.source(Pairs()).batch(BATCH)
+        adapter = ArrayDataAdapter(*rows(), batch_size=BATCH)
+        # With data of unknown length TensorFlow counts an empty step in each epoch.
+        for data, rate in ((per_replica, decaying), (adapter, decaying), (loader, 0.1), (pairs, 0.1)):
+            with logged() as said:
+                model = dense(keras.optimizers.SGD(rate))
+                history = model.fit(data, epochs=2, verbose=0).history
+            same((model.get_weights(), history), plain[rate])
+            assert "effective_learning_rate" not in history
+            assert f"batch: each of yours / {strategy.num_replicas_in_sync} replicas" in said, said
+            assert any(f"each batch of a {type(data).__name__} is split" in line for line in said), said
+
+
+class Pairs:
+    """Rows, as Grain's sources have them."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(each[index] for each in rows())
 
 
 def _two_of_three_optimizers() -> None:

@@ -54,6 +54,11 @@ def _copied(array: Any) -> tf.Tensor:
     return tf.experimental.dlpack.from_dlpack(copy.__dlpack__())
 
 
+def are_arrays(*parts: Any) -> bool:
+    """Returns whether Keras takes inputs, targets and weights for arrays, of which it makes batches."""
+    return bool(array_data_adapter.can_convert_arrays(parts))
+
+
 class PyDatasetParts(NamedTuple):
     """What Keras' adapter for a `PyDataset` holds."""
 
