@@ -119,11 +119,19 @@ def _global_batches(batches: Iterator[Any], num_replicas: int) -> Iterator[Any]:
 
 
 def _concatenated(batches: list[Any]) -> Any:
-    """Returns one batch with the rows of several, in order; `None` leaves stay."""
+    """Returns one batch with the rows of several, in order; `None` leaves stay.
+
+    Dense ones of several widths are padded with zeros, or empty texts.
+    """
 
     def concatenate(*parts: Any) -> Any:
         if parts[0] is None:
             return None
+        is_dense = all(isinstance(part, (tf.Tensor, np.ndarray)) for part in parts)
+        if is_dense and len({tuple(part.shape[1:]) for part in parts}) > 1:
+            rows = [tf.RaggedTensor.from_tensor(part, ragged_rank=part.ndim - 1) for part in parts]
+            padded = tf.concat(rows, 0).to_tensor()
+            return padded if tf.is_tensor(parts[0]) else padded.numpy()
         return tf.concat(parts, 0) if tf.is_tensor(parts[0]) else np.concatenate(parts)
 
     return tf.nest.map_structure(concatenate, *batches) if len(batches) > 1 else batches[0]

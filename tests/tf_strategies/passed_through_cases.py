@@ -43,6 +43,16 @@ class Batches(keras.utils.PyDataset):
         return tuple(each[index * self.batch : (index + 1) * self.batch] for each in rows())
 
 
+class Widths(keras.utils.PyDataset):
+    """Sequences, of which each batch is padded to its own length."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        return np.ones((2, 1 + index, 1)), np.ones((2, 1))
+
+
 def generator(batch: int) -> Iterator[Any]:
     while True:
         yield from (Batches(batch)[index] for index in range(ROWS // batch))
@@ -137,6 +147,7 @@ def mirrored() -> None:
         for _ in range(2):
             history = model.fit(lengths.padded_batch(2, ([None, 1], [1])), callbacks=given, verbose=0)
         assert np.isfinite(history.history["loss"]).all()
+        model.fit(Widths(), verbose=0)
         assert len(given.callbacks) == 2
 
     with logged() as said, kdist.scope("mirrored"):

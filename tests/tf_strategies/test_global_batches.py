@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.tf_strategies.global_batches import global_dataset
+from kdist.tf_strategies.global_batches import GlobalPyDataset, global_dataset, with_global_batches
 
 
 class Pair(NamedTuple):
@@ -33,3 +34,31 @@ def test_a_named_tuple_stays_one():
     merged = global_dataset(rows_of(lambda n: 3).map(Pair).batch(4), 2)
     assert isinstance(merged.element_spec, Pair)
     assert [len(pair.x) for pair in merged] == [8, 4]
+
+
+class Texts(keras.utils.PyDataset):
+    def __init__(self, as_they_are):
+        super().__init__()
+        self.as_they_are = as_they_are
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        batch = np.full((2, 1 + index, 3), 1.0 + index, "float32"), np.full((2, 2 - index // 2), "a"), np.full(2, index)
+        return batch if self.as_they_are else tuple(map(tf.constant, batch))
+
+
+@pytest.mark.parametrize("as_they_are", [True, False])
+@pytest.mark.parametrize("of_generator", [True, False])
+def test_batches_of_a_py_dataset_or_a_generator_are_padded_to_the_widest(as_they_are, of_generator):
+    texts = Texts(as_they_are)
+    merged = GlobalPyDataset(texts, 3)
+    if of_generator:
+        merged = list(with_global_batches({"x": (texts[index] for index in range(3))}, 3)["x"])
+    numbers, words, rows = merged[0]
+    assert numbers.dtype == np.float32
+    expected = [[[1, 0, 0]] * 2, [[2, 2, 0]] * 2, [[3, 3, 3]] * 2]
+    np.testing.assert_array_equal(np.asarray(numbers)[..., 1], np.concatenate(expected))
+    assert np.asarray(words).astype("U").tolist() == [["a", "a"]] * 4 + [["a", ""]] * 2
+    np.testing.assert_array_equal(rows, [0, 0, 1, 1, 2, 2])
