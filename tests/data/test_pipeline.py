@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from kdist.data.graphs import dataset_internals, inspection
+from kdist.data.graphs.fingerprint import fingerprint_of_pipeline
 from kdist.data.graphs.graph_def import GraphTooLargeError, graph_of
 from kdist.data.pipelines import determinism, pipeline
 from kdist.data.pipelines.pipeline import Pipeline
@@ -160,16 +161,33 @@ def test_balanced_classes_are_split_without_overlap(length):
     assert parts[2] < parts[1]
 
 
-def test_shuffled_file_names_follow_one_order(tmp_path):
+READERS = {
+    "text, interleaved": lambda names: names.interleave(tf.data.TextLineDataset),
+    "text": tf.data.TextLineDataset,
+    "text in parallel": lambda names: tf.data.TextLineDataset(names, num_parallel_reads=2),
+    "records of a length": lambda names: tf.data.FixedLengthRecordDataset(names, 2),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_shuffled_file_names_follow_one_order(tmp_path, reader):
     for file in range(6):
         tmp_path.joinpath(f"{file}.txt").write_text(f"{file}\n")
 
     def make():
-        return Dataset.list_files(str(tmp_path / "*.txt")).interleave(tf.data.TextLineDataset)
+        return READERS[reader](Dataset.list_files(str(tmp_path / "*.txt"))).batch(2)
 
     one, other = (epochs(Pipeline(make(), seed=7).dataset()) for _ in range(2))
     assert one == other
     assert one[0] != one[1]
+    assert "ShuffleDataset" in " ".join(pipeline.nondeterministic_parts(make()))
+    assert inspection.may_reshuffle(make())
+
+
+def test_names_of_files_are_compared():
+    paths = [["a", "b"], ["b", "a"]]
+    one, other = (fingerprint_of_pipeline(tf.data.TextLineDataset(names).batch(2)) for names in paths)
+    assert one != other
 
 
 # Seeded shuffles, known as a step or closed in a graph.
@@ -317,8 +335,9 @@ def test_an_interleave_without_a_length_is_ordered_by_the_cores(calls, tmp_path)
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
     assert not inspection.orders_by_cores(numbers.interleave(inner, num_parallel_calls=calls).with_options(options))
     files = [str(tmp_path / "a")]
-    assert inspection.orders_by_cores(tf.data.TFRecordDataset(files, num_parallel_reads=tf.data.AUTOTUNE))
-    assert not inspection.orders_by_cores(tf.data.TFRecordDataset(files, num_parallel_reads=2))
+    for reader in (tf.data.TFRecordDataset, tf.data.TextLineDataset):
+        assert inspection.orders_by_cores(reader(files, num_parallel_reads=tf.data.AUTOTUNE))
+        assert not inspection.orders_by_cores(reader(files, num_parallel_reads=2))
 
 
 def test_a_global_seed_is_a_seed():

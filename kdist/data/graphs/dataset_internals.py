@@ -53,7 +53,7 @@ _OPS = {
     "Take": _Op(lambda dataset: dataset.take(1), ("count",)),
     "Tensor": _Op(lambda _: _Dataset.from_tensors(0), ("tensors",)),
     "TensorSlice": _Op(lambda _: _Dataset.from_tensor_slices([0]), ("tensors",)),
-    "TextLine": _Op(lambda _: tf.data.TextLineDataset([])),
+    "TextLine": _Op(lambda _: tf.data.TextLineDataset([]), ("impl",)),
     "Unbatch": _Op(lambda dataset: dataset.batch(1).unbatch()),
     "Window": _Op(lambda dataset: dataset.window(1)),
     "Zip": _Op(lambda dataset: _Dataset.zip(dataset, dataset)),
@@ -108,8 +108,9 @@ def asked_parallelism(dataset: Any) -> int | None:
 
 
 def inputs(dataset: Any) -> list[Any]:
-    """Returns the datasets that the last operation of a dataset takes."""
-    return list(resources_of(dataset).get(INPUTS) or dataset._inputs())
+    """Returns the datasets that the last operation of a dataset takes; of a reader of files, what reads their names."""
+    reader = getattr(dataset, "_impl", None)
+    return [reader] if reader is not None else list(resources_of(dataset).get(INPUTS) or dataset._inputs())
 
 
 def with_inputs(dataset: Any) -> Iterator[Any]:
