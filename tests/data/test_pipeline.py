@@ -252,14 +252,48 @@ def test_arrays_are_never_serialised_for_a_shuffle_before(monkeypatch, caplog, n
     assert Pipeline(make(), seed=7).dataset().element_spec == make().element_spec
 
 
-def test_a_function_that_captures_a_shuffle_is_inspected_as_a_graph():
-    def make():
-        tf.random.set_seed(None)
-        inner = Dataset.range(5).shuffle(5)
-        return Dataset.range(3).shuffle(3).flat_map(lambda _: inner)
+def shuffled_five():
+    return Dataset.range(5).shuffle(5)
 
-    one, other = (epochs(Pipeline(make(), seed=7).dataset()) for _ in range(2))
+
+# Shuffles that are no inputs of an operation.
+HELD = {
+    "captured": lambda: (held := shuffled_five(), Dataset.range(3).flat_map(lambda _: held))[1],
+    "captured after a shuffle": lambda: (
+        held := shuffled_five(),
+        Dataset.range(3).shuffle(3).flat_map(lambda _: held),
+    )[1],
+    "captured by a map": lambda: (
+        held := shuffled_five(),
+        Dataset.range(3).map(lambda _: held).flat_map(lambda part: part),
+    )[1],
+    "elements": lambda: (
+        Dataset.from_tensor_slices([shuffled_five(), shuffled_five()]).flat_map(lambda part: part).batch(2)
+    ),
+    "an element": lambda: Dataset.from_tensors(shuffled_five()).flat_map(lambda part: part),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_shuffle_that_an_operation_holds_is_found_in_the_graph(name):
+    one, other = (epochs(Pipeline(HELD[name](), seed=7).dataset()) for _ in range(2))
     assert one == other
+    assert one[0] != one[1]
+    assert pipeline.nondeterministic_parts(HELD[name]())
+
+
+def test_a_seeded_shuffle_that_is_held_has_the_orders_of_one_process():
+    def make():
+        held = Dataset.range(5).shuffle(5, seed=1)
+        return Dataset.range(3).flat_map(lambda _: held)
+
+    assert epochs(Pipeline(make(), seed=7).dataset()) == epochs(make())
+
+
+def test_ragged_rows_need_no_graph(monkeypatch):
+    monkeypatch.setattr(pipeline, "graph_of", lambda _: 1 / 0)
+    ragged = Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3]])).batch(2)
+    assert Pipeline(ragged, seed=7).dataset() is ragged
 
 
 @pytest.mark.parametrize("name", SEEDED)

@@ -155,6 +155,17 @@ def functions(dataset: Any) -> list[Any]:
     return [function.function for function in dataset._functions()]
 
 
+def holds_datasets(dataset: Any) -> bool:
+    """Returns whether the last operation of a dataset holds others, as elements, or captured by its functions.
+
+    They are none of its `inputs`: only its graph shows whether they are shuffled.
+    """
+    captured = [tensor.dtype for function in functions(dataset) for tensor in function.captured_inputs]
+    is_source = kind(dataset) in ("Tensor", "TensorSlice")
+    specs = tf.nest.flatten(dataset.element_spec) if is_source else []
+    return tf.variant in captured or any(isinstance(spec, tf.data.DatasetSpec) for spec in specs)
+
+
 def flat_structure(dataset: Any) -> dict[str, Any]:
     """Returns the arguments `output_types` and `output_shapes` of an op that yields the same elements."""
     return dict(dataset._flat_structure)

@@ -231,7 +231,8 @@ def nondeterministic_parts(dataset: Any) -> list[str]:
     """Returns descriptions of the operations in a pipeline that may order elements differently on each rank.
 
     Only what can be seen without serialising the pipeline is found. Of a parallel interleave nothing is seen: it may.
-    What TensorFlow has made of a variant tensor, as the choices of `choose_from_datasets`, is serialised.
+    What TensorFlow has made of a variant tensor, as the choices of `choose_from_datasets`, is serialised, and what
+    holds datasets that are no inputs.
     """
     return [
         " ".join(_description(part) for part in with_inputs(each))
@@ -239,8 +240,13 @@ def nondeterministic_parts(dataset: Any) -> list[str]:
         if kind(each) == "ParallelInterleave"
         or is_nondeterministic_op(each)
         or _has_nondeterministic_function(each)
-        or (kind(each) == "Variant" and not internals.is_of_kdist(each) and _has_nondeterministic_graph(each))
+        or (_shows_only_its_graph(each) and _has_nondeterministic_graph(each))
     ]
+
+
+def _shows_only_its_graph(dataset: Any) -> bool:
+    is_made_of_variant = kind(dataset) == "Variant" and not internals.is_of_kdist(dataset)
+    return is_made_of_variant or internals.holds_datasets(dataset)
 
 
 def _has_nondeterministic_graph(dataset: Any) -> bool:
@@ -254,6 +260,7 @@ def _is_deterministic(dataset: Any) -> bool:
     """Returns whether a dataset is known to have one order, without serialising its graph, which may be large."""
     return all(
         (internals.is_known(each) and kind(each) != "Random")
+        and not internals.holds_datasets(each)
         and not is_nondeterministic_op(each)
         and not _has_nondeterministic_function(each)
         and not _calls_away(each)

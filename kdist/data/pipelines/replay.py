@@ -33,11 +33,7 @@ def replay(step: Any, dataset: Any, seed: int = 0) -> Any:
 
 def can_be_replayed(step: Any) -> bool:
     """Returns whether `replay` can apply the last operation of a dataset."""
-    if kind(step) not in _REPLAYS or not internals.is_known(step):
-        return False
-    # A dataset that such a function captured may be shuffled, which only its graph shows.
-    captured = [tensor for function in functions(step) for tensor in function.captured_inputs]
-    return kind(step) not in ("Filter", "FlatMap") or all(tensor.dtype != tf.variant for tensor in captured)
+    return kind(step) in _REPLAYS and internals.is_known(step) and not internals.holds_datasets(step)
 
 
 def _replay_map(step: Any, dataset: Any, seed: int) -> Any:
