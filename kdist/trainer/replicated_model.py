@@ -89,7 +89,7 @@ class ReplicatedModel:
         arguments = named_arguments(inspect.signature(run).bind(*args, **kwargs))
         if is_outermost:
             refuse_parts_of_horovod(optimizers_of(self._model), arguments.get("callbacks"))
-        session.feed.begin_call(name, arguments)
+        session.feed.begin_call(name, arguments, is_outermost=is_outermost)
         if not is_outermost:
             session.agree()  # a callback may have loaded weights on this rank
         self._steps.begin_call()

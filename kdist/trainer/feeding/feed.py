@@ -58,7 +58,6 @@ class Feed:
     @contextlib.contextmanager
     def outermost_call(self) -> Iterator[None]:
         """A context that is open while the outermost call runs."""
-        self._random_state = repr(random.getstate())
         try:
             yield
         finally:
@@ -153,7 +152,7 @@ class Feed:
             self._training = iterator
         return iterator
 
-    def begin_call(self, method: str, arguments: dict[str, Any]) -> None:
+    def begin_call(self, method: str, arguments: dict[str, Any], *, is_outermost: bool) -> None:
         """Compares the arguments of a call over the ranks, and broadcasts random states; see `agree_random_state`.
 
         A dataset continues after the orders of its seeded shuffles that rank 0 has made by hand.
@@ -163,15 +162,22 @@ class Feed:
         Args:
             method: str, the method.
             arguments: dict, its arguments by name.
+            is_outermost: bool, whether no other call of the model runs: the orders of its inputs follow from rank 0's
+                random state at its beginning.
 
         Raises:
             MismatchError: if the ranks call other methods, or with other arguments.
         """
         what = f"the arguments of {method}"
         orders = OrdersByHand(arguments)
-        gathered = self._agree(what, [comparable(arguments), orders.made()])
-        by_rank, made = ([each[part] for each in gathered] for part in (0, 1))
+        # While another model reads a generator, each rank may have another state.
+        is_held = self._engine.rank == 0 and self._strategy.draws.num_holding > 0
+        state = repr(random.getstate()) if is_held else None
+        gathered = self._agree(what, [comparable(arguments), orders.made(), state])
+        by_rank, made, states = ([each[part] for each in gathered] for part in range(3))
         orders.skip(made[0])
+        if is_outermost:
+            self._random_state = states[0] or repr(random.getstate())
 
         def refuse(name: str, rank: int) -> None:
             if name.startswith(CLASS_WEIGHT):  # compared before the data, from which it usually follows

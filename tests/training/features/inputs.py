@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from typing import Any
 
 import keras
@@ -242,6 +243,39 @@ def shuffled_batches() -> None:
         order = first + second
         plain.fit(x[order], y[order], batch_size=size() * BATCH, shuffle=False, verbose=0)
         compare({"weights": plain.get_weights()}, {"weights": ours.inner.get_weights()})
+
+
+def sum_of_rows() -> keras.Model:
+    """A model whose weights after an epoch are of all its rows, in whatever order: each is seen once, or it shows."""
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+    deterministic_weights(model)
+    model.compile(keras.optimizers.SGD(0.01), lambda y, y_pred: keras.ops.mean(y * y_pred, axis=-1))
+    return model
+
+
+@feature
+def a_model_is_trained_while_another_one_reads_a_generator() -> None:
+    """Each rank's random state may be another one then: of what is read ahead, of what the chief alone draws."""
+    x, y = rows("even")
+
+    def script(batch: int) -> dict[str, Any]:
+        probe, main = sum_of_rows(), sum_of_rows()
+
+        class Probe(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                if kdist.rank() == 0:
+                    random.random()
+                probe.fit(x, y, batch_size=batch, verbose=0)
+
+        def batches() -> Any:
+            while True:
+                for start in range(0, len(x), batch):
+                    yield x[start : start + batch], y[start : start + batch]
+
+        history = main.fit(batches(), steps_per_epoch=len(x) // batch, epochs=2, callbacks=[Probe()], verbose=0)
+        return outcome(probe, history, main=main.get_weights())
+
+    both(script)
 
 
 @feature
