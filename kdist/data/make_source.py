@@ -194,7 +194,8 @@ class SourceAdapter(DataAdapter):
 
     Args:
         source: `Source`, this rank's shards.
-        before_hook: callable, runs on all ranks before the source's epoch hooks: these may shuffle.
+        before_hook: callable, runs on all ranks before the source's epoch hooks, which may shuffle: it returns the
+            random states for them, or `None`.
         is_for_training: bool, whether `fit` trains on the data: each of its epochs begins with it, whatever the data.
 
     Attributes:
@@ -202,7 +203,7 @@ class SourceAdapter(DataAdapter):
             at that time. Each epoch adds two.
     """
 
-    def __init__(self, source: Source, before_hook: Callable[[], None], *, is_for_training: bool = True) -> None:
+    def __init__(self, source: Source, before_hook: Callable[[], Any], *, is_for_training: bool = True) -> None:
         self.source = source
         self.is_for_training = is_for_training
         self._before_hook = before_hook
@@ -233,22 +234,24 @@ class SourceAdapter(DataAdapter):
 
     def on_epoch_begin(self) -> None:
         """Calls the source's hook before an epoch."""
-        self._prepare("on_epoch_begin")
-        self.source.on_epoch_begin()
+        self._call("on_epoch_begin")
 
     def on_epoch_end(self) -> None:
         """Calls the source's hook after an epoch."""
-        self._prepare("on_epoch_end")
-        self.source.on_epoch_end()
+        self._call("on_epoch_end")
 
-    def _prepare(self, name: str) -> None:
-        source = self.source
+    def _call(self, name: str) -> None:
+        source, states = self.source, None
         must_agree = self.is_for_training and name == "on_epoch_begin"
         # Where each rank has data of its own, only some may have hooks.
         if must_agree or source.has_hooks or source.draws_in_background or source.has_uneven_shards:
-            self._before_hook()
-        if source.has_hooks:
-            self.hooks.append((name, zlib.compress(json.dumps(random_state()).encode())))
+            states = self._before_hook()
+        with source.holding_loaders():
+            if source.has_hooks:
+                if states is not None:  # what the user loads in the background may have drawn since
+                    set_random_state(states)
+                self.hooks.append((name, zlib.compress(json.dumps(random_state()).encode())))
+            getattr(source, name)()
 
     def repeat_hooks(self, hooks: list[tuple[str, bytes]]) -> None:
         """Calls the user's hooks as they were called before an interruption, with the same random states.

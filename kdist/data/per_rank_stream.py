@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -72,6 +73,10 @@ class PerRankStream(Source):
     def resume(self, epoch: int, pass_epoch: int | None, pass_step: int) -> None:
         """Resumes an interrupted training."""
         self._source.resume(epoch, pass_epoch, 0)  # its steps are not those of the job
+
+    def holding_loaders(self) -> AbstractContextManager[Any]:
+        """Returns a context in which no code of the user's loads batches in the background."""
+        return self._source.holding_loaders()
 
     def on_epoch_begin(self) -> None:
         """Is called before the first element of an epoch is drawn."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,7 @@ class ShardedPyDataset(keras.utils.PyDataset):
     Attributes:
         num_user_batches: int or `None`, the batches of the user's dataset; `None` if they never end.
         targets_fingerprint: list of str, a summary of the targets of the first batch, once it was peeked.
+        loading: context in which a batch is loaded; without Keras' workers, only one thread is in it at a time.
 
     Raises:
         DataError: if the dataset has no batch.
@@ -68,6 +70,7 @@ class ShardedPyDataset(keras.utils.PyDataset):
         self._skipped: tuple[int, dict[str, Any] | None] = (0, None)  # how many steps, and what they yield
         self._is_peeking = False
         self.targets_fingerprint: list[str] = []
+        self.loading = contextlib.nullcontext() if self.has_workers else threading.Lock()
         if self.num_user_batches is not None and self.num_user_batches < 1:
             raise empty_input_error("PyDataset")
         if self.use_multiprocessing and plan.num_shards > 1:
@@ -152,16 +155,13 @@ class ShardedPyDataset(keras.utils.PyDataset):
         return _element(part.data, [part.rows, part.global_rows])
 
     def _batch(self, number: int) -> Any:
-        batch = self._py_dataset[number]
+        with self.loading:
+            batch = self._py_dataset[number]
         return batch if self._standardize is None else self._standardize(batch)
 
-    def on_epoch_begin(self) -> None:
-        """Calls the user's hook."""
-        self._py_dataset.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        """Calls the user's hook."""
-        self._py_dataset.on_epoch_end()
+    def call_hook(self, name: str) -> None:
+        """Calls the user's `on_epoch_begin` or `on_epoch_end`."""
+        getattr(self._py_dataset, name)()
 
     @property
     def has_hooks(self) -> bool:
@@ -220,20 +220,30 @@ class PyDatasetSource(Source):
 
     def repeat_hook(self, name: str) -> None:
         """Calls the user's hook, without Keras' adapter, which would start or stop its workers."""
-        getattr(self._sharded, name)()
+        self._sharded.call_hook(name)
+
+    @contextlib.contextmanager
+    def holding_loaders(self) -> Iterator[None]:
+        """A context in which no batch is loaded: Keras' workers are stopped, and the thread that reads ahead waits."""
+        if self._adapter.enqueuer:
+            self._adapter.enqueuer.stop()
+        with self._sharded.loading:
+            yield
 
     def resume(self, epoch: int, pass_epoch: int | None, pass_step: int) -> None:
         """Resumes an interrupted training: skipped batches are not loaded."""
         self._sharded.resume(epoch, pass_step)
 
     def on_epoch_begin(self) -> None:
-        """Continues with the next epoch's order and starts the workers."""
+        """Continues with the next epoch's order, calls the user's hook, and starts the workers."""
         self._sharded.next_epoch()
+        self._sharded.call_hook("on_epoch_begin")
         self._adapter.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Stops the workers."""
+        """Stops the workers, and calls the user's hook."""
         self._adapter.on_epoch_end()
+        self._sharded.call_hook("on_epoch_end")
 
 
 def _element(batch: Any, rows: list[int]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,6 +122,10 @@ class Source(abc.ABC):
         Args:
             name: str, which of them.
         """
+
+    def holding_loaders(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context in which no code of the user's loads batches in the background."""
+        return contextlib.nullcontext()
 
     def on_epoch_begin(self) -> None:  # noqa: B027  most inputs have nothing to do
         """Is called before the first element of an epoch is drawn."""

@@ -84,10 +84,12 @@ class AgreedDraws:
 
     Attributes:
         num_holding: int, how many models train on a generator that draws from Python's and NumPy's states.
+        agreed: dict or `None`, the random states that the last call of `agree` has given to all ranks.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.num_holding = 0
+        self.agreed: dict[str, Any] | None = None
         self._seed = seed
         self._num_draws = 0
         self._agreed_state: dict[str, Any] | None = None  # the last that rank 0 has sent
@@ -118,8 +120,9 @@ class AgreedDraws:
             self._agreed_state = sent or self._agreed_state
         elif root_has_states:
             self._agreed_state = root or self._agreed_state
-            if with_states and self._agreed_state is not None:
-                set_random_state(self._agreed_state)
+        self.agreed = self._agreed_state if with_states and root_has_states else None
+        if engine.rank != 0 and self.agreed is not None:
+            set_random_state(self.agreed)
         return values
 
     @contextlib.contextmanager

@@ -191,7 +191,7 @@ class Feed:
 
         refuse_differences(what, by_rank, refuse)
 
-    def agree_random_state(self, method: str) -> None:
+    def agree_random_state(self, method: str) -> dict[str, Any] | None:
         """Broadcasts rank 0's random states, unless a generator in a background thread draws from them.
 
         What `tf.random` draws is agreed on always: such threads draw by themselves.
@@ -200,8 +200,12 @@ class Feed:
 
         Args:
             method: str, the method.
+
+        Returns:
+            These states; `None` if they were not agreed on.
         """
         self._agree(f"model.{method}", None)
+        return self._strategy.draws.agreed
 
     def _agree(self, what: str, given: Any) -> list[Any]:
         # The state of such a generator must not change while it prefetches, whichever model trains on it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import time
 from typing import Any
 
 import keras
@@ -251,6 +252,48 @@ def sum_of_rows() -> keras.Model:
     deterministic_weights(model)
     model.compile(keras.optimizers.SGD(0.01), lambda y, y_pred: keras.ops.mean(y * y_pred, axis=-1))
     return model
+
+
+@feature
+def epoch_hooks_that_shuffle_while_batches_are_loaded() -> None:
+    """Batches that are loaded ahead draw from the state that decides about the order, as augmentation does."""
+    x, y = rows("even")
+
+    class Shuffled(Batches):
+        def __init__(self, *args: Any, hook: str, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.order = np.arange(len(x))
+            self.hook = hook
+
+        def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
+            np.random.normal(size=1 + index % size())  # each rank draws as many as its batches need
+            first = index * self.batch
+            chosen = self.order[first : first + self.batch]
+            return x[chosen], y[chosen]
+
+        def on_epoch_begin(self) -> None:
+            self._shuffle("on_epoch_begin")
+
+        def on_epoch_end(self) -> None:
+            self._shuffle("on_epoch_end")
+
+        def _shuffle(self, hook: str) -> None:
+            if hook == self.hook:
+                time.sleep(0.1)
+                np.random.shuffle(self.order)
+
+    engine = open_engine(kdist.cluster_info())
+    for hook, workers, steps_per_epoch in (
+        ("on_epoch_begin", 2, None),
+        ("on_epoch_end", 2, size()),
+        ("on_epoch_end", 1, size()),
+    ):
+        fresh()
+        with kdist.scope(scale_lr=None):
+            model, data = sum_of_rows(), Shuffled((x, y), BATCH, hook=hook, workers=workers)
+            model.fit(data, epochs=3, steps_per_epoch=steps_per_epoch, shuffle=False, verbose=0)
+        orders = engine.gather_objects(data.order.tolist())
+        assert orders[1:] == orders[:-1] != [list(range(len(x)))] * (size() - 1), (hook, workers)
 
 
 @feature
