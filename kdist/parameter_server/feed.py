@@ -11,13 +11,14 @@ import tensorflow as tf
 
 from kdist.data.arrays import ArraySource, row_gatherer
 from kdist.data.batch import batch_signature
-from kdist.data.make_source import SourceAdapter, batch_to_build_on, make_source
+from kdist.data.make_source import batch_to_build_on, make_source
 from kdist.data.sharding import Plan
 from kdist.data.source import Source
 from kdist.engines.single import SingleEngine
 from kdist.keras_hooks.fit.data_adapters import array_parts
 from kdist.keras_hooks.fit.fit_loop import PassIterator
 from kdist.parameter_server.dispatch import PerWorkerTensors
+from kdist.trainer.feeding.source_adapter import SourceAdapter
 
 # A message of TensorFlow's is smaller than this.
 _MAX_BYTES_OF_ARRAY = (1 << 31) - (1 << 20)

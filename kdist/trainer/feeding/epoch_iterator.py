@@ -11,12 +11,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.data.make_source import SourceAdapter, batch_to_build_on
+from kdist.data.make_source import batch_to_build_on
 from kdist.data.py_dataset import PyDatasetSource
 from kdist.data.source import Source, empty_input_error
 from kdist.keras_hooks.fit.fit_loop import PassIterator
 from kdist.keras_hooks.patching import patched
 from kdist.keras_hooks.trainer import runs_eagerly
+from kdist.trainer.feeding.source_adapter import SourceAdapter
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from kdist.data.input_checks import check_inputs
-from kdist.data.make_source import SourceAdapter, has_fixed_shapes, holds_random_state, make_source
+from kdist.data.make_source import has_fixed_shapes, holds_random_state, make_source
 from kdist.data.source import Source
 from kdist.errors import MismatchError, ScopeError
 from kdist.keras_hooks.signatures import CLASS_WEIGHT, comparable
@@ -23,6 +23,7 @@ from kdist.strategies.all_reduce import AllReduceStrategy
 from kdist.strategies.settings import Settings
 from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
 from kdist.trainer.feeding.orders_by_hand import OrdersByHand
+from kdist.trainer.feeding.source_adapter import SourceAdapter
 
 
 class Feed:
