@@ -430,6 +430,16 @@ def test_random_decisions_are_refused_by_name(make):
         Pipeline(make(), seed=7)
 
 
+@pytest.mark.parametrize("job", [{}, {"job_name": "shared"}])
+def test_the_service_of_tf_data_is_refused_by_name(job):
+    """It has shared the elements out already, or sends them in any order."""
+    service = tf.data.experimental.service
+    server = service.DispatchServer()
+    distributed = Dataset.range(8).apply(service.distribute("parallel_epochs", server.target, **job)).batch(2)
+    with pytest.raises(DataError, match=r"service.distribute.*Fix: .*job_name.*auto_shard=False"):
+        Pipeline(distributed, seed=7)
+
+
 def test_random_augmentation_is_left_alone():
     dataset = Dataset.range(8).map(lambda x: tf.random.uniform([]))
     assert Pipeline(dataset, seed=7).dataset() is dataset

@@ -65,6 +65,7 @@ class Pipeline:
     """
 
     def __init__(self, dataset: tf.data.Dataset, seed: int):
+        _refuse_service(dataset)
         _warn_of_random_decisions(dataset)
         self.options = dataset.options()
         self._fixed_seeds = dict(_fixed_seeds(dataset))
@@ -203,6 +204,17 @@ def _deterministic_base(dataset: Any, seed: int) -> Any:
             dataset,
         )
     return dataset
+
+
+def _refuse_service(dataset: Any) -> None:
+    """Refuses elements that servers send: to each rank its own, or to all of them in any order."""
+    if any(kind(each) == "DataService" for each in with_inputs(dataset)):
+        raise DataError(
+            "kdist cannot shard what the service of tf.data sends. Received: a pipeline with `service.distribute`. "
+            "Expected one order on all ranks: the service shares the elements of a job out by itself, and orders them "
+            "by its workers' speed. Fix: pass the same `job_name` on all ranks to `distribute`, and make the model in "
+            "a scope with auto_shard=False: each rank trains on what it is sent."
+        )
 
 
 def _warn_of_random_decisions(dataset: Any) -> None:
