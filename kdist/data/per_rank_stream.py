@@ -12,7 +12,7 @@ from kdist.data.batch import Rows, Shard, int64, zero_row
 from kdist.data.graphs.optionals import from_optional, to_optional
 from kdist.data.graphs.options import prefetched
 from kdist.data.sharding import Plan, num_steps_of_streams
-from kdist.data.source import Source
+from kdist.data.source import Source, empty_input_error
 from kdist.errors import DataError
 
 
@@ -49,9 +49,15 @@ class PerRankStream(Source):
         return self._num_steps
 
     def end_together(self, num_own_batches: Sequence[int | None]) -> None:
-        """Makes the dataset end where all ranks' streams have ended, if the length of each is known."""
+        """Makes the dataset end where all ranks' streams have ended, if the length of each is known.
+
+        Raises:
+            DataError: if all are empty.
+        """
         known = [each for each in num_own_batches if each is not None]
         if len(known) == len(num_own_batches):
+            if not any(known):
+                raise empty_input_error("dataset of each rank")
             self._num_steps = num_steps_of_streams(known, self.plan) or None
 
     @property

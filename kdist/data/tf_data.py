@@ -51,6 +51,8 @@ def tf_data_source(dataset: tf.data.Dataset, plan: Plan, *, auto_shard: bool = T
     if not auto_shard or policy == policies.OFF:
         return PerRankStream(StreamSource(dataset, plan.unsharded()), plan)
     if policy not in (policies.FILE, policies.HINT):
+        if int(dataset.cardinality()) == 0:
+            raise empty_input_error("tf.data.Dataset")
         return StreamSource(dataset, plan)
     ordered = Pipeline(dataset, plan.seed).dataset()
     stream = StreamSource(_shard_by_policy(ordered, policy, plan), plan.unsharded(), tuned=is_tuned(dataset))
@@ -68,17 +70,15 @@ class StreamSource(Source):
         tuned: bool or `None`, whether `tf.data`'s tuner runs; `None` if `dataset` tells.
 
     Raises:
-        DataError: if the dataset is empty, or may yield another order on each rank.
+        DataError: if the dataset may yield another order on each rank.
     """
 
     is_skipped_by_reading = True
 
     def __init__(self, dataset: tf.data.Dataset, plan: Plan, *, tuned: bool | None = None):
         cardinality = int(dataset.cardinality())
-        if cardinality == 0:
-            raise empty_input_error("tf.data.Dataset")
         self.plan = plan
-        self.cardinality = cardinality if cardinality > 0 else None
+        self.cardinality = cardinality if cardinality >= 0 else None
         self._user_dataset = dataset
         self._batch_sizes = batch_sizes(dataset)
         self._signature = batch_signature(dataset.element_spec, self._batch_sizes)

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from kdist.data.per_rank_stream import PerRankStream
 from kdist.data.tf_data import StreamSource, tf_data_source
+from kdist.errors import DataError
 from tests.data.ranks import first_rows, one_pass, plans
 
 Dataset = tf.data.Dataset
@@ -63,7 +64,7 @@ def test_each_batch_is_taken_in_several_steps():
 
 
 @pytest.mark.parametrize("steps_per_epoch", [None, 1, 2, 5])
-@pytest.mark.parametrize("lengths", [(4, 4, 4), (1, 3, 2), (1, 7, 1), (6, 1, 2)])
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (1, 3, 2), (1, 7, 1), (6, 1, 2), (3, 0, 0)])
 def test_streams_of_known_lengths_end_when_none_has_a_batch(steps_per_epoch, lengths):
     ranks = plans(3, steps_per_epoch=steps_per_epoch)
     sources = [stream(plan, length, known=True) for plan, length in zip(ranks, lengths, strict=True)]
@@ -72,6 +73,12 @@ def test_streams_of_known_lengths_end_when_none_has_a_batch(steps_per_epoch, len
     for source in sources:
         source.end_together(lengths)
     assert one_pass(sources) == endless[: endless.index([])]
+
+
+def test_streams_that_are_all_known_to_be_empty_are_refused():
+    source = stream(plans(2)[0], 0, known=True)
+    with pytest.raises(DataError, match="has no samples"):
+        source.end_together([0, 0])
 
 
 def test_of_streams_of_which_one_is_of_unknown_length_none_is_known_to_end():
