@@ -405,10 +405,25 @@ def test_decisions_after_random_numbers_are_warned_of(caplog, seed, is_told):
     """Each rank draws its own: one may keep an element that another one leaves out."""
     drawn = Dataset.range(8).map(lambda x: tf.cast(x, tf.float32) + tf.random.uniform([], seed=seed))
     Pipeline(drawn.batch(2), 7)
-    assert "drawn unseeded" not in caplog.text
+    assert "keeps or groups" not in caplog.text
     for _ in range(2):
         Pipeline(drawn.filter(lambda x: x > 3), 7)
     assert caplog.text.count("keeps or groups elements (Filter)") == 2 * is_told
+
+
+@pytest.mark.parametrize(("calls", "is_told"), [(None, False), (2, True)])
+@pytest.mark.parametrize("draw", ["operation", "generator"])
+def test_decisions_after_seeded_draws_of_parallel_calls_are_warned_of(caplog, calls, is_told, draw):
+    """Which call gets which number depends on the threads, but for stateless draws."""
+    generator = tf.random.Generator.from_seed(1)
+    draws = {"operation": lambda: tf.random.uniform([], seed=1), "generator": lambda: generator.uniform([])}
+    drawn = Dataset.range(8).map(lambda x: tf.cast(x, tf.float32) + draws[draw](), num_parallel_calls=calls)
+    Pipeline(drawn.filter(lambda x: x > 3).batch(2), 7)
+    assert ("num_parallel_calls" in caplog.text) == is_told
+    stateless = Dataset.range(8).map(lambda x: tf.random.stateless_uniform([], [x, 1]), num_parallel_calls=2)
+    caplog.clear()
+    Pipeline(stateless.filter(lambda x: x > 0.3), 7)
+    assert not caplog.text
 
 
 def test_a_shuffle_in_a_function_is_warned_of(caplog):

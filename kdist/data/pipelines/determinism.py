@@ -78,6 +78,15 @@ def draws_unseeded(graph: Any) -> bool:
     return _draws_unseeded(graph, graph.node)
 
 
+def draws(graph: Any) -> bool:
+    """Returns whether an op in a graph, or in one of its functions, draws random numbers, seeded or not.
+
+    Args:
+        graph: `GraphDef`.
+    """
+    return any("seed2" in node.attr for nodes in node_lists(graph) for node in nodes)
+
+
 def make_deterministic(dataset: tf.data.Dataset, seed: int, fixed_seeds: Sequence[int] = ()) -> tf.data.Dataset:
     """Returns a dataset in which unseeded shuffles have a seed, and all ops are deterministic and run in this process.
 

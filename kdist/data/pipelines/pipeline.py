@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdist.data.graphs import dataset_internals as internals
+from kdist.data.graphs.captures import random_states
 from kdist.data.graphs.dataset_internals import (
     DECIDING,
     attributes,
@@ -27,6 +28,7 @@ from kdist.data.graphs.graph_def import GraphTooLargeError, graph_of, is_of_othe
 from kdist.data.graphs.inspection import is_stateless
 from kdist.data.pipelines.determinism import (
     derived_seed,
+    draws,
     draws_unseeded,
     is_nondeterministic,
     make_deterministic,
@@ -227,16 +229,19 @@ def _warn_of_random_decisions(dataset: Any) -> None:
         return
     kept["was_told_decisions"] = True
     _log.warning(
-        "A tf.data pipeline keeps or groups elements (%s) after a map has drawn unseeded random numbers, which are "
-        "others on each rank: ranks may keep other elements. Fix: filter and group before that map, or call "
-        "`keras.utils.set_random_seed` before the dataset is made.",
+        "A tf.data pipeline keeps or groups elements (%s) after a map has drawn random numbers unseeded, or in "
+        "parallel calls, which are others on each rank: ranks may keep other elements. Fix: filter and group earlier; "
+        "or call `keras.utils.set_random_seed` before the dataset is made, and leave out `num_parallel_calls` there or "
+        "draw by `tf.random.stateless_uniform` and the like.",
         ", ".join(sorted({kind(each) for each in deciding})),
     )
 
 
 def _draws(dataset: Any) -> bool:
-    is_map = kind(dataset) in ("Map", "ParallelMap")
-    return is_map and any(draws_unseeded(each.graph.as_graph_def()) for each in functions(dataset))
+    """Returns whether a map draws numbers that may be others on each rank: parallel calls take them in any order."""
+    if kind(dataset) == "ParallelMap":
+        return any(draws(each.graph.as_graph_def()) or random_states(each) for each in functions(dataset))
+    return kind(dataset) == "Map" and any(draws_unseeded(each.graph.as_graph_def()) for each in functions(dataset))
 
 
 def nondeterministic_parts(dataset: Any) -> list[str]:
