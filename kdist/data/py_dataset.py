@@ -170,8 +170,9 @@ class ShardedPyDataset(keras.utils.PyDataset):
         return cls.on_epoch_begin is not base.on_epoch_begin or cls.on_epoch_end is not base.on_epoch_end
 
     def next_epoch(self) -> None:
-        """Continues with the next epoch's order and length; must be called before the workers start."""
+        """Continues with the next epoch's order and length, by the user's hook, before the workers start."""
         self._epoch += 1
+        self.call_hook("on_epoch_begin")
         self.num_user_batches = self._py_dataset.num_batches
 
     def _pass_of_epoch(self) -> int:
@@ -237,7 +238,6 @@ class PyDatasetSource(Source):
     def on_epoch_begin(self) -> None:
         """Continues with the next epoch's order, calls the user's hook, and starts the workers."""
         self._sharded.next_epoch()
-        self._sharded.call_hook("on_epoch_begin")
         self._adapter.on_epoch_begin()
 
     def on_epoch_end(self) -> None:

@@ -64,6 +64,17 @@ def test_the_length_of_each_epoch_counts():
         assert one_pass(ranks, limit=20) == groups(in_batches(num_samples, 2), 2)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_length_counts_that_the_users_hook_has_made(workers):
+    class Growing(Numbers):
+        def on_epoch_begin(self):
+            self.batches = in_batches(len(sum(self.batches, [])) + 3, 2)
+
+    ranks = [source(plan, Growing(5, 2, workers=workers)) for plan in plans(2)]
+    for num_samples in (8, 11, 14):
+        assert one_pass(ranks, limit=20) == groups(in_batches(num_samples, 2), 2)
+
+
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_batches_are_split_when_the_batch_is_not_scaled(num_shards):
     ranks = sources(plans(num_shards, scale_batch=False), 7, 2)
