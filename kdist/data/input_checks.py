@@ -92,7 +92,8 @@ def refuse_shared_caches(reports: Sequence[InputReport]) -> None:
         raise DataError(
             f"Ranks of one host would write one cache. Received: a tf.data pipeline with cache({shared[0]!r}), a file "
             "that does not exist yet, or is incomplete. Expected: one writer a file. Fix: use a file for each rank, as "
-            f'cache(f"{shared[0]}-{{kdist.rank()}}"), or cache in memory, or iterate over the dataset once before.'
+            f'cache(f"{shared[0]}-{{kdist.rank()}}"), or cache in memory, or iterate over the dataset once before, '
+            "in `with kdist.chief_first():`."
         )
 
 
