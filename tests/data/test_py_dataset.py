@@ -1,5 +1,7 @@
 """PyDataset: each rank loads its own batches, through Keras' own adapter and its workers."""
 
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ import tensorflow as tf
 from kdist.data import sharding
 from kdist.data.py_dataset import PyDatasetSource, ShardedPyDataset
 from kdist.errors import DataError
+from kdist.state.random_state import random_state
+from kdist.trainer.feeding.source_adapter import SourceAdapter
 from tests.data.ranks import first_rows, groups, idle_rows, in_batches, one_pass, plans
 
 
@@ -130,6 +134,24 @@ def test_calls_reach_the_users_dataset():
     dataset = Numbers(6, 2)
     one_pass([source(plans(2)[0], dataset)])
     assert dataset.calls == ["begin", "end"]
+
+
+@pytest.mark.parametrize("is_for_training", [True, False])
+def test_hooks_are_called_with_the_states_of_all_ranks(is_for_training):
+    """Those of a training are kept, to be called again when it is resumed."""
+
+    class Drawing(Numbers):
+        def on_epoch_begin(self):
+            self.calls.append(random.random())
+
+    dataset, states = Drawing(6, 2), random_state()
+    adapter = SourceAdapter(source(plans(2)[0], dataset), lambda: states, is_for_training=is_for_training)
+    for _ in range(2):
+        random.random()
+        adapter.on_epoch_begin()
+        adapter.on_epoch_end()
+    assert dataset.calls[::2] == [dataset.calls[0]] * 2
+    assert [name for name, _ in adapter.hooks] == ["on_epoch_begin", "on_epoch_end"] * 2 * is_for_training
 
 
 def test_batches_are_standardised():

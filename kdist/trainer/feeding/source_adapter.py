@@ -27,7 +27,7 @@ class SourceAdapter(DataAdapter):
 
     Attributes:
         hooks: list of tuples `(name, states)`, which of the user's hooks were called, and the compressed random states
-            at that time. Each epoch adds two.
+            at that time. Each epoch of a training adds two.
     """
 
     def __init__(self, source: Source, before_hook: Callable[[], Any], *, is_for_training: bool = True) -> None:
@@ -77,7 +77,8 @@ class SourceAdapter(DataAdapter):
             if source.has_hooks:
                 if states is not None:  # what the user loads in the background may have drawn since
                     set_random_state(states)
-                self.hooks.append((name, zlib.compress(json.dumps(random_state()).encode())))
+                if self.is_for_training:
+                    self.hooks.append((name, zlib.compress(json.dumps(random_state()).encode())))
             getattr(source, name)()
 
     def repeat_hooks(self, hooks: list[tuple[str, bytes]]) -> None:
