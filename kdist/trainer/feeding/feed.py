@@ -171,14 +171,13 @@ class Feed:
         """
         what = f"the arguments of {method}"
         orders = OrdersByHand(arguments)
-        # While another model reads a generator, each rank may have another state.
-        is_held = self._engine.rank == 0 and self._strategy.draws.num_holding > 0
-        state = repr(random.getstate()) if is_held else None
+        # Rank 0's own, of now: what draws in the background may have changed it again after the message.
+        state = repr(random.getstate()) if is_outermost and self._engine.rank == 0 else None
         gathered = self._agree(what, [comparable(arguments), orders.made(), state])
         by_rank, made, states = ([each[part] for each in gathered] for part in range(3))
         orders.skip(made[0])
         if is_outermost:
-            self._random_state = states[0] or repr(random.getstate())
+            self._random_state = states[0]
 
         def refuse(name: str, rank: int) -> None:
             if name.startswith(CLASS_WEIGHT):  # compared before the data, from which it usually follows
