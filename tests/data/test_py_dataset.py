@@ -1,6 +1,7 @@
 """PyDataset: each rank loads its own batches, through Keras' own adapter and its workers."""
 
 import random
+import threading
 
 import keras
 import numpy as np
@@ -152,6 +153,27 @@ def test_hooks_are_called_with_the_states_of_all_ranks(is_for_training):
         adapter.on_epoch_end()
     assert dataset.calls[::2] == [dataset.calls[0]] * 2
     assert [name for name, _ in adapter.hooks] == ["on_epoch_begin", "on_epoch_end"] * 2 * is_for_training
+
+
+class Waiting(keras.utils.PyDataset):
+    """Its items are there when something else has made them."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.zeros((2, 1)), np.zeros(2)
+
+
+def test_an_item_that_is_waited_for_holds_up_no_end_of_an_epoch():
+    """As of a replay buffer that a callback fills when the next epoch begins."""
+    made = source(plans(2)[0], Waiting())
+    adapter = SourceAdapter(made, lambda: None, is_for_training=True)
+    with made._sharded.loading:  # as the thread has it that reads ahead
+        ended = threading.Thread(target=adapter.on_epoch_end, daemon=True)
+        ended.start()
+        ended.join(10)
+        assert not ended.is_alive()
 
 
 def test_batches_are_standardised():

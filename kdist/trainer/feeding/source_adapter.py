@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import zlib
@@ -73,7 +74,8 @@ class SourceAdapter(DataAdapter):
         # Where each rank has data of its own, only some may have hooks.
         if must_agree or source.has_hooks or source.draws_in_background or source.has_uneven_shards:
             states = self._before_hook()
-        with source.holding_loaders():
+        # Not without a hook: what loads may wait for something that comes later.
+        with source.holding_loaders() if source.has_hooks else contextlib.nullcontext():
             if source.has_hooks:
                 if states is not None:  # what the user loads in the background may have drawn since
                     set_random_state(states)
