@@ -58,11 +58,17 @@ class CommonState:
         self._shard_embeddings = shard_embeddings
 
     def begin(
-        self, method: str, learning_rates: Mapping[str, float] | None = None, *, has_loaded: bool = False
+        self,
+        method: str,
+        learning_rates: Mapping[str, float] | None = None,
+        *,
+        has_loaded: bool = False,
+        has_loaded_state: bool = False,
     ) -> None:
         """Compares the model over the ranks, and broadcasts rank 0's state at the beginning of a call.
 
-        Weights are those of the first rank that has loaded some since the last call, or rank 0's if none has.
+        Weights are those of the first rank that has loaded some since the last call, or rank 0's if none has; so is the
+        optimizer's state, if it was loaded, too.
 
         Collective: every rank must call this, in the same order.
 
@@ -70,6 +76,7 @@ class CommonState:
             method: str, the method.
             learning_rates: mapping of names to the rates that `fit` was given, or `None`.
             has_loaded: bool, whether this rank has loaded weights.
+            has_loaded_state: bool, whether it has loaded the optimizer's state with them.
         """
         what, epoch = f"the model given to {method}", initial_epoch(self._model) if method == "fit" else None
         described = {**describe_model(self._model), **self.loads()}
@@ -77,16 +84,17 @@ class CommonState:
         if method == "fit":
             state += [variable for rate in self._rates.all() for variable in rate.anchors()]
         sums = checksums_of(state if self._engine.size > 1 else [])
-        local = [described, epoch, learning_rates or {}, sums, has_loaded]
-        models, epochs, rates, checksums, loaded = zip(*gather_values(self._engine, what, local), strict=True)
+        local = [described, epoch, learning_rates or {}, sums, has_loaded, has_loaded_state]
+        models, epochs, rates, checksums, *loaded = zip(*gather_values(self._engine, what, local), strict=True)
         refuse_differences(what, models)
         refuse_differences(f"the optimizer given to {method}", rates)
         if self._engine.rank == 0:
             warn_of_whole_tables(self._model, self._engine.size, self._shard_embeddings)
         by_rank = np.array(checksums, np.int64).reshape(self._engine.size, -1)
         weights = {id(variable) for variable in self._model.weights}
-        # The optimizer's state is rank 0's: others may have set weights by which they follow it.
-        for is_weight, root in ((True, loaded.index(True) if any(loaded) else 0), (False, 0)):
+        # Ranks that have only set weights may follow rank 0, and have an optimizer that knows of no step.
+        for is_weight, by in zip((True, False), loaded, strict=True):
+            root = by.index(True) if any(by) else 0
             places = [place for place, each in enumerate(state) if (id(each) in weights) == is_weight]
             if places and by_rank.size:
                 broadcast_differing(self._engine, [state[place] for place in places], by_rank[:, places], root)

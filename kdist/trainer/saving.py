@@ -37,6 +37,7 @@ def wrappers(session: ReplicatedSession) -> dict[str, Callable[..., Any]]:
         # If only some ranks load, the others get these weights by broadcast.
         for each in session.of_shared_weights():
             each.votes.cast("weights")
+        session.has_loaded_state = session.has_loaded_state or name == "load_weights"
         return original(session.model, name)(*args, **kwargs)
 
     writing = {name: functools.partial(write, name) for name in ("save", "save_weights", "export")}

@@ -67,6 +67,7 @@ class ReplicatedSession(TrainingSession):
         self.running_methods: list[str] = []
         self.written = WrittenState(self.engine)
         self.writes = self.engine.rank == 0
+        self.has_loaded_state = False  # from a file of weights, since the ranks were made equal
         self.feed = Feed(model, strategy, settings, begin_pass=self._begin_pass, end_pass=self._end_pass)
         self.effective_rates = EffectiveRates(
             model, scale_lr=settings.scale_lr, batches_per_step=settings.batches_per_step(self.engine.size)
@@ -209,8 +210,12 @@ class ReplicatedSession(TrainingSession):
 
         Collective: every rank must call this, in the same order.
         """
-        self.common_state.begin(method, learning_rates, has_loaded=self.votes.is_cast("weights"))
+        has_loaded = self.votes.is_cast("weights")
+        self.common_state.begin(
+            method, learning_rates, has_loaded=has_loaded, has_loaded_state=has_loaded and self.has_loaded_state
+        )
         self.votes.withdraw("weights")
+        self.has_loaded_state = False
 
     def make_weights_equal(self) -> None:
         """Does what `CommonState.make_weights_equal` does, unless weights differ until the next average.
@@ -266,6 +271,7 @@ class ReplicatedSession(TrainingSession):
         has_loaded, files = (list(each) for each in zip(*gathered, strict=True))
         refuse_differences("the weights loaded by a callback", files)  # parts cannot be broadcast
         self.votes.withdraw("weights")
+        self.has_loaded_state = False
         local_sgd = self.local_sgd if self.local_sgd is not None and self.local_sgd.is_open else None
         if local_sgd is not None and all(has_loaded):
             local_sgd.average_loaded()

@@ -19,6 +19,7 @@ import pytest
 import kdist
 from kdist._engine import open_engine
 from kdist.errors import MismatchError
+from kdist.keras_hooks.patching import original
 from tests.training.behaviours import assert_equal_everywhere, everyone, weights_of
 from tests.training.fidelity import BATCH, compare, fresh, mlp, of_the_chief, rows, size
 
@@ -479,8 +480,16 @@ def one_rank_loads_weights_before_fit() -> None:
         model.fit(*rows("even"), batch_size=BATCH, verbose=0)
         steps = everyone(int(model.optimizer.iterations))
         assert steps == [everyone(made)[0] + steps_of_fit] * kdist.size()
-    for one, other in zip(wanted, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
+        for one, other in zip(wanted, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        # A file of weights has the optimizer's state, too.
+        folder = tempfile.mkdtemp()
+        if kdist.rank() == kdist.size() - 1:
+            model.optimizer.iterations.assign(1000)
+            original(model, "save_weights")(f"{folder}/w.weights.h5")
+            model.load_weights(f"{folder}/w.weights.h5")
+        model.fit(*rows("even"), batch_size=BATCH, verbose=0)
+        assert everyone(int(model.optimizer.iterations)) == [1000 + steps_of_fit] * kdist.size()
 
 
 class Holding(keras.callbacks.Callback):
