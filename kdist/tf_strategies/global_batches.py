@@ -129,9 +129,30 @@ def _concatenated(batches: list[Any]) -> Any:
             return None
         is_dense = all(isinstance(part, (tf.Tensor, np.ndarray)) for part in parts)
         if is_dense and len({tuple(part.shape[1:]) for part in parts}) > 1:
+            if not any(map(tf.is_tensor, parts)):
+                return _padded(parts)
             rows = [tf.RaggedTensor.from_tensor(part, ragged_rank=part.ndim - 1) for part in parts]
             padded = tf.concat(rows, 0).to_tensor()
             return padded if tf.is_tensor(parts[0]) else padded.numpy()
         return tf.concat(parts, 0) if tf.is_tensor(parts[0]) else np.concatenate(parts)
 
     return tf.nest.map_structure(concatenate, *batches) if len(batches) > 1 else batches[0]
+
+
+def _padded(parts: tuple[np.ndarray[Any, Any], ...]) -> np.ndarray[Any, Any]:
+    """Returns the rows of arrays, as wide as the widest; by NumPy, as Keras may have forked this process.
+
+    Features, the last of three axes or more, are not padded: one process would refuse them, and so does this.
+    """
+    if parts[0].ndim > 2 and len({part.shape[-1] for part in parts}) > 1:
+        return np.concatenate(parts)
+    shape = np.max([part.shape[1:] for part in parts], axis=0)
+    dtype = np.result_type(*parts)
+    first = next((value for part in parts for value in part.flat), 0)
+    empty: Any = type(first)() if dtype.hasobject else np.zeros((), dtype)
+    rows = np.full((sum(map(len, parts)), *shape), empty, dtype)
+    start = 0
+    for part in parts:
+        rows[(slice(start, start + len(part)), *map(slice, part.shape[1:]))] = part
+        start += len(part)
+    return rows

@@ -49,6 +49,12 @@ class Texts(keras.utils.PyDataset):
         return batch if self.as_they_are else tuple(map(tf.constant, batch))
 
 
+def test_features_are_not_padded():
+    images = [np.zeros((2, 4, 4, 3)), np.zeros((2, 4, 4, 1))]
+    with pytest.raises(ValueError, match="dimensions"):
+        list(with_global_batches({"x": iter(images)}, 2)["x"])
+
+
 @pytest.mark.parametrize("as_they_are", [True, False])
 @pytest.mark.parametrize("of_generator", [True, False])
 def test_batches_of_a_py_dataset_or_a_generator_are_padded_to_the_widest(as_they_are, of_generator):
