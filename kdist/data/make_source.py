@@ -146,10 +146,11 @@ def refuse_other_rows(method: str, name: str, rank: int) -> None:
         raise MismatchError(
             "Each rank has other data. The likely cause is a `train_test_split` without `random_state`; a shuffle, "
             "an `image_dataset_from_directory` or random numbers without a seed before the scope; or arrays that are "
-            f"split by rank (`x[rank::size]`). Received: other {kind} in `{method}` on rank {rank} than on rank 0. "
+            f"split by rank (`x[rank::size]`); or other names of files. Received: other {kind} in `{method}` on rank "
+            f"{rank} than on rank 0. "
             "Expected the same data on all ranks: kdist shards it. Fix: pass a seed (`random_state=0`; to "
-            "`tf.random.set_seed` the same on all ranks) and all rows, or make the data inside kdist.scope(); where "
-            "each rank has its own, kdist.scope(auto_shard=False)."
+            "`tf.random.set_seed` the same on all ranks) and all rows, or make the data inside kdist.scope(); the same "
+            "paths on all hosts; where each rank has its own data, kdist.scope(auto_shard=False)."
         )
 
 
