@@ -27,7 +27,7 @@ def write_whole(version_of: VersionOf | None, write: Callable[..., Any], *args: 
 
     A reader finds the old content or all of the new, also if several ranks write the same file at once. An incomplete
     file, after a full disk or a kill, never replaces the old one. A symbolic link stays: what it leads to is replaced.
-    What else is in a directory stays, too.
+    What else is in a directory stays, too: such a directory gets the new entries one by one.
 
     Args:
         version_of: callable that returns the version of this rank's write, of a path. A directory that already has it
