@@ -41,7 +41,7 @@ class CheckpointDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._readable: set[Path] = set()
+        self._readable: dict[Path, Any] = {}  # with the sizes and times of its files
         self._unreadable: set[Path] = set()
         self.lock = DirectoryLock(self.path)
 
@@ -77,7 +77,7 @@ class CheckpointDirectory:
                 f"{needed:.1f} MiB beside the previous checkpoint, which is unchanged. Fix: free some, or give another "
                 "backup_dir."
             ) from error
-        self._readable.add(target)
+        self._readable[target] = _files_of(target)
         self._prune()
         return target
 
@@ -95,7 +95,7 @@ class CheckpointDirectory:
                 self._unreadable.add(path)
                 reasons.append(f"{path.name}: {error}")
                 continue
-            self._readable.add(path)
+            self._readable[path] = _files_of(path)
             if reasons:
                 logger.warning(
                     "%s cannot be read (%s); it is not deleted. Training resumes from the previous checkpoint, %s.",
@@ -127,7 +127,8 @@ class CheckpointDirectory:
 
     def _prune(self) -> None:
         for path in self._all()[:-NUM_KEPT]:
-            if path not in self._readable | self._unreadable:
+            is_known = path in self._unreadable or self._readable.get(path) == _files_of(path)
+            if not is_known:
                 try:
                     _read(path)
                 except (OSError, ValueError, KeyError):
@@ -142,6 +143,12 @@ class CheckpointDirectory:
         with contextlib.suppress(OSError):
             path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _files_of(folder: Path) -> list[tuple[str, int, int]]:
+    """Returns the name, size and time of change of each file of a checkpoint: a change of its content changes one."""
+    found = [(each.name, each.stat()) for each in folder.iterdir()]
+    return sorted((name, status.st_size, status.st_mtime_ns) for name, status in found)
 
 
 def _number(path: Path) -> int:
