@@ -152,6 +152,9 @@ def _decision(info: ClusterInfo, env: Mapping[str, str]) -> Iterator[tuple[str, 
     except KDistError as error:
         yield "training", f"refused: {error}"
         return
+    except Exception as error:  # of the import of TensorFlow, to look for GPUs: `_devices` has shown it
+        yield "training", f"not known: {error}"
+        return
     ways = {
         "single": "Keras' own code path in this process",
         "mirrored": "TensorFlow's MirroredStrategy over the devices of this process",

@@ -35,6 +35,13 @@ def test_the_speed_of_messages_is_judged():
         assert "SLOW. Fix: " in slow
 
 
+@pytest.mark.parametrize("strategy", ["single", "parameter_server"])
+def test_ranks_that_do_not_train_together_are_not_compared(strategy):
+    done = spmd.execute([*COMMAND, "--strategy", strategy], timeout=60)
+    assert done.returncode == 2, done.output
+    assert f"Received: --strategy {strategy} without a script." in done.output
+
+
 def test_a_user_script_that_fails(tmp_path):
     (tmp_path / "mine.py").write_text("import sys; sys.exit(5)")
     done = spmd.execute([*COMMAND, str(tmp_path / "mine.py")], timeout=60)

@@ -28,3 +28,10 @@ def test_invalid_variables_are_shown():
     assert done.returncode == 2
     assert "TF_CONFIG='{'" in done.output
     assert "Traceback" not in done.output
+
+
+def test_a_backend_that_keras_does_not_know_leaves_the_rest():
+    done = spmd.execute(COMMAND, env={"KERAS_BACKEND": "tensorflw"}, timeout=120)
+    assert "import failed" in done.output
+    assert "because" in done.output
+    assert "Traceback" not in done.output

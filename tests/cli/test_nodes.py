@@ -61,6 +61,8 @@ def test_an_address_of_ipv6_stands_in_brackets(text: str) -> None:
         ([*ALL, "--node-rank", "2"], "--node-rank is not below --nnodes"),
         (ALL[:-2], "No number of ranks given"),
         ([*ALL, "-H", "alpha:2"], "-H cannot be used with --rendezvous"),
+        (["--start-timeout", "5", "-np", "1"], "--start-timeout has no effect without --rendezvous"),
+        ([*ALL, "--oversubscribe"], "--oversubscribe cannot be used with --rendezvous"),
         ([*ALL, "--restarts", "1"], "--restarts cannot be used with --rendezvous"),
         ([*ALL, "--strategy", "mpi"], "--strategy mpi cannot be used with --rendezvous"),
     ],
@@ -68,3 +70,10 @@ def test_an_address_of_ipv6_stands_in_brackets(text: str) -> None:
 def test_what_does_not_fit_is_refused(line: list[str], said: str) -> None:
     with pytest.raises(LaunchError, match=f"(?s){said}.*Received: .*Expected .*Fix: "):
         node_of(line)
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "0", "soon"])
+def test_a_time_without_an_end_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        node_of([*ALL, "--start-timeout", text])
+    assert "expected seconds" in capsys.readouterr().err

@@ -13,6 +13,8 @@ import time
 
 import pytest
 
+from kdist.cli.jobs.started_job import make_directory
+from kdist.errors import LaunchError
 from kdist.reports.output import labelled
 from tests.helpers import spmd
 
@@ -233,3 +235,9 @@ def test_hosts_and_launcher_args(script, tmp_path):
     pasted = spmd.execute(["bash", "-c", printed], timeout=60)
     assert pasted.returncode == 0, pasted.output
     assert "it's; exit 3" in pasted.output
+
+
+def test_an_output_directory_that_cannot_be_written_to_is_named_before_the_start(monkeypatch, tmp_path):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(LaunchError, match="output directory cannot be created. Received: --output .*Permission denied"):
+        make_directory(str(tmp_path / "out"))

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import kdist
 from kdist.cluster.info import ClusterInfo
 from kdist.reports.log import OnceLog, show_log, warnings_at_users_lines
+from tests.helpers import spmd
 
 
 @contextlib.contextmanager
@@ -88,3 +90,12 @@ def test_warnings_show_the_users_line(capsys):
     caller, mine = (line for line in capsys.readouterr().out.splitlines() if "UserWarning" in line)
     assert caller.startswith(f"{__file__}:")
     assert mine.startswith(f"{__file__}:")
+
+
+@pytest.mark.parametrize(("level", "is_shown"), [("debug", True), ("error", False), (None, False)])
+def test_the_variable_has_its_effect_in_one_process(level, is_shown):
+    script = "import logging, kdist\nwith kdist.scope(): logging.getLogger('kdist').debug('a detail')"
+    env = {} if level is None else {"KDIST_LOG": level}
+    done = spmd.execute([sys.executable, "-c", script], env=env, timeout=90)
+    assert done.returncode == 0, done.output
+    assert ("[kdist] a detail" in done.output) == is_shown
