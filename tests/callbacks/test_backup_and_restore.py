@@ -98,6 +98,16 @@ def test_what_cannot_be_read_is_never_deleted(tmp_path):
         CheckpointDirectory(tmp_path).read()
 
 
+def test_a_file_with_the_name_of_a_checkpoint_stays(tmp_path):
+    """A save deletes what it can read."""
+    folder = CheckpointDirectory(tmp_path)
+    (tmp_path / "checkpoint-00000001").touch()
+    for number in range(4):
+        folder.write({"part": {"number": number}})
+    assert len(list(tmp_path.iterdir())) == 3
+    assert (tmp_path / "checkpoint-00000001").is_file()
+
+
 def test_no_pickle_is_read_or_written(tmp_path):
     folder = CheckpointDirectory(tmp_path)
     with pytest.raises(CheckpointError, match="Python objects are not saved"):

@@ -127,10 +127,10 @@ class CheckpointDirectory:
 
     def _prune(self) -> None:
         for path in self._all()[:-NUM_KEPT]:
-            is_known = path in self._unreadable or self._readable.get(path) == _files_of(path)
-            if not is_known:
+            if path not in self._unreadable:
                 try:
-                    _read(path)
+                    if self._readable.get(path) != _files_of(path):
+                        _read(path)
                 except (OSError, ValueError, KeyError):
                     self._unreadable.add(path)
             if path not in self._unreadable:
