@@ -121,14 +121,17 @@ def _global_batches(batches: Iterator[Any], num_replicas: int) -> Iterator[Any]:
 def _concatenated(batches: list[Any]) -> Any:
     """Returns one batch with the rows of several, in order; `None` leaves stay.
 
-    Dense ones of several widths are padded with zeros, or empty texts.
+    Dense ones of several widths are padded with zeros, or empty texts. Features, the last of three axes or more, are
+    not: one process would refuse them, and so does this.
     """
 
     def concatenate(*parts: Any) -> Any:
         if parts[0] is None:
             return None
         is_dense = all(isinstance(part, (tf.Tensor, np.ndarray)) for part in parts)
-        if is_dense and len({tuple(part.shape[1:]) for part in parts}) > 1:
+        may_pad = is_dense and len({len(part.shape) for part in parts}) == 1
+        may_pad = may_pad and (len(parts[0].shape) < 3 or len({part.shape[-1] for part in parts}) == 1)
+        if may_pad and len({tuple(part.shape[1:]) for part in parts}) > 1:
             if not any(map(tf.is_tensor, parts)):
                 return _padded(parts)
             rows = [tf.RaggedTensor.from_tensor(part, ragged_rank=part.ndim - 1) for part in parts]
@@ -140,12 +143,7 @@ def _concatenated(batches: list[Any]) -> Any:
 
 
 def _padded(parts: tuple[np.ndarray[Any, Any], ...]) -> np.ndarray[Any, Any]:
-    """Returns the rows of arrays, as wide as the widest; by NumPy, as Keras may have forked this process.
-
-    Features, the last of three axes or more, are not padded: one process would refuse them, and so does this.
-    """
-    if parts[0].ndim > 2 and len({part.shape[-1] for part in parts}) > 1:
-        return np.concatenate(parts)
+    """Returns the rows of arrays, as wide as the widest; by NumPy, as Keras may have forked this process."""
     shape = np.max([part.shape[1:] for part in parts], axis=0)
     dtype = np.result_type(*parts)
     first = next((value for part in parts for value in part.flat), 0)

@@ -49,9 +49,11 @@ class Texts(keras.utils.PyDataset):
         return batch if self.as_they_are else tuple(map(tf.constant, batch))
 
 
-def test_features_are_not_padded():
-    images = [np.zeros((2, 4, 4, 3)), np.zeros((2, 4, 4, 1))]
-    with pytest.raises(ValueError, match="dimensions"):
+@pytest.mark.parametrize("convert", [np.asarray, tf.constant])
+@pytest.mark.parametrize("other", [(2, 4, 4, 1), (2, 4)])
+def test_features_are_not_padded(convert, other):
+    images = [convert(np.zeros((2, 4, 4, 3))), convert(np.zeros(other))]
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="[dD]imension|Ranks of all input"):
         list(with_global_batches({"x": iter(images)}, 2)["x"])
 
 
