@@ -95,7 +95,10 @@ class HostCopies:
         return self._files is not None
 
     def _warn(self, problem: str) -> None:
-        """Warns on rank 0 of hosts that make no copies from now on: `kdist run` does not show what others log."""
+        """Warns on rank 0 of hosts that make no copies from now on: `kdist run` does not show what others log.
+
+        Collective: every rank must call this, in the same order.
+        """
         is_alone = self._engine.local_size == self._engine.size
         problems = [problem] if is_alone else self._engine.gather_objects(problem)
         if self._engine.rank == 0 and (problems := list(filter(None, problems))):
