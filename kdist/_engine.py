@@ -151,7 +151,7 @@ class _Opened:
     engine: Engine | None = None
     selection: Selection | None = None  # of all ranks of a Slurm step
     heartbeat: Heartbeat | None = None
-    is_of_roles: bool = False  # whether the tasks of parameter servers met by it, and make no other collective
+    for_parameter_server: bool = False  # whether the tasks of parameter servers met by it, and make no other collective
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
 
@@ -159,7 +159,7 @@ _opened = _Opened()
 
 
 def open_engine(
-    info: ClusterInfo, name: str = "auto", start_timeout: float = START_TIMEOUT, *, is_of_roles: bool = False
+    info: ClusterInfo, name: str = "auto", start_timeout: float = START_TIMEOUT, *, for_parameter_server: bool = False
 ) -> Engine:
     """Returns this process's engine, opened by the first call.
 
@@ -167,7 +167,7 @@ def open_engine(
         info: `ClusterInfo`.
         name: `"auto"` or an engine's name.
         start_timeout: float, seconds in which all ranks must start.
-        is_of_roles: bool, whether the tasks of parameter servers meet by it, which then make no other collective.
+        for_parameter_server: bool, whether the tasks of parameter servers exchange their roles by it, and nothing else.
 
     Returns:
         The engine, which has as many ranks as the launcher started.
@@ -176,12 +176,12 @@ def open_engine(
         ClusterError: if the engine has another number of ranks than the launcher started.
         ScopeError: if another engine is open, or the tasks of parameter servers do not wait for each other.
     """
-    if _opened.is_of_roles and not is_of_roles:
+    if _opened.for_parameter_server and not for_parameter_server:
         raise _no_collectives(info)
-    _opened.is_of_roles = is_of_roles
     with _opened.lock:
         if _opened.engine is None:
             _opened.engine = _make_engine(info, name, start_timeout)
+        _opened.for_parameter_server = for_parameter_server
         engine = _opened.engine
     if engine.size > 1 and name not in ("auto", engine.name):
         raise ScopeError(

@@ -178,7 +178,7 @@ def _log_ranks(engine: Engine, info: ClusterInfo, selection: Selection) -> None:
 
     Collective: every rank must call this, in the same order.
     """
-    from kdist.cluster.cores import own_cores, remark_on_cores, warning_of_threads
+    from kdist.cluster.cores import own_cores, remark_on_cores, remark_on_threads
     from kdist.strategies.devices import own_threads
 
     if engine.size == 1:
@@ -194,7 +194,7 @@ def _log_ranks(engine: Engine, info: ClusterInfo, selection: Selection) -> None:
         remark = remark_on_cores(cores, engine.local_size)
         if engine.rank == 0 and remark and not own_scopes.crowd_is_known:
             once.info(remark)
-        if engine.rank == 0 and (warning := warning_of_threads(threads)):
+        if engine.rank == 0 and (warning := remark_on_threads(threads)):
             once.warning(warning)
 
 
@@ -282,7 +282,7 @@ def parameter_server(info: ClusterInfo, asked: Any, chosen: Mapping[str, Any]) -
     if unused and info.is_chief:
         logger.warning("parameter-server training ignores %s: see kdist.ParameterServer", ", ".join(unused))
     if _state.task is None:  # the others, which have met by MPI, serve since
-        _state.task = find_role(info, options, lambda: open_engine(info, "mpi", is_of_roles=True))
+        _state.task = find_role(info, options, lambda: open_engine(info, "mpi", for_parameter_server=True))
     cluster, job, index = _state.task
     check_number_of_ps(cluster, options)
     if _state.role is None:

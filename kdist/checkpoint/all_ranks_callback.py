@@ -58,7 +58,7 @@ class AllRanksCallback(keras.callbacks.Callback):
         """Sets the other callbacks of the list."""
         self.others, self.siblings = list(others), list(siblings)
 
-    def begin_early(self) -> None:
+    def before_user_callbacks(self) -> None:
         """Called before the user's callbacks begin, of which one looks at the model then.
 
         Collective: every rank must call this, in the same order.
@@ -78,7 +78,7 @@ class AllRanksCallback(keras.callbacks.Callback):
         return self.session.engine.rank == 0
 
 
-class EarlyBegin(keras.callbacks.Callback):
+class BeforeUserCallbacks(keras.callbacks.Callback):
     """Comes before the user's callbacks, of which one looks at the model when training begins.
 
     Args:
@@ -94,7 +94,7 @@ class EarlyBegin(keras.callbacks.Callback):
         self._begin()
 
 
-def acts_at_begin(callback: Any) -> bool:
+def has_own_train_begin(callback: Any) -> bool:
     """Returns whether a callback has an `on_train_begin` of the user's own, which may look at the model."""
     module = getattr(getattr(callback, "on_train_begin", None), "__module__", None) or ""
     return module.partition(".")[0] not in ("keras", "kdist")
@@ -104,8 +104,9 @@ def _move_to_end(listed: keras.callbacks.CallbackList) -> None:
     """Moves such callbacks to the end of a list that Keras has made, in one process; kdist makes those of ranks."""
     siblings = [each for each in listed.callbacks if isinstance(each, AllRanksCallback)]
     siblings.sort(key=lambda each: each.position)
-    others = [each for each in listed.callbacks if not isinstance(each, (AllRanksCallback, EarlyBegin))]
+    others = [each for each in listed.callbacks if not isinstance(each, (AllRanksCallback, BeforeUserCallbacks))]
     for each in siblings:
         each.set_others(others, siblings)
-    early = [EarlyBegin(each.begin_early) for each in siblings] if any(map(acts_at_begin, map(run_by, others))) else []
+    looks = any(has_own_train_begin(run_by(each)) for each in others)
+    early = [BeforeUserCallbacks(each.before_user_callbacks) for each in siblings] if looks else []
     listed.callbacks = [*early, *others, *siblings]

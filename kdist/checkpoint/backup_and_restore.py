@@ -102,7 +102,7 @@ class BackupAndRestore(AllRanksCallback):
         self._storage = CheckpointStorage(self.backup_dir)
         self._has_warned = False
         self._number = 0  # of the newest checkpoint
-        self._found: tuple[Checkpoint | None, str] | None = None  # by `begin_early`
+        self._found: tuple[Checkpoint | None, str] | None = None  # by `before_user_callbacks`
 
     @classmethod
     def from_keras(cls, callback: keras.callbacks.BackupAndRestore) -> BackupAndRestore:
@@ -265,7 +265,7 @@ class BackupAndRestore(AllRanksCallback):
             refusals.check_built(self.model)
             self.begin()
 
-    def begin_early(self) -> None:
+    def before_user_callbacks(self) -> None:
         """Loads the interrupted training in `backup_dir`, if there is one, for callbacks that look at the model.
 
         Collective: every rank must call this, in the same order.

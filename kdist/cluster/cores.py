@@ -92,7 +92,7 @@ def remark_on_cores(of_ranks: Sequence[Sequence[Any]], local_size: int) -> str:
     return ""
 
 
-def warning_of_threads(of_ranks: Sequence[int]) -> str:
+def remark_on_threads(of_ranks: Sequence[int]) -> str:
     """Returns a warning of ranks that compute with other numbers of threads than others; empty if none do.
 
     Args:
@@ -105,7 +105,7 @@ def warning_of_threads(of_ranks: Sequence[int]) -> str:
     }
     numbers = "; ".join(f"{number} on rank(s) {ranks}" for number, ranks in by_number.items())
     return (
-        "ranks compute with other numbers of threads than others: TensorFlow rounds a gradient's norm by their number, "
-        f"and weights would differ in their last bits. Received: {numbers}. Fix: TF_NUM_INTRAOP_THREADS="
-        f"{min(of_ranks)} in the environment of all ranks."
+        "ranks compute with different numbers of threads: TensorFlow adds up a gradient's norm in as many pieces as it "
+        f"has threads, and weights would differ between the ranks in their last bits. Received: {numbers}. Expected "
+        f"one number. Fix: TF_NUM_INTRAOP_THREADS={min(of_ranks)} in the environment of all ranks."
     )

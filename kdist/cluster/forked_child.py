@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 
 
-def in_forked_child(close: Callable[[], None]) -> None:
+def call_in_forked_children(close: Callable[[], None]) -> None:
     """Calls a method in each child that this process forks, as `multiprocessing` does, while its object lives.
 
     Args:

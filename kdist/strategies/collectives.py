@@ -18,15 +18,17 @@ from kdist.reports.scope_marks import own_scopes
 from kdist.strategies.all_reduce import AllReduceExtended, AllReduceStrategy
 from kdist.strategies.differentiable import rows_of_all_ranks, sum_over_ranks
 
-_of_method: contextvars.ContextVar[AllReduceStrategy | None] = contextvars.ContextVar("kdist.method", default=None)
+_strategy_of_method: contextvars.ContextVar[AllReduceStrategy | None] = contextvars.ContextVar(
+    "kdist.running_method", default=None
+)
 _note: contextvars.ContextVar[Callable[[Any], None] | None] = contextvars.ContextVar("kdist.all_gather", default=None)
 
 
 def all_gather(x: Any) -> Any:
     """Concatenates the rows of all ranks, in the order of the global batch.
 
-    In one process, and with a strategy other than synchronous all-reduce, the result is `x`; outside of a scope, too,
-    with a warning, but for callbacks of a model of a scope.
+    In one process, and with a strategy other than synchronous all-reduce, the result is `x`. Outside of a scope it
+    is, too, with a warning; callbacks of a model that was made in a scope need no open one.
 
     Gradients pass through: this rank's rows get the gradients of the losses of all ranks. So a loss that relates the
     rows of a batch to each other is exact where it is computed from the gathered rows.
@@ -69,8 +71,8 @@ def all_gather(x: Any) -> Any:
 def all_reduce(x: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
     """Combines the values of all ranks, element by element.
 
-    In one process, and with a strategy other than synchronous all-reduce, the result is `x`; outside of a scope, too,
-    with a warning, but for callbacks of a model of a scope.
+    In one process, and with a strategy other than synchronous all-reduce, the result is `x`. Outside of a scope it
+    is, too, with a warning; callbacks of a model that was made in a scope need no open one.
 
     Gradients pass through: the `x` of this rank gets the gradients of the losses of all ranks.
 
@@ -136,21 +138,24 @@ def gathers_noted(note: Callable[[Any], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def method_of_model(strategy: AllReduceStrategy) -> Iterator[None]:
+def running_method(strategy: AllReduceStrategy) -> Iterator[None]:
     """A context while a method of a model runs: its callbacks are of all ranks, also if the scope has been left."""
-    token = _of_method.set(strategy)
+    token = _strategy_of_method.set(strategy)
     try:
         yield
     finally:
-        _of_method.reset(token)
+        _strategy_of_method.reset(token)
 
 
 def _extended(name: str) -> AllReduceExtended | None:
-    """Returns the extended strategy of the context if several ranks take part, else `None`; warns if a scope misses."""
+    """Returns the extended strategy of the context if several ranks take part, else `None`.
+
+    Warns if a scope is missing.
+    """
     strategy = tf.distribute.get_strategy()
     if not tf.distribute.has_strategy() and tf.executing_eagerly():
-        strategy = _of_method.get() or strategy
-        if not isinstance(strategy, AllReduceStrategy) and _misses_scope():
+        strategy = _strategy_of_method.get() or strategy
+        if not isinstance(strategy, AllReduceStrategy) and _scope_is_missing():
             once.warning(
                 f"{name} is called outside of kdist.scope(), and each rank gets its own value. Received: a call in "
                 f"{user_line()}. Expected one in a scope, or in a callback of a model of a scope. Fix: move the line "
@@ -161,7 +166,7 @@ def _extended(name: str) -> AllReduceExtended | None:
     return strategy.extended
 
 
-def _misses_scope() -> bool:
+def _scope_is_missing() -> bool:
     """Returns whether this is one of several ranks that train together, outside of a scope."""
     if own_scopes.is_open or own_scopes.trains_alone:
         return False

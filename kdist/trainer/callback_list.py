@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from kdist.checkpoint.all_ranks_callback import AllRanksCallback, EarlyBegin, acts_at_begin
+from kdist.checkpoint.all_ranks_callback import AllRanksCallback, BeforeUserCallbacks, has_own_train_begin
 from kdist.checkpoint.backup_and_restore import BackupAndRestore
 from kdist.checkpoint.callback_state import labels, run_by
 from kdist.checkpoint.file_writers import decide_together, without_writing
@@ -57,7 +57,7 @@ def _replicated_list(
     given = [
         BackupAndRestore.from_keras(each) if type(each) is keras.callbacks.BackupAndRestore else each
         for each in given
-        if not isinstance(each, EarlyBegin)  # of a container that was made as in one process
+        if not isinstance(each, BeforeUserCallbacks)  # of a container that was made as in one process
     ]
     gathered = _GatheredCallbacks.gather(session, given)
     is_local_sgd = session.local_sgd is not None  # which reduces no gradients
@@ -73,8 +73,8 @@ def _replicated_list(
         may_end_passes=gathered.may_end_passes,
     )
     first: list[Any] = [EffectiveRateLog(session)]
-    if method == "fit" and gathered.act_at_begin:
-        first.append(EarlyBegin(last.begin_early))
+    if method == "fit" and gathered.have_own_train_begin:
+        first.append(BeforeUserCallbacks(last.before_user_callbacks))
     users = [*first, *_run_here(session, given, gathered, undo)]
     if session.engine.rank != 0:
         params = {**params, "add_progbar": False, "verbose": 0}
@@ -160,7 +160,7 @@ class _GatheredCallbacks:
         read_state: bool, whether a callback of any rank may read the model's state between two steps.
         may_stop: bool, whether one may stop the training there.
         may_end_passes: bool, whether one may end an evaluation or a prediction between two steps.
-        act_at_begin: bool, whether one of the user's may look at the model when training begins.
+        have_own_train_begin: bool, whether one of the user's may look at the model when training begins.
     """
 
     rank: int
@@ -169,7 +169,7 @@ class _GatheredCallbacks:
     read_state: bool
     may_stop: bool
     may_end_passes: bool
-    act_at_begin: bool
+    have_own_train_begin: bool
 
     @classmethod
     def gather(cls, session: ReplicatedSession, given: list[Any]) -> _GatheredCallbacks:
@@ -187,7 +187,7 @@ class _GatheredCallbacks:
         users = [each for each, (_, is_it) in zip(others, local, strict=True) if not is_it]
         may_stop = read_state_between_steps(each for each in users if type(each) is not keras.callbacks.ModelCheckpoint)
         may_end = read_state_between_steps(map(run_by, users), ("test_", "predict_"))
-        flags = [read_state_between_steps(given), may_stop, may_end, any(map(acts_at_begin, map(run_by, users)))]
+        flags = [read_state_between_steps(given), may_stop, may_end, any(map(has_own_train_begin, map(run_by, users)))]
         gathered = session.engine.gather_objects([local, settings, *flags])
         by_rank = [[label for label, _ in each[0]] for each in gathered]
         collective = {label: rank for rank, each in enumerate(gathered) for label, is_it in each[0] if is_it}

@@ -22,7 +22,7 @@ from kdist.reports.log import warnings_at_users_lines
 from kdist.state.comparison import check_agreement
 from kdist.state.session import has_session, set_session
 from kdist.strategies.all_reduce import AllReduceStrategy
-from kdist.strategies.collectives import method_of_model
+from kdist.strategies.collectives import running_method
 from kdist.strategies.settings import Settings
 from kdist.trainer import saving
 from kdist.trainer.building import build, prepare_optimizers
@@ -74,7 +74,7 @@ class ReplicatedModel:
         with (
             self._engine.activity.running(f"model.{name}"),
             warnings_at_users_lines(),
-            method_of_model(self.session.strategy),
+            running_method(self.session.strategy),
         ):
             return method(name, *args, **kwargs)
 

@@ -66,13 +66,13 @@ class RankSynchronization(keras.callbacks.Callback):
         # Before the user's callbacks, which may restore another rate on the chief only.
         self._given_rates = learning_rates(optimizers_of(session.model)) if method == "fit" else {}
 
-    def begin_early(self) -> None:
+    def before_user_callbacks(self) -> None:
         """Makes the state equal on all ranks, that of a resumed training, before a user's callback looks at it.
 
         Collective: every rank must call this, in the same order.
         """
         for backup in self.backups:
-            backup.begin_early()
+            backup.before_user_callbacks()
         self._session.broadcast_state(self._method, self._given_rates)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

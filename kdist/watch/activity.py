@@ -86,7 +86,7 @@ class Activity:
         self._waiting = None
         self._since = time.monotonic()
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude_stopped_time(self, seconds: float) -> None:
         """Leaves out of the times of reports what passed while this process was stopped."""
         self._since = min(self._since + seconds, time.monotonic())
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist.cluster.connections import connect, listen, own_hosts
-from kdist.cluster.forked_child import in_forked_child
+from kdist.cluster.forked_child import call_in_forked_children
 from kdist.restarts.events import Kind, own_reports
 from kdist.watch.activity import Activity
 from kdist.watch.failure_detector import Failure, RankReport, StallTimeout, detect_failure
@@ -103,7 +103,7 @@ class Heartbeat:
     def start(self) -> None:
         """Starts the thread, a daemon, which does not keep the process from exiting."""
         self._selector.register(self._woken, selectors.EVENT_READ)
-        in_forked_child(self._close_copies)
+        call_in_forked_children(self._close_copies)
         self._thread = threading.Thread(target=self._run, name="kdist-heartbeat", daemon=True)
         self._thread.start()
 
@@ -168,9 +168,9 @@ class Heartbeat:
         events = self._selector.select(patience)
         late = time.monotonic() - before - patience
         if late > _STOPPED:  # the others were not silent: who suspends a job stops all of its ranks
-            self._activity.leave_out(late)
+            self._activity.exclude_stopped_time(late)
             for peer in self._peers.values():
-                peer.leave_out(late)
+                peer.exclude_stopped_time(late)
         for key, _ in events:
             if key.fileobj is self._listener:
                 self._accept()
@@ -302,7 +302,7 @@ class _Peer:
             return []
         return messages
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude_stopped_time(self, seconds: float) -> None:
         """Leaves out of the time since the last heartbeat what passed while this process was stopped."""
         self._last_received = min(self._last_received + seconds, time.monotonic())
 

@@ -9,7 +9,7 @@ from kdist.cluster.cores import (
     own_cores,
     remark_on_cores,
     remark_on_start,
-    warning_of_threads,
+    remark_on_threads,
 )
 
 
@@ -72,7 +72,7 @@ def test_what_ranks_send_of_this_process():
 
 
 def test_ranks_with_other_numbers_of_threads_are_warned_of():
-    assert warning_of_threads([4, 4]) == ""
-    text = warning_of_threads([4, 2, 4])
+    assert remark_on_threads([4, 4]) == ""
+    text = remark_on_threads([4, 2, 4])
     assert "2 on rank(s) [1]; 4 on rank(s) [0, 2]" in text
     assert "TF_NUM_INTRAOP_THREADS=2" in text

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kdist.cluster.forked_child import in_forked_child
+from kdist.cluster.forked_child import call_in_forked_children
 from kdist.engines.arrays import fusion, gathering, scattering
 from kdist.engines.arrays.fusion import Array
 from kdist.errors import EngineError
@@ -85,7 +85,7 @@ class SharedMemory:
         self._timeout = timeout
         self._slot = 0
         self._one_at_a_time = threading.Lock()
-        in_forked_child(self._close_copies)
+        call_in_forked_children(self._close_copies)
 
     @classmethod
     def open(
