@@ -162,6 +162,24 @@ def _unbound(flavour: str, extra: Sequence[str]) -> list[str]:
 _Options = tuple[list[str], dict[str, str]]
 
 
+def own_session_directory(directory: str | None, env: Mapping[str, str], extra: Sequence[str]) -> Mapping[str, str]:
+    """Returns the variable by which the `mpirun` of Open MPI 5 keeps its files in a directory of the job.
+
+    It names a directory of its own by its process id. One that was killed leaves that directory, and the next one with
+    the same id fails: "The PMIx server's listener thread failed to start".
+
+    Args:
+        directory: str or `None`, a directory of this host that no other job has.
+        env: mapping of variable name to value, the environment.
+        extra: sequence of str, the user's arguments for mpirun.
+
+    Returns:
+        A mapping of variable name to value, empty if the user has chosen a place.
+    """
+    is_chosen = any("tmpdir_base" in word for word in (*env, *extra))
+    return {} if directory is None or is_chosen else {"PRTE_MCA_prte_tmpdir_base": directory}
+
+
 # TCP keepalive: Open MPI 5 would detect a lost host or link only after minutes.
 _KEEPALIVE = {
     "PRTE_MCA_oob_tcp_keepalive_time": "20",

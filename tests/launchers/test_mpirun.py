@@ -97,6 +97,20 @@ def test_open_mpi_on_this_machine():
     }
 
 
+@pytest.mark.parametrize(
+    ("directory", "env", "extra", "is_set"),
+    [
+        ("/tmp/kdist-1", {}, (), True),
+        (None, {}, (), False),
+        ("/tmp/kdist-1", {"PRTE_MCA_prte_local_tmpdir_base": "/scratch"}, (), False),
+        ("/tmp/kdist-1", {}, ("--prtemca", "prte_tmpdir_base", "/scratch"), False),
+    ],
+)
+def test_open_mpi_keeps_its_files_with_the_job_unless_the_user_has_chosen_a_place(directory, env, extra, is_set):
+    found = mpirun.own_session_directory(directory, env, extra)
+    assert found == ({"PRTE_MCA_prte_tmpdir_base": directory} if is_set else {})
+
+
 def test_open_mpi_on_other_hosts():
     command = mpirun.build(
         OPENMPI, PROGRAM, np=3, hosts=(Host("a", 2), Host("b")), forward=("PATH", "TF_X"), extra=["--tag-output"]

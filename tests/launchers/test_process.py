@@ -142,9 +142,17 @@ def test_a_launcher_that_was_killed_leaves_no_ranks(job):
     assert wait_for(lambda: not any(map(alive, pids)), 10)
 
 
+def session_directory(pid):
+    """Returns where the Open MPI of a rank keeps its files, without the last name."""
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return os.path.dirname(dict(each.partition("=")[::2] for each in variables)["PMIX_SERVER_TMPDIR"])
+
+
 @pytest.mark.timeout(120)
 def test_kdist_run_that_was_killed_leaves_no_ranks(job, tmp_path):
     running, pids = job
+    # Beside the files of other jobs, a later mpirun with the same process id would end with an error.
+    assert os.path.basename(session_directory(pids[0])).startswith("kdist-")
     running.kill()
     assert wait_for(lambda: not any(map(alive, pids)), 20)
     assert "`kdist run` was killed" in (tmp_path / "output").read_text()
@@ -154,5 +162,7 @@ def test_kdist_run_that_was_killed_leaves_no_ranks(job, tmp_path):
 @pytest.mark.parametrize("strategy", [pytest.param("horovod", marks=needs.horovod), "collective"])
 def test_other_launchers_leave_no_ranks(tmp_path, strategy):
     with started(tmp_path, WAIT, "--strategy", strategy) as (running, pids):
+        if strategy == "horovod":
+            assert os.path.basename(session_directory(pids[0])).startswith("kdist-")
         running.kill()
         assert wait_for(lambda: not any(map(alive, pids)), 20)

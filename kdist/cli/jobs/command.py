@@ -195,6 +195,12 @@ class _Job:
     reports: str | None = None  # where a launcher of kdist reports which rank failed first
     heals: bool = False  # whether ranks go on when another one is killed
 
+    @property
+    def mpi_env(self) -> Mapping[str, str]:
+        """What is added to the environment of an mpirun and of its ranks."""
+        directory = self.reports if self.local else None
+        return {**self.env, **mpirun.own_session_directory(directory, os.environ, self.extra)}
+
 
 def _automatically(job: _Job) -> Command:
     # One process here needs no mpirun, which does not pass on what is typed: it is in a session of its own.
@@ -214,7 +220,7 @@ def _by_this_mpirun(found: mpirun.MPIRun, job: _Job) -> Command:
         np=job.np,
         hosts=job.hosts,
         extra=job.extra,
-        env=job.env,
+        env=job.mpi_env,
         forward=() if job.local else variables_to_forward({**os.environ, **job.env}),
         root=os.geteuid() == 0,
         # Open MPI refuses more ranks than cores, and does not count hardware threads.
@@ -264,7 +270,7 @@ def _by_horovodrun(job: _Job) -> Command:
         np=job.np,
         hosts=job.hosts,
         extra=job.extra,
-        env=job.env,
+        env=job.mpi_env,
         mpirun=mpi,
         search_path=search_path,
     )
