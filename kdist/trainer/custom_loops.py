@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.errors import StrategyError
-from kdist.gradients.agreement import agreed_gradients
 from kdist.keras_hooks.custom_loops import APPLY, watch_optimizers, watch_scopes, whole_losses
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, set_optimizer_strategy, trained_variables
@@ -21,6 +20,7 @@ from kdist.keras_hooks.patching import original, patch
 from kdist.sharding.optimizer import shard, sharded
 from kdist.state.broadcast import broadcast_state
 from kdist.state.comparison import check_agreement, first_difference
+from kdist.step.reduce import agreed_gradients
 from kdist.strategies.all_reduce import AllReduceStrategy
 
 logger = logging.getLogger("kdist")
