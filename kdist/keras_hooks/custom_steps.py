@@ -7,14 +7,14 @@ from typing import Any
 
 import keras
 
-from kdist.keras_hooks.patching import inlined, original
+from kdist.keras_hooks.patching import original, python_function_of
 from kdist.keras_hooks.trainer import CUSTOM_STEPS, patch_methods
 
 
 def step_of(model: keras.Model, name: str) -> Callable[..., Any]:
-    """Returns a model's step, of the instance or else of its class, without a graph of its own; see `inlined`."""
+    """Returns a model's step, of the instance or else of its class, and no `tf.function`."""
     own = vars(model).get(name)
-    return original(model, name) if own is None else inlined(own)
+    return original(model, name) if own is None else python_function_of(own)
 
 
 class CustomSteps:
@@ -51,7 +51,7 @@ class CustomSteps:
         def run(data: Any) -> Any:
             self._running.add(name)
             try:
-                return inlined(own)(data)
+                return python_function_of(own)(data)
             finally:
                 self._running.discard(name)
 

@@ -202,11 +202,11 @@ def patch(owner: Any, name: str, value: Any) -> None:
 
 def original(instance: Any, name: str) -> Callable[..., Any]:
     """Returns the method of an object's class, bound to the object, without patches of the instance."""
-    method: Callable[..., Any] = inlined(getattr(type(instance), name)).__get__(instance, type(instance))
+    method: Callable[..., Any] = python_function_of(getattr(type(instance), name)).__get__(instance, type(instance))
     return method
 
 
-def inlined(function: Any) -> Any:
+def python_function_of(function: Any) -> Any:
     """Returns the Python function of a `tf.function`, converted by AutoGraph; other functions as they are.
 
     A graph of its own would keep what the first trace of an outer one has handed to it in Python.
