@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,6 +82,21 @@ class Placement(enum.Enum):
     """All of it on every rank, equal."""
     PER_RANK = "per rank"
     """Each rank has its own: the saved arrays hold those of all ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a resumed training begins in its data.
+
+    Attributes:
+        epoch_step: int, the steps of the epoch that are made.
+        description: str, for the log.
+        change: str, how another number of ranks changes it, for the log.
+    """
+
+    epoch_step: int
+    description: str
+    change: str = "batch, learning rate and position in the data are converted"
 
 
 class StatePart(abc.ABC):

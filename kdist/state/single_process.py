@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,25 +12,10 @@ from kdist.keras_hooks.fit.callbacks import add_steps_of_pass, running_epoch_ite
 from kdist.keras_hooks.optimizers import innermost, iterations, optimizers_of, stored_learning_rate
 from kdist.keras_hooks.trainer import build_symbolically
 from kdist.state.metrics import MetricReducer
-from kdist.state.part import State, StatePart
+from kdist.state.part import Place, State, StatePart
 from kdist.state.random_state import random_state, set_random_state
 
 _REPLAY = "_kdist_replay"
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a resumed training begins in its data.
-
-    Attributes:
-        epoch_step: int, the steps of the epoch that are made.
-        description: str, for the log.
-        change: str, how another number of ranks changes it, for the log.
-    """
-
-    epoch_step: int
-    description: str
-    change: str = "batch, learning rate and position in the data are converted"
 
 
 class KerasSchedule(StatePart):

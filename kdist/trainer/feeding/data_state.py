@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kdist.state.part import State, StatePart
-from kdist.state.single_process import Place
+from kdist.state.part import Place, State, StatePart
 from kdist.trainer.feeding.epoch_iterator import Position, ShardedEpochIterator
 from kdist.trainer.feeding.orders_by_hand import OrdersByHand
 
