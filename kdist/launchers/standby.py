@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from kdist.cluster.connections import connect, keep_alive, listen, own_hosts
 
 # What a script imports: Keras with its backend, and what a scope of several ranks needs of kdist.
-_IMPORTED = ("keras", "kdist._scope", "kdist.callbacks", "kdist.trainer.session", "kdist.trainer.replicated_model")
+_IMPORTED = ("keras", "kdist._scope", "kdist.callbacks", "kdist.trainer.replicated_model")
 _BEGIN = b"b"
 _TOKEN_TIMEOUT = 2.0  # seconds in which what has connected must send the token
 

@@ -23,7 +23,7 @@ from kdist.keras_hooks.trainer import (
 )
 from kdist.sharding.optimizer import shard, sharded
 from kdist.trainer.feeding.given_rows import with_one_row
-from kdist.trainer.session import ReplicatedSession
+from kdist.trainer.replicated_session import ReplicatedSession
 
 
 def prepare_optimizers(session: ReplicatedSession) -> None:

@@ -20,7 +20,7 @@ from kdist.keras_hooks.fit.fit_loop import callback_lists
 from kdist.sharding.table import tables_of
 from kdist.step.extensions import extensions_removed_at_exit
 from kdist.strategies.accumulation import read_state_between_steps
-from kdist.trainer.session import ReplicatedSession
+from kdist.trainer.replicated_session import ReplicatedSession
 from kdist.trainer.synchronization import EffectiveRateLog, RankSynchronization
 
 ALL_RANKS_CALLBACKS: dict[str, Any] = {cls.__name__: cls for cls in (BackupAndRestore, Preemption)}

@@ -31,8 +31,8 @@ from kdist.trainer.feeding.epoch_iterator import ShardedEpochIterator
 from kdist.trainer.metric_reset import MetricReset
 from kdist.trainer.other_libraries import refuse_parts_of_horovod
 from kdist.trainer.predictions import as_dense
+from kdist.trainer.replicated_session import ReplicatedSession
 from kdist.trainer.replicated_steps import ReplicatedSteps
-from kdist.trainer.session import ReplicatedSession
 
 _ON_BATCH = tuple(name for name in METHODS if name.endswith("_on_batch"))
 

@@ -34,7 +34,7 @@ from kdist.step.step_logs import measured_logs
 from kdist.step.train_step import TrainStep
 from kdist.trainer.feeding.given_rows import given_rows, with_one_row, with_unknown_numbers
 from kdist.trainer.predictions import gather_rows
-from kdist.trainer.session import ReplicatedSession
+from kdist.trainer.replicated_session import ReplicatedSession
 
 
 class ReplicatedSteps:

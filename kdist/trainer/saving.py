@@ -24,7 +24,7 @@ from kdist.state.comparison import gather_values
 from kdist.state.session import session_of
 from kdist.state.variables import ModelState
 from kdist.strategies.all_reduce import AllReduceStrategy
-from kdist.trainer.session import ReplicatedSession
+from kdist.trainer.replicated_session import ReplicatedSession
 
 
 def wrappers(session: ReplicatedSession) -> dict[str, Callable[..., Any]]:

@@ -12,7 +12,7 @@ from kdist.keras_hooks.optimizers import optimizers_of
 from kdist.reports.log import once
 from kdist.restarts.events import own_reports
 from kdist.state.comparison import learning_rates
-from kdist.trainer.session import ReplicatedSession
+from kdist.trainer.replicated_session import ReplicatedSession
 
 
 class EffectiveRateLog(keras.callbacks.Callback):
