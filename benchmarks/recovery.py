@@ -8,7 +8,9 @@ seconds after the first steps, so that a next attempt on standby is ready. `kdis
 `--standby`, and with `--heal in-process`, where two of three ranks go on. Beside them: `torchrun --max-restarts` on
 PyTorch DDP, whose script loads its own checkpoint, and Horovod Elastic on tf_keras, whose state is in memory and where
 two of three ranks go on, each written as its guide has it. What is not installed is left out. A turn in which a
-launcher has not recovered within two minutes is counted as one without recovery.
+launcher has not recovered within two minutes is counted as one without recovery; what it ended with is printed.
+A new process spends most of that time on importing its framework, which no launcher can shorten: two processes at once
+are timed that only do that.
 
 Saving: milliseconds that a step waits for a checkpoint of the wide MLP (22 M weights) and Adam, on 2 ranks: the median
 step that saves, less the median step that does not. To disk, to disk with `asynchronous=True`, and with `memory_freq`.
@@ -24,6 +26,7 @@ import importlib.util
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launching import run, run_well
+from launching import ENVIRONMENT, NOT_A_USERS, run, run_well
 from machine import machine
 from models import MODELS, compile_model, random_data
 from quartiles import quartiles
@@ -59,6 +62,7 @@ RECOVERIES = {
     "Horovod Elastic on tf_keras, 3 ranks": ([*ELASTIC, sys.executable, __file__], "horovod"),
 }
 NEEDS = {"keras": (), "torch": ("torch",), "horovod": ("horovod", "tf_keras")}
+IMPORTS = {"keras": "import keras", "torch": "import torch"}  # what a script of each imports
 SAVES: dict[str, dict[str, Any]] = {
     "to disk": {"save_freq": SAVE_EVERY},
     "to disk, `asynchronous=True`": {"save_freq": SAVE_EVERY, "asynchronous": True},
@@ -83,18 +87,19 @@ def main() -> None:
         train_wide(options.notes, SAVES[options.train])
     else:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the ranks are ended then, too
-        text = report(*measure(options.turns), options.turns)
+        text = report(*measure(options.turns), turns=options.turns)
         print(text)
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)
             (options.out / "recovery.md").write_text(text)
 
 
-def measure(turns: int) -> tuple[dict[str, list[float | None]], dict[str, list[float]]]:
-    """Returns the seconds of each recovery, `None` where there was none, and of each save, one a turn."""
+def measure(turns: int) -> tuple[dict[str, list[float | None]], dict[str, list[float]], dict[str, list[float]]]:
+    """Returns seconds, one a turn: of recoveries (`None` where there was none), of imports and of saves."""
     recoveries: dict[str, list[float | None]] = {
         name: [] for name, (_, kind) in RECOVERIES.items() if all(map(importlib.util.find_spec, NEEDS[kind]))
     }
+    imports: dict[str, list[float]] = {name: [] for name in IMPORTS if all(map(importlib.util.find_spec, NEEDS[name]))}
     saves: dict[str, list[float]] = {name: [] for name in SAVES}
     for turn in range(turns):
         order = -1 if turn % 2 else 1
@@ -104,11 +109,27 @@ def measure(turns: int) -> tuple[dict[str, list[float | None]], dict[str, list[f
                 env = {"TF_USE_LEGACY_KERAS": "1"} if kind == "horovod" else {}
                 ended = run([*command, "--train", kind, "--notes", folder], env, RECOVERY_LIMIT)
                 recoveries[name].append(None if ended.problem else recovered(Path(folder)))
+            if ended.problem:
+                errors = [line for line in ended.output.splitlines() if "Error" in line and not line.endswith(":")]
+                print(f"turn {turn}, {name} {ended.problem}: {(errors or ['no error'])[-1].strip()}", file=sys.stderr)
+        for name in list(imports)[::order]:
+            imports[name].append(imported(IMPORTS[name]))
         for name in list(saves)[::order]:
             with tempfile.TemporaryDirectory() as folder:
                 run_well([*KDIST, __file__, "--train", name, "--notes", folder], {}, LIMIT)
                 saves[name].append(held_up(Path(folder)))
-    return recoveries, saves
+    return recoveries, imports, saves
+
+
+def imported(statement: str) -> float:
+    """Returns the seconds that the slower of two processes takes that are started at once to import a framework."""
+    env = {name: value for name, value in os.environ.items() if name not in NOT_A_USERS} | ENVIRONMENT
+    began = time.monotonic()
+    both = [subprocess.Popen([sys.executable, "-c", statement], env=env) for _ in range(2)]
+    codes = [each.wait(LIMIT) for each in both]
+    if any(codes):
+        raise RuntimeError(f"`{statement}` failed")
+    return time.monotonic() - began
 
 
 def recovered(folder: Path) -> float:
@@ -264,7 +285,13 @@ def train_horovod(folder: Path) -> None:
 # What is printed.
 
 
-def report(recoveries: dict[str, list[float | None]], saves: dict[str, list[float]], turns: int) -> str:
+def report(
+    recoveries: dict[str, list[float | None]],
+    imports: dict[str, list[float]],
+    saves: dict[str, list[float]],
+    *,
+    turns: int,
+) -> str:
     """Returns the text in Markdown."""
     cold = next(iter(recoveries.values()))
     lines = [
@@ -275,6 +302,10 @@ def report(recoveries: dict[str, list[float | None]], saves: dict[str, list[floa
         "| a rank is killed | turns that recovered | seconds to the next step: median (quartiles) | of the first row |",
         "|---|---|---|---|",
         *(f"| {name} | {_row(each, cold)} |" for name, each in recoveries.items()),
+        "",
+        "| two new processes at once | seconds: median (quartiles) |",
+        "|---|---|",
+        *(f"| `{IMPORTS[name]}` | {_said(each)} |" for name, each in imports.items()),
         "",
         "| a checkpoint of 22 M weights and Adam, 2 ranks | milliseconds that a step waits: median (quartiles) |",
         "|---|---|",
