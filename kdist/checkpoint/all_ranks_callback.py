@@ -58,6 +58,11 @@ class AllRanksCallback(keras.callbacks.Callback):
         """Sets the other callbacks of the list."""
         self.others, self.siblings = list(others), list(siblings)
 
+    @property
+    def exits(self) -> bool:
+        """Whether it saves and exits as soon as it is called, on all ranks: checkpoints must stay."""
+        return False
+
     def before_user_callbacks(self) -> None:
         """Called before the user's callbacks begin, of which one looks at the model then.
 

@@ -103,6 +103,7 @@ class BackupAndRestore(AllRanksCallback):
         self._has_warned = False
         self._number = 0  # of the newest checkpoint
         self._found: tuple[Checkpoint | None, str] | None = None  # by `before_user_callbacks`
+        self.is_kept = False  # whether the checkpoints of a `fit` that has ended stay, for all ranks leave
 
     @classmethod
     def from_keras(cls, callback: keras.callbacks.BackupAndRestore) -> BackupAndRestore:
@@ -177,7 +178,10 @@ class BackupAndRestore(AllRanksCallback):
             self._save_in_memory(0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Deletes the checkpoints."""
+        """Deletes the checkpoints, unless all ranks leave now to go on from them."""
+        self.is_kept = any(each.exits for each in self.siblings)
+        if self.is_kept:
+            return
         set_initial_epoch(self.model, None)  # else Keras uses it in the next `fit` too
         self._storage.end(delete=self.delete_checkpoint)
         if self.delete_checkpoint:

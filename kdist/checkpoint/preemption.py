@@ -93,7 +93,7 @@ class Preemption(AllRanksCallback):
         self.clean_up()  # of a `fit` that raised
         self._received, self._request, self._fit = None, None, RunningFit(self)
         self.session.votes.withdraw("preempt")
-        if self.is_chief and any(isinstance(each, BackupAndRestore) for each in self._all()):
+        if self.is_chief and self._backups():
             own_reports.can_leave()
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
@@ -111,17 +111,24 @@ class Preemption(AllRanksCallback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves and exits, if all ranks know of a signal."""
         self._read_request()
-        if self._is_agreed():
+        if self.exits:
             self._save_and_exit(batch, logs or {})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves and exits, if all ranks know of a signal."""
-        if self._is_agreed():
+        if self.exits:
             self._save_and_exit(None, logs or {})
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Restores the signal handlers."""
+        """Saves and exits, if all ranks know of a signal, as of one in the last save; restores the handlers."""
+        if self.exits and all(each.is_kept for each in self._backups()):
+            self._save_and_exit(None, logs or {})
         self.clean_up()
+        if self._received is not None:
+            logger.warning(
+                "%s came when fit had ended: the script goes on, and another signal has its usual effect",
+                self._received,
+            )  # fmt: skip
 
     def clean_up(self) -> None:
         """Restores the signal handlers, after an error too."""
@@ -149,14 +156,19 @@ class Preemption(AllRanksCallback):
             if self._request is not None:
                 self.session.votes.cast("preempt")
 
-    def _is_agreed(self) -> bool:
+    @property
+    def exits(self) -> bool:
+        """Whether all ranks know of a signal or a request."""
         return "preempt" in self.session.votes.agreed
 
     def _all(self) -> list[Any]:
         return [*self.others, *self.siblings]
 
+    def _backups(self) -> list[BackupAndRestore]:
+        return [each for each in self._all() if isinstance(each, BackupAndRestore)]
+
     def _save_and_exit(self, batch: int | None, logs: dict[str, Any]) -> None:
-        backups = [each for each in self._all() if isinstance(each, BackupAndRestore)]
+        backups = self._backups()
         # The last step of an epoch is saved after the epoch, with its validation.
         is_saved = [each.save(0 if batch is None else batch + 1) for each in backups]  # no short circuit
         if not all(is_saved):

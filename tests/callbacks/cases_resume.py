@@ -656,6 +656,30 @@ def told_to_go_in_the_last_step_and_between_epochs() -> None:
     told_to_go("arrays", kdist.size() - 1, (0, None))
 
 
+def told_to_go_when_training_ends() -> None:
+    """A signal after the last epoch, as in its last save: the checkpoint stays, and the next attempt ends the `fit`."""
+    expected = uninterrupted("arrays")
+    folder = shared_folder()
+
+    class Signal(keras.callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            if kdist.rank() == kdist.size() - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    fresh()
+    with kdist.scope():
+        model = network()
+        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae", keras.metrics.R2Score()])
+    with pytest.raises(SystemExit, match="75"):
+        model.fit(
+            **inputs("arrays"),
+            epochs=EPOCHS,
+            verbose=0,
+            callbacks=[Signal(), *others(), kdist.callbacks.BackupAndRestore(folder), kdist.callbacks.Preemption()],
+        )
+    assert train("arrays", folder, others(), save_freq="epoch") == expected
+
+
 def told_to_go_with_a_model_checkpoint() -> None:
     folder = Path(shared_folder())
     with kdist.scope():
@@ -929,6 +953,7 @@ CASES = {
             folds_of_which_some_are_left_out,
             told_to_go_in_an_epoch,
             told_to_go_in_the_last_step_and_between_epochs,
+            told_to_go_when_training_ends,
             told_to_go_with_a_model_checkpoint,
             left_for_others,
         )
