@@ -112,6 +112,7 @@ class OwnReports:
     job: str = ""
     is_resized: bool = False
     _place: str = ""
+    _has_made_step: bool = False
 
     def record_place(self, place: str) -> None:
         """Records where this rank is, for a `kdist run` of its host, which may find it killed.
@@ -130,8 +131,9 @@ class OwnReports:
         self._send({"event": "scope", "rank": self.rank, "host": platform.node()})
 
     def made_step(self) -> None:
-        """Reports that this rank has trained a first step."""
-        if self.rank == 0:
+        """Reports that this rank has trained a first step, once."""
+        if self.rank == 0 and not self._has_made_step:
+            self._has_made_step = True
             self._send({"event": "step", "time": time.time()})
 
     def script_ended(self) -> None:

@@ -17,6 +17,7 @@ from kdist.keras_hooks.custom_loops import APPLY, watch_optimizers, watch_scopes
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, set_optimizer_strategy, trained_variables
 from kdist.keras_hooks.patching import original, patch
+from kdist.restarts.events import own_reports
 from kdist.sharding.optimizer import shard, sharded
 from kdist.state.broadcast import broadcast_state
 from kdist.state.comparison import check_agreement, first_difference
@@ -164,6 +165,7 @@ class CustomLoops:
         tf.cond(is_untold, tell, lambda: tf.constant(False))
 
     def _tell(self, equal: Any) -> np.bool_:
+        own_reports.made_step()
         size = self._engine.size
         if equal:
             logger.info(

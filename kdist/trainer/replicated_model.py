@@ -19,6 +19,7 @@ from kdist.keras_hooks.patching import METHODS, original
 from kdist.keras_hooks.signatures import named_arguments
 from kdist.keras_hooks.trainer import SYMBOLIC_BUILD, is_built, patch_methods, set_strategy
 from kdist.reports.log import warnings_at_users_lines
+from kdist.restarts.events import own_reports
 from kdist.state.comparison import check_agreement
 from kdist.state.session import has_session, set_session
 from kdist.strategies.all_reduce import AllReduceStrategy
@@ -132,6 +133,7 @@ class ReplicatedModel:
         if name == "predict_on_batch":
             result = as_dense(result, self._steps.dense_outputs)
         if is_first and name == "train_on_batch":
+            own_reports.made_step()
             session.common_state.check_first_step()
         self._prepared_optimizers[name] = getattr(self._model, "optimizer", None)
         return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,6 +13,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.errors import MismatchError, NotSynchronizedError, StrategyError
+from kdist.restarts.events import own_reports, read_events
 from tests.helpers.logs import logged
 from tests.training.behaviours import assert_equal_everywhere, everyone, no_strategy_in_environment, weights_of
 from tests.training.behaviours_refusals import refused
@@ -117,6 +120,32 @@ def the_scope_of_another_strategy() -> None:
         keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
 
 
+def a_supervisor_learns_that_a_loop_has_begun_to_train() -> None:
+    """`kdist run --restarts` starts a job again after an error only if it had trained."""
+    x, y = rows("even")
+
+    def loop_by_hand(model: keras.Model) -> None:
+        loop(model, keras.optimizers.SGD(0.1), [(x, y)], WAYS["traced"])
+
+    def replicas(model: keras.Model) -> None:
+        tf.distribute.get_strategy().run(lambda: model(x))
+
+    def on_batch(model: keras.Model) -> None:
+        model.compile("sgd", "mse")
+        model.train_on_batch(x, y)
+
+    for train in (loop_by_hand, replicas, on_batch):
+        fresh()
+        with tempfile.TemporaryDirectory() as directory, kdist.scope():
+            model = mlp()
+            own_reports.directory, own_reports._has_made_step = Path(directory), False
+            try:
+                train(model)
+            finally:
+                own_reports.directory = None
+            assert read_events(directory).made_step == kdist.is_chief(), train
+
+
 def an_update_that_is_not_wrapped() -> None:
     """A path that kdist does not know must not train each rank for itself."""
     fresh()
@@ -145,6 +174,7 @@ CASES = {
         weights_that_differ_before_the_first_update,
         models_that_differ_in_a_loop,
         the_scope_of_another_strategy,
+        a_supervisor_learns_that_a_loop_has_begun_to_train,
         an_update_that_is_not_wrapped,
         a_loop_in_one_process_is_keras_own,
     )
