@@ -55,6 +55,9 @@ LEFT = Failure(Kind.EXIT, "exited with code 75", 0, "alpha")
         ([FOLLOWS], 137, MPIRUN_KILLED, Kind.SIGNAL, 1),
         ([LOST], 137, MPIRUN_KILLED, Kind.SIGNAL, 1),
         ([LOST], 1, "", Kind.LOST, 1),
+        ([LOST, EXIT], 5, "", Kind.EXIT, 1),  # `os._exit(5)`, and rank 0 saw it before the launcher ended it
+        ([LOST], 5, MPIRUN_EXITED, Kind.EXIT, 1),
+        ([FOLLOWS, LOST], 5, MPIRUN_EXITED, Kind.EXIT, 1),
         ([FOLLOWS], 1, "", Kind.LOST, None),
         ([STALL, EXIT], 1, "", Kind.STALL, 1),
         ([PREEMPTED, LEFT], 75, "", Kind.PREEMPTION, 1),
