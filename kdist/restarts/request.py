@@ -13,13 +13,13 @@ _ENDINGS = {NOTICE: "notice", LARGER_JOB: "leave"}  # of the file's name
 
 
 def path_of(directory: str | Path, why: str) -> str:
-    """Returns the path of the file that is the request.
+    """Returns the path of the file that is the request, in `/tmp`: each host has it, and TMPDIR may be of one alone.
 
     Args:
-        directory: str or path, the job's, which need not exist on the host of rank 0.
+        directory: str or path, the job's, whose name no other job has; it need not exist on the host of rank 0.
         why: str, `LARGER_JOB` or `NOTICE`.
     """
-    return f"{directory}.{_ENDINGS[why]}"
+    return f"/tmp/{os.path.basename(directory)}.{_ENDINGS[why]}"
 
 
 def read(directory: Path | None) -> str | None:

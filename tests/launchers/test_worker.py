@@ -2,6 +2,7 @@
 
 import json
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_missing_arguments(project):
     ],
 )
 def test_a_rank_has_a_file_until_it_succeeds(project, line, left):
-    running = project / "running"
+    running = project / f"running-{uuid.uuid4().hex}"
     running.mkdir()
     (project / "end.py").write_text(f"import os; assert os.listdir({str(running)!r}) == ['0']\n{line}")
     command = [*WORKER, "--running", str(running), "end.py"]
@@ -100,6 +101,7 @@ def test_a_rank_has_a_file_until_it_succeeds(project, line, left):
     spmd.execute(command, cwd=project, timeout=60)
     assert [path.name for path in running.iterdir()] == left
     assert asked.exists() == bool(left)
+    asked.unlink(missing_ok=True)
 
 
 def test_a_rank_of_another_host_has_no_file(project):
