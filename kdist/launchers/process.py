@@ -168,10 +168,11 @@ class Job:
         while self.is_running and not received and not ends:
             _wait(self._process, 0.5)
             ends = must_end is not None and self.is_running and must_end()
+        has_ended = not self.is_running
         if received and on_signal is not None:
             on_signal()
         code = self.end()
-        if received:
+        if received and not (has_ended and code == 0):  # what comes after a job that ended well changes nothing
             return 128 + received[0]
         if ends:
             return 1

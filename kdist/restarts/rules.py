@@ -11,6 +11,9 @@ from kdist.restarts.progress import Progress
 
 _MAX_WITHOUT_CHECKPOINT = 2  # attempts
 
+ASKED_TO_END = "kdist run was asked to end"
+"""Why no attempt follows one that would be made again."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
@@ -82,7 +85,7 @@ def _why_not(attempts: Sequence[Attempt]) -> str:
     last = attempts[-1]
     failure = last.failure
     if last.end is End.STOPPED:
-        return "kdist run was asked to end"
+        return ASKED_TO_END
     if last.events.has_ended:
         return "the script of rank 0 had ended"
     if failure is not None and failure.kind is Kind.EXIT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kdist.restarts.attempt import Attempt, End
-from kdist.restarts.rules import Decision, decide
+from kdist.restarts.rules import ASKED_TO_END, Decision, decide
 from kdist.restarts.summary import blamed
 
 
@@ -40,7 +40,7 @@ def supervise(
         attempts.append(last)
         decision = decide(attempts, restarts)
         if decision.again and is_stopped():
-            decision = Decision(False, "kdist run was asked to end")
+            decision = Decision(False, ASKED_TO_END)
         keep(attempts, decision.why)
         if not decision.again:
             return attempts, decision.why

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -41,6 +42,14 @@ def test_the_exit_code_and_the_environment():
 
 def test_a_launcher_killed_by_a_signal():
     assert process.run(Command((sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))) == 128 + 9
+
+
+def test_a_signal_after_a_job_that_ended_well_changes_nothing():
+    received = []
+    with process.started(Command(("sh", "-c", "sleep 2 & exit 0"))) as job:
+        threading.Timer(1.0, received.append, [signal.SIGTERM]).start()
+        assert job.follow(received) == 0
+    assert received == [signal.SIGTERM]
 
 
 def test_a_launcher_that_cannot_be_started():

@@ -20,7 +20,7 @@ from kdist.restarts import request
 from kdist.restarts.attempt import Attempt, End
 from kdist.restarts.bad_hosts import left_out
 from kdist.restarts.events import Events, Failure, Kind
-from kdist.restarts.rules import unproven_hosts
+from kdist.restarts.rules import ASKED_TO_END, unproven_hosts
 from kdist.strategies.selection import PARAMETER_SERVER
 
 _WAIT = 600.0  # seconds
@@ -86,7 +86,7 @@ class Elastic:
             hosts = self.read_hosts()
             answering = self.answering(is_stopped) if answering is None else answering
             if is_stopped():
-                return "kdist run was asked to end"
+                return ASKED_TO_END
             bad = left_out(attempts, time.time(), _LOOKS_OUT * self.look_every)
             found = place(hosts, answering, bad, self.min_np, self.max_np)
             missing = _missing(hosts, answering, [] if found is None else set(bad) - set(found.host_of_rank))

@@ -21,6 +21,7 @@ from kdist.launchers.hosts.capacity import Placement
 from kdist.launchers.process import received_notices, received_signals
 from kdist.restarts import summary
 from kdist.restarts.attempt import Attempt, End
+from kdist.restarts.rules import ASKED_TO_END
 from kdist.restarts.supervisor import supervise
 
 SUMMARY = "restarts.json"  # in the directory of the output
@@ -71,9 +72,12 @@ def run(
         tell(said)
     if output is not None:
         tell(f"the summary of all attempts is in {os.path.join(output, SUMMARY)}")
-    if signals and attempts[-1].end is End.FAILED:  # between two attempts
+    last = attempts[-1]
+    if signals and last.end is End.FAILED:  # between two attempts
         return 128 + signals[0]
-    return attempts[-1].code
+    if why == ASKED_TO_END and last.end is End.FAILED and not last.is_preempted:
+        return os.EX_TEMPFAIL  # so that a scheduler starts again what this one would have
+    return last.code
 
 
 class _Starts:
@@ -183,6 +187,8 @@ def _keep(restarts: int, output: str | None, attempts: Sequence[Attempt], why: s
     if output is not None and attempts:
         text = json.dumps(summary.as_values(attempts, why, restarts), indent=2)
         try:
-            Path(output, SUMMARY).write_text(f"{text}\n", encoding="utf-8")
+            new = Path(output, f"{SUMMARY}.new")
+            new.write_text(f"{text}\n", encoding="utf-8")
+            new.replace(Path(output, SUMMARY))
         except OSError as error:
             tell(f"the summary of the attempts cannot be written: {error}")

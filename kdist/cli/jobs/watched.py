@@ -69,7 +69,7 @@ class Watched:
             output: str or `None`, the directory of its ranks' output.
         """
         is_done = code == 0 and preemption_of(self.events) is None  # `Preemption` may exit with any code
-        end = End.STOPPED if self._signals else End.WELL if is_done else End.FAILED
+        end = End.WELL if is_done else End.STOPPED if self._signals else End.FAILED
         where = () if self.placement is None else self.placement.host_of_rank
         failure = None
         if end is End.FAILED:
