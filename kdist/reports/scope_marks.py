@@ -201,7 +201,7 @@ def read(directory: str) -> Marks:
     found: dict[str, list[int]] = {kind: [] for kind in (_BEGUN, _REACHED, _WAITING, _ALONE, _NEVER, _NEVER_WITH_KERAS)}
     try:
         names = os.listdir(directory)
-    except FileNotFoundError:  # removed by what cleans /tmp: the job goes on without it
+    except OSError:  # removed by what cleans /tmp, or on a disk of the network: the job goes on without it
         names = []
     for name in names:
         kind, _, rank = name.partition(".")

@@ -166,6 +166,9 @@ class OwnProgress:
             now.resumed = max(now.resumed, self._resumed)
             self._write()
             self._send()
+            if self._memory is not None:
+                with contextlib.suppress(OSError):
+                    self._memory.flush()  # `kdist run` may read it on another host, from a disk that both have
 
     def _write(self) -> None:
         if self._memory is not None:
