@@ -26,6 +26,9 @@ def estimated_row(model: keras.Model, inputs: Any) -> int:
     Args:
         model: `keras.Model`, built.
         inputs: nested `keras.KerasTensor`, the specs of its inputs.
+
+    Raises:
+        Exception: what the model raises where it cannot be traced with two rows.
     """
     specs = keras.tree.map_structure(lambda each: tensor_spec(each, _ROWS), inputs)
     graph = tf.function(lambda given: model(given, training=True)).get_concrete_function(specs).graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,7 +77,8 @@ def stops_at_first_call() -> Iterator[None]:
             outside.append(_outside(model, method))
             if is_training(method):
                 raise outside[-1]
-        found = _call_of(model, method, args, kwargs)
+        args, kwargs, x = _with_first_batch_kept(args, kwargs)
+        found = _call_of(model, method, x, args, kwargs)
         if is_training(method):
             raise found
         if not is_outside and not inferences:
@@ -106,20 +108,32 @@ def _trainer() -> type:
     return next(each for each in keras.Model.__mro__ if "fit" in vars(each))
 
 
-def _call_of(model: keras.Model, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstCall:
+def _with_first_batch_kept(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Returns the arguments of a call, and its `x` to look into: of a generator the call yields the same batches."""
+    x: Any = args[0] if args else kwargs.get("x")
+    if not hasattr(x, "__next__"):
+        return args, kwargs, x
+    x, batches = itertools.tee(x)
+    kept = (each for each in batches)  # Keras knows a generator by its type
+    return ((kept, *args[1:]), kwargs, x) if args else (args, {**kwargs, "x": kept}, x)
+
+
+def _call_of(model: keras.Model, method: str, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstCall:
     names: tuple[str, ...] = ("x", "batch_size") if method == "predict" else ("x", "y", "batch_size")
     if method.endswith("_on_batch"):
         names = ("x",) if method.startswith("predict") else ("x", "y")
     given = dict(zip(names, args, strict=False)) | kwargs
-    x: Any = given.get("x")
     y, weight = given.get("y"), given.get("sample_weight")
-    is_whole = isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__")
-    if isinstance(x, tf.data.Dataset):
-        batch: Any = next(iter(x))
-    elif isinstance(x, keras.utils.PyDataset):
-        batch = x[0]
+    # Arrays and tensors have a shape; what else yields batches is a dataset, a generator or a loader.
+    is_whole = hasattr(x, "__iter__") and not (hasattr(x, "shape") or isinstance(x, (list, tuple, dict)))
+    is_whole = is_whole or isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
+    if isinstance(x, keras.utils.PyDataset):
+        batch: Any = x[0]
     elif is_whole:
-        batch = next(x)
+        batch = next(iter(x))
+        batch = tuple(batch) if isinstance(batch, list) else batch
     else:
         batch = keras.utils.pack_x_y_sample_weight(x, y, weight)
     rows = number_of_rows(batch)

@@ -138,7 +138,8 @@ def plan(model: keras.Model, *, batch_size: int, ranks: int, memory: str | int |
         A `Plan`: `print` shows it as a table, `to_dict` returns it for JSON, `fits` says whether it fits.
 
     Raises:
-        KDistError: if the model is not built or not compiled, or an argument is no such number.
+        KDistError: if the model is not built or not compiled, has inputs of open lengths, or cannot be traced with two
+            rows, or if an argument is no such number.
 
     Example:
     ```python

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -71,6 +71,7 @@ def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None, *, is_t
             f"A plan is of a model. Received: {model!r}. Expected a keras.Model that is built and compiled. Fix: pass "
             "it, or plan a script by `kdist plan -np N SCRIPT`."
         )
+    is_of_script = inputs is not None  # then steps are measured, too
     if inputs is None:
         inputs = getattr(model, "inputs", None) if model.built else None
         if inputs is None:
@@ -79,11 +80,22 @@ def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None, *, is_t
                 "Expected a functional or sequential model with keras.Input. Fix: `kdist plan -np N SCRIPT`, which "
                 "sees the data."
             )
+        _check_lengths(model, inputs)
         inputs = inputs[0] if len(inputs) == 1 else inputs
     has_call = type(model).call is not keras.Model.call  # a GAN may have none: its steps call the models within it
     if has_call and not model.built:
         model(inputs)
-    row = estimated_row(model, inputs) if has_call else 0
+    row = 0
+    if has_call:
+        try:
+            row = estimated_row(model, inputs)
+        except Exception as error:  # of NumPy in `call`, or a batch size that is fixed
+            if not is_of_script:
+                raise KDistError(
+                    f"The model cannot be traced with two rows. Received: {type(model).__name__} {model.name!r}, and "
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Expected a graph of "
+                    "any number of rows. Fix: `kdist plan -np N SCRIPT`, which runs steps."
+                ) from error
     if not is_trained:
         weights = sum(map(_bytes, model.variables))
         return Sizes(weights, trained=0, slots=0, row=row, batch_size=batch_size)
@@ -105,6 +117,16 @@ def model_sizes(model: keras.Model, batch_size: int, inputs: Any = None, *, is_t
         tables=_tables(model) if all(map(can_update_rows, optimizers)) else 0,
         takes_parts=all(can_update_parts(each, model.trainable_variables) for each in optimizers),
     )
+
+
+def _check_lengths(model: keras.Model, inputs: Sequence[Any]) -> None:
+    """Raises `KDistError` for inputs of open lengths, with which the sizes of activations are not known."""
+    if any(length is None for each in keras.tree.flatten(inputs) for length in each.shape[1:]):
+        raise KDistError(
+            f"The sizes of the model's inputs are not known. Received: {type(model).__name__} {model.name!r} with "
+            f"inputs of shape {', '.join(str(tuple(each.shape)) for each in keras.tree.flatten(inputs))}. Expected one "
+            "length of each dimension but the first. Fix: `kdist plan -np N SCRIPT`, which sees the data."
+        )
 
 
 def _tables(model: keras.Model) -> int:

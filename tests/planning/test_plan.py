@@ -152,7 +152,30 @@ def fit_without_targets():
     model.fit(Weighted())
 
 
-@pytest.mark.parametrize("fit", [fit_strings, fit_ragged, fit_sparse, fit_without_targets])
+def fit_loader():
+    class Loader:  # as that of torch, or of Grain: it yields lists of what has a shape
+        def __iter__(self):
+            yield [np.ones((3, 2), "float32"), np.ones((3, 1))]
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.fit(Loader())
+
+
+def fit_eagerly():
+    class Own(keras.layers.Layer):
+        def call(self, x):
+            return x * np.float32(len(x.numpy()))
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    model = keras.Sequential([keras.Input((2,)), Own(), keras.layers.Dense(1)])
+    model.compile("adam", "mse", run_eagerly=True)
+    model.fit(np.ones((3, 2), "float32"), np.ones((3, 1)))
+
+
+@pytest.mark.parametrize("fit", [fit_strings, fit_ragged, fit_sparse, fit_without_targets, fit_loader, fit_eagerly])
 def test_data_of_all_kinds_is_taken(fit):
     call = first_call(fit)
     sizes = model_sizes(call.model, call.batch_size, inputs_of(call))
@@ -185,6 +208,8 @@ def test_what_a_script_predicts_before_it_trains_is_zeros():
         assert model.predict_on_batch(x[:3]).shape == (3, 2)
         assert model.evaluate(data, verbose=0, return_dict=True) == {"loss": 0.0, "mae": 0.0}
         assert model.test_on_batch(x, y) == [0.0, 0.0]
+        batches = ((x[start : start + 32],) for start in range(0, 70, 32))
+        assert model.predict(batches, verbose=0).shape == (70, 2)
         model.fit(x, y, batch_size=8)
 
     with unallocated():
@@ -545,3 +570,13 @@ def test_wrong_arguments_are_refused(arguments, words, capsys):
     text = capsys.readouterr().err
     for word in [words, "Received", "Expected", "Fix: "]:
         assert word in text
+
+
+def test_a_model_whose_activations_are_not_known_is_not_planned():
+    embedding = [keras.Input((None,), dtype="int32"), keras.layers.Embedding(20, 4), keras.layers.GlobalMaxPooling1D()]
+    static = [keras.Input(batch_shape=(3, 4, 2)), keras.layers.LSTM(2, stateful=True)]
+    for layers, words in ((embedding, r"shape \(None, None\)"), (static, "two rows")):
+        model = keras.Sequential([*layers, keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        with pytest.raises(KDistError, match=f"(?s){words}.*kdist plan -np N SCRIPT"):
+            kdist.plan(model, batch_size=3, ranks=2)
