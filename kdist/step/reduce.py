@@ -38,6 +38,7 @@ class WeightGradients(Stage):
         self._step = step
         self._weighted: list[int] = []  # ids of optimizers whose loss is weighted and that have not updated yet
         self._any_was_weighted = False
+        self._results: list[tf.Tensor] = []  # weighted losses
 
     @contextlib.contextmanager
     def opened(self, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
@@ -47,11 +48,15 @@ class WeightGradients(Stage):
         def scale_weighted_loss(loss: tf.Tensor) -> tf.Tensor:
             self._step.loss_is_weighted = self._any_was_weighted = True
             self._weighted.append(id(optimizer))
+            if any(loss is each for each in self._results):  # for another optimizer of the step
+                self._results.append(scale_loss(loss))
+                return self._results[-1]
             mean = self._step.custom_losses.as_differentiated_mean(loss)
             # A step may return the value in its logs, which are averaged over the ranks: only the gradient is weighted.
             weighted = scale_loss(mean * tf.cast(self._step.weight, loss.dtype))
             result = tf.custom_gradient(_with_gradient_of)(weighted, scale_loss(loss))
             self._step.custom_losses.note_differentiated_mean(result)
+            self._results.append(result)
             return result
 
         with patched(optimizer, "scale_loss", scale_weighted_loss):

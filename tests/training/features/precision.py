@@ -113,6 +113,37 @@ def in_float32(rtol: float) -> None:
 
 
 @feature
+def one_loss_that_two_optimizers_scale() -> None:
+    """As the error of a loss that only one of them scales asks for."""
+
+    class Two(OwnStep):
+        def compile(self, first: Any, second: Any) -> None:
+            super().compile(first, "mse")
+            self.second = second
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                own = self.compute_loss(x, y, self(x))
+                loss = self.second.scale_loss(self.optimizer.scale_loss(own))
+            kernel, bias = self.trainable_weights
+            of_kernel, of_bias = tape.gradient(loss, [kernel, bias])
+            self.optimizer.apply([of_kernel], [kernel])
+            self.second.apply([of_bias], [bias])
+            return {"loss": own}
+
+    x, y = rows("ragged")
+
+    def script(batch: int) -> dict[str, Any]:
+        model = Two()
+        model.build((None, 5))
+        model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1))
+        return fit_evaluate_predict(model, fed("arrays", (x, y), batch), x, y, batch)
+
+    both(script)
+
+
+@feature
 def one_loss_scaled_for_two_optimizers_is_refused() -> None:
     class Two(OwnStep):
         def compile(self, first: Any, second: Any) -> None:
