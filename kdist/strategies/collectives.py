@@ -39,8 +39,8 @@ def all_gather(x: Any) -> Any:
     Collective: every rank must call this, in the same order.
 
     Args:
-        x: tensor of shape `(rows, ...)` of numbers, `bool` or strings, or a nested structure of such tensors. The
-            number of rows may differ between the ranks; the other dimensions may not.
+        x: tensor of shape `(rows, ...)` of numbers, `bool` or strings, or a nested structure of such tensors, and of
+            `None`, which stays. The number of rows may differ between the ranks; the other dimensions may not.
 
     Returns:
         A structure like `x`. Its tensors have the shape `(rows of all ranks, ...)`, and are equal on all ranks.
@@ -64,8 +64,7 @@ def all_gather(x: Any) -> Any:
         if (note := _note.get()) is not None:
             note(x)
         return x
-    tensors = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(x)]
-    return keras.tree.pack_sequence_as(x, rows_of_all_ranks(extended.engine, extended.step, tensors))
+    return _with_tensors(x, rows_of_all_ranks(extended.engine, extended.step, _tensors(x)))
 
 
 def all_reduce(x: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
@@ -83,8 +82,8 @@ def all_reduce(x: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
     Collective: every rank must call this, in the same order.
 
     Args:
-        x: tensor of integer, float or complex dtype, or a nested structure of such tensors. Shapes and dtypes must be
-            equal on all ranks.
+        x: tensor of integer, float or complex dtype, or a nested structure of such tensors, and of `None`, which stays.
+            Shapes and dtypes must be equal on all ranks.
         op: str, `"sum"`, `"mean"`, `"max"` or `"min"`.
 
     Returns:
@@ -111,7 +110,7 @@ def all_reduce(x: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
     if extended is None:
         return x
     engine, step = extended.engine, extended.step
-    tensors = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(x)]
+    tensors = _tensors(x)
     if op in ("max", "min"):
         reduce = tf.reduce_max if op == "max" else tf.reduce_min
         gathered = rows_of_all_ranks(engine, step, [tensor[tf.newaxis] for tensor in tensors])
@@ -124,7 +123,18 @@ def all_reduce(x: Any, op: Literal["sum", "mean", "max", "min"] = "sum") -> Any:
             ]
             tensors = [x * tf.cast(share, x.dtype) for x in tensors]
         combined = sum_over_ranks(engine, step, tensors)
-    return keras.tree.pack_sequence_as(x, combined)
+    return _with_tensors(x, combined)
+
+
+def _tensors(x: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a structure, in which `None` may stand, as for a gradient that there is not."""
+    return [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(x) if leaf is not None]
+
+
+def _with_tensors(x: Any, tensors: list[tf.Tensor]) -> Any:
+    """Returns a structure like `x`, of which each but `None` is replaced."""
+    new = iter(tensors)
+    return keras.tree.pack_sequence_as(x, [None if leaf is None else next(new) for leaf in keras.tree.flatten(x)])
 
 
 @contextlib.contextmanager

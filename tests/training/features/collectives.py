@@ -222,5 +222,7 @@ def collectives_outside_of_a_step() -> None:
         tf.debugging.assert_equal(gathered, tf.reshape(ranks[:, tf.newaxis] * [1.0, 2.0], [-1]))
         for op, combine in (("sum", tf.reduce_sum), ("mean", tf.reduce_mean), ("max", tf.reduce_max)):
             tf.debugging.assert_near(kdist.all_reduce(value, op), combine(ranks) * [1.0, 2.0])
+        assert kdist.all_reduce([None, value], "mean")[0] is None  # as a gradient that there is not
+        assert kdist.all_gather({"x": value, "y": None})["y"] is None
         with pytest.raises(ValueError, match="product"):
             kdist.all_reduce(value, "product")
