@@ -17,6 +17,7 @@ from kdist.keras_hooks.custom_loops import APPLY, watch_optimizers, watch_scopes
 from kdist.keras_hooks.layers.embedding import table_of
 from kdist.keras_hooks.optimizers import innermost, set_optimizer_strategy, trained_variables
 from kdist.keras_hooks.patching import original, patch
+from kdist.reports.log import once
 from kdist.restarts.events import own_reports
 from kdist.sharding.optimizer import shard, sharded
 from kdist.state.broadcast import broadcast_state
@@ -30,6 +31,10 @@ _SHARE_OUT = (
     "These two lines shard the rows: `dataset = dataset.batch(batch_size, drop_remainder=True)` and `dataset = "
     "tf.distribute.get_strategy().experimental_distribute_dataset(dataset)`"
 )
+
+
+# Options, with their defaults, that only steps of `fit` and `train_on_batch` have.
+_OF_FIT = {"compression": None, "bucket_mb": None, "sparse_as_dense": False, "sync_every": 1}
 
 
 class CustomLoops:
@@ -106,6 +111,8 @@ class CustomLoops:
                 "with a train_step of the model's own if need be. Fix: move the loop's body to train_step, or use "
                 f"kdist.AllReduce() without {option}."
             )
+        if self._extended.step is None:
+            self._warn_of_unused_options()
         if self._extended.is_in_replica:
             yield gradients, variables
             return
@@ -124,6 +131,20 @@ class CustomLoops:
         by_place = dict(zip(given, means, strict=True))
         with self._extended.reduced_replica():
             yield [by_place.get(place) for place in range(len(gradients))], variables
+
+    def _warn_of_unused_options(self) -> None:
+        options = None if self._strategy.settings is None else self._strategy.settings.options
+        unused = [
+            f"{name}={getattr(options, name)!r}"
+            for name, default in _OF_FIT.items()
+            if getattr(options, name, default) != default
+        ]
+        if unused:
+            once.warning(
+                "options of the scope have no effect in a training loop of the script's own, which sends whole "
+                f"gradients in each update. Received: {', '.join(unused)}. Expected fit or train_on_batch with these. "
+                "Fix: move the loop's body to train_step, or leave them out."
+            )
 
     def _begin(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
         """Makes rank 0's weights and optimizer state those of all ranks.

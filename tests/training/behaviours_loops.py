@@ -120,6 +120,28 @@ def the_scope_of_another_strategy() -> None:
         keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
 
 
+def options_that_are_of_fit_are_told_of() -> None:
+    x, y = rows("even")
+
+    def replicas(model: keras.Model) -> None:
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        tf.distribute.get_strategy().run(step)
+
+    for train in (lambda model: loop(model, keras.optimizers.SGD(0.1), [(x, y)], WAYS["traced"]), replicas):
+        fresh()
+        with logged() as said, kdist.scope(kdist.AllReduce(compression="bf16", bucket_mb=4)):
+            train(mlp())
+        (told,) = [message for message in said if "no effect in a training loop" in message]
+        assert "compression='bf16', bucket_mb=4" in told, told
+
+
 def a_supervisor_learns_that_a_loop_has_begun_to_train() -> None:
     """`kdist run --restarts` starts a job again after an error only if it had trained."""
     x, y = rows("even")
@@ -138,11 +160,12 @@ def a_supervisor_learns_that_a_loop_has_begun_to_train() -> None:
         fresh()
         with tempfile.TemporaryDirectory() as directory, kdist.scope():
             model = mlp()
-            own_reports.directory, own_reports._has_made_step = Path(directory), False
+            own_reports.directory, own_reports.rank = Path(directory), kdist.rank()
+            own_reports._has_made_step = False
             try:
                 train(model)
             finally:
-                own_reports.directory = None
+                own_reports.directory, own_reports.rank = None, 0
             assert read_events(directory).made_step == kdist.is_chief(), train
 
 
@@ -174,6 +197,7 @@ CASES = {
         weights_that_differ_before_the_first_update,
         models_that_differ_in_a_loop,
         the_scope_of_another_strategy,
+        options_that_are_of_fit_are_told_of,
         a_supervisor_learns_that_a_loop_has_begun_to_train,
         an_update_that_is_not_wrapped,
         a_loop_in_one_process_is_keras_own,
