@@ -17,7 +17,7 @@ _LINE_AFTER = 1.0  # seconds without a change, after which a report has the line
 _STACK_AFTER = 5.0  # seconds without a change, after which a report has the stacks
 _MAX_THREADS = 8
 _MAX_FRAMES = 12  # of the main thread, the innermost
-_BUSY_FRACTION = 0.2  # CPU time over wall-clock time between two reports
+_BUSY_FRACTION = 0.2  # CPU time over wall-clock time between two reports, from which on a process uses the CPU
 _KERAS_TRAINER = os.path.join("keras", "src", "backend", "tensorflow", "trainer.py")
 _KERAS_CALLBACKS = os.path.join("keras", "src", "callbacks", "callback_list.py")
 
@@ -45,6 +45,7 @@ class Activity:
         self._graph_progress = (0, 0, "")
         self._group_progress: list[tuple[int, int, str]] = []
         self._times = (time.monotonic(), 0.0)
+        self._active_at = time.monotonic()
 
     @contextlib.contextmanager
     def running(self, method: str) -> Iterator[None]:
@@ -88,7 +89,9 @@ class Activity:
 
     def exclude_stopped_time(self, seconds: float) -> None:
         """Leaves out of the times of reports what passed while this process was stopped."""
-        self._since = min(self._since + seconds, time.monotonic())
+        now = time.monotonic()
+        self._since = min(self._since + seconds, now)
+        self._active_at = min(self._active_at + seconds, now)
 
     def report(self) -> dict[str, Any]:
         """Returns what the heartbeat carries, as JSON values: see `RankReport`."""
@@ -118,7 +121,7 @@ class Activity:
             "place": self._place(main),
             "among": among if among is None else list(among),
             "elapsed": elapsed,
-            "busy": self._is_busy(),
+            "idle": self._idle(),
             "in_user_code": elapsed <= _STACK_AFTER or _in_user_code(main, in_method=bool(self._running)),
             "stack": list(map(str, _relevant(main)[-_MAX_FRAMES:])) if is_shown else [],
             "threads": list(map(str, others[:_MAX_THREADS])) if is_shown else [],
@@ -143,11 +146,13 @@ class Activity:
             self._graph_progress, self._group_progress, self._since = progress, groups, time.monotonic()
         return progress
 
-    def _is_busy(self) -> bool:
-        """Returns whether this process, all its threads, has used the CPU since the last report."""
+    def _idle(self) -> float:
+        """Returns for how long this process, all its threads, has not used the CPU."""
         before, now = self._times, (time.monotonic(), time.process_time())
         self._times = now
-        return now[1] - before[1] > _BUSY_FRACTION * (now[0] - before[0])
+        if now[1] - before[1] > _BUSY_FRACTION * (now[0] - before[0]):
+            self._active_at = now[0]
+        return now[0] - self._active_at
 
 
 def describe_collective(kind: str, arrays: Sequence[tuple[Any, Any]], num_fixed: int) -> str:

@@ -10,6 +10,8 @@ from kdist.restarts.events import Kind
 _GRACE = 3.0  # seconds that the launcher has to end the job by itself after a rank died
 _SETTLED = 2.0  # seconds after which a rank that waits for an impossible collective is reported
 _SKEW = 60.0  # seconds after which ranks in different collectives are not merely one step apart
+_BUSY = 60.0  # seconds after a rank used the CPU, in which it counts as busy: it may wait for its input in between
+_IDLE = 2.0  # seconds without the CPU, after which a message calls a rank idle
 _MAX_STATES = 3  # of ranks at fault that a sentence tells of
 
 IN_A_GRAPH = "a collective of a graph"
@@ -30,7 +32,7 @@ class RankReport:
         place: str, the method that the user has called, and the line of the script; empty if unknown.
         among: tuple of int or `None`, the ranks that take part in that one; `None` for all.
         elapsed: float, seconds since it began that one, or finished the last one.
-        busy: bool, whether it uses the CPU.
+        idle: float, seconds since it last used the CPU.
         in_user_code: bool, whether the user's code runs outside of Keras' loops, or in a callback.
         stack: tuple of str, the stack of its main thread, innermost frame last; empty if it was active just now.
         threads: tuple of str, the innermost frames of its other threads.
@@ -47,7 +49,7 @@ class RankReport:
     place: str = ""
     among: tuple[int, ...] | None = None
     elapsed: float = 0.0
-    busy: bool = False
+    idle: float = 0.0
     in_user_code: bool = False
     stack: tuple[str, ...] = ()
     threads: tuple[str, ...] = ()
@@ -220,7 +222,11 @@ def _stalled(reports: Sequence[RankReport], timeout: StallTimeout) -> Failure | 
     if not missing or not others:
         return None
     seconds = min(max(each.elapsed for each in others), max(each.elapsed + each.heartbeat_age for each in missing))
-    stuck = [each for each in missing if is_strict or _has_no_heartbeat(each) or not (each.busy or each.in_user_code)]
+    stuck = [
+        each
+        for each in missing
+        if is_strict or _has_no_heartbeat(each) or (each.idle >= _BUSY and not each.in_user_code)
+    ]
     fatal = seconds >= stall_timeout and bool(stuck)
     at_fault = stuck if fatal else missing
     return Failure(
@@ -272,7 +278,7 @@ def _states(reports: Sequence[RankReport], described: Callable[[RankReport], str
 def _state(report: RankReport) -> str:
     if _has_no_heartbeat(report):
         return _no_heartbeat(report)
-    cpu = "uses the CPU" if report.busy else "is idle"
+    cpu = "uses the CPU" if report.idle < _IDLE else "is idle"
     place = f" in {report.place}" if report.place else f" at {report.stack[-1]}" if report.stack else ", stack unknown"
     return f"rank {report.rank} makes no collective for {report.elapsed:.0f} s and {cpu}{place}"
 

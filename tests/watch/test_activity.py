@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import threading
+import time
 
 import pytest
 
@@ -50,6 +51,20 @@ def test_the_method_that_runs_is_reported_with_the_line_that_calls_it():
     assert activity.report()["place"].startswith("test_activity.py:")
     activity.has_finished = True
     assert activity.report()["place"] == ""
+
+
+def test_the_time_without_the_cpu_is_reported():
+    activity = Activity()
+    activity._active_at -= 30.0
+    assert activity.report()["idle"] < 1.0, "the CPU time of its start"
+    activity._active_at -= 30.0
+    activity._times = time.monotonic() - 1.0, time.process_time()
+    assert 30.0 <= activity.report()["idle"] < 31.0
+    activity._times = time.monotonic() - 1.0, time.process_time()
+    activity.exclude_stopped_time(29.0)
+    assert 1.0 <= activity.report()["idle"] < 30.0
+    activity._times = time.monotonic() - 1.0, time.process_time() - 0.5
+    assert activity.report()["idle"] < 1.0
 
 
 def test_a_barrier_at_exit_is_not_counted():

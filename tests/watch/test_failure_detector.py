@@ -65,7 +65,8 @@ def test_the_users_call_and_line_stand_in_the_place_of_collectives():
     assert f"rank 1 is in {fit}, in its call 5, barrier. Expected" in found.text
     found = detect(waits(0, 101.0, place=fit), RankReport(rank=1, heartbeat_age=101.0))
     assert f"rank 0 waits in {fit} for 101 s" in found.text
-    found = detect(waits(0, 101.0, place=fit), RankReport(rank=1, elapsed=101.0, place=fit, stack=("threading.py:3",)))
+    blocked = RankReport(rank=1, elapsed=101.0, idle=9.0, place=fit, stack=("threading.py:3",))
+    found = detect(waits(0, 101.0, place=fit), blocked)
     assert found.text.startswith(f"rank 1 makes no collective for 101 s and is idle in {fit}; rank 0 waits in {fit}")
     found = detect(waits(0, 4.0), RankReport(rank=1, disconnected=True, heartbeat_age=4.0, place=fit))
     assert f"rank 1 died without an error message, in {fit}. " in found.text
@@ -117,9 +118,10 @@ def test_ranks_in_different_calls_of_graphs_are_named_when_they_stay_there():
     ("missing", "is_fatal"),
     [
         (RankReport(rank=1, heartbeat_age=101.0), True),  # stopped
-        (RankReport(rank=1, elapsed=101.0, stack=("fit", "read")), True),  # blocked in the input
-        (RankReport(rank=1, elapsed=101.0, busy=True), False),  # fills a buffer
-        (RankReport(rank=1, elapsed=101.0, in_user_code=True), False),  # a long save in a callback
+        (RankReport(rank=1, elapsed=101.0, idle=61.0, stack=("fit", "read")), True),  # blocked in the input
+        (RankReport(rank=1, elapsed=101.0), False),  # fills a buffer
+        (RankReport(rank=1, elapsed=101.0, idle=59.0), False),  # waits for the disk between two batches
+        (RankReport(rank=1, elapsed=101.0, idle=61.0, in_user_code=True), False),  # a long save in a callback
         (waits(1, 1.0, heartbeat_age=101.0), True),  # stopped within the call
         (RankReport(rank=1, elapsed=60.0), False),
     ],
@@ -154,7 +156,7 @@ def test_a_rank_without_heartbeat_while_the_others_wait_at_their_exit_is_named()
 
 
 def test_a_stall_timeout_of_the_user_holds_for_busy_ranks():
-    busy = RankReport(rank=1, elapsed=101.0, busy=True, in_user_code=True)
+    busy = RankReport(rank=1, elapsed=101.0, in_user_code=True)
     assert detect(waits(0, 101.0), busy, is_strict=True).is_fatal
     assert detect(waits(0, 1e6), busy, timeout=None) is None
 
@@ -169,7 +171,7 @@ reports = st.builds(
     calls=st.integers(0, 3),
     waiting=st.sampled_from([None, "a", "b"]),
     elapsed=seconds,
-    busy=st.booleans(),
+    idle=seconds,
     in_user_code=st.booleans(),
     stack=st.just(("x",)),
 )
