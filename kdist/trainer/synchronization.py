@@ -111,10 +111,12 @@ class RankSynchronization(keras.callbacks.Callback):
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Ends the evaluation on all ranks, if one has asked."""
+        self._session.engine.activity.end_batch()
         self._end_together("stop_evaluating")
 
     def on_predict_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Ends the prediction on all ranks, if one has asked."""
+        self._session.engine.activity.end_batch()
         self._end_together("stop_predicting")
 
     def _end_together(self, flag: str) -> None:
@@ -129,6 +131,7 @@ class RankSynchronization(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Applies the votes of this step's message, and writes this rank's votes for the next one."""
         session = self._session
+        session.engine.activity.end_batch()
         self._num_steps = batch + 1
         if self._stops_at_once or not self._is_checked:  # a callback may have set weights on one rank already
             session.votes.withdraw("stop")  # of before this step: the flag may be set back

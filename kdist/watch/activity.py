@@ -87,6 +87,10 @@ class Activity:
         self._waiting = None
         self._since = time.monotonic()
 
+    def end_batch(self) -> None:
+        """Records that a batch of a pass has ended: the rank makes progress, though it may wait for its input."""
+        self._active_at = time.monotonic()
+
     def exclude_stopped_time(self, seconds: float) -> None:
         """Leaves out of the times of reports what passed while this process was stopped."""
         now = time.monotonic()
@@ -147,7 +151,7 @@ class Activity:
         return progress
 
     def _idle(self) -> float:
-        """Returns for how long this process, all its threads, has not used the CPU."""
+        """Returns for how long this process, all its threads, has not used the CPU, and has ended no batch."""
         before, now = self._times, (time.monotonic(), time.process_time())
         self._times = now
         if now[1] - before[1] > _BUSY_FRACTION * (now[0] - before[0]):

@@ -10,7 +10,7 @@ from kdist.restarts.events import Kind
 _GRACE = 3.0  # seconds that the launcher has to end the job by itself after a rank died
 _SETTLED = 2.0  # seconds after which a rank that waits for an impossible collective is reported
 _SKEW = 60.0  # seconds after which ranks in different collectives are not merely one step apart
-_BUSY = 60.0  # seconds after a rank used the CPU, in which it counts as busy: it may wait for its input in between
+_BUSY = 60.0  # seconds after a rank used the CPU or ended a batch, in which it counts as busy: its input may be slow
 _IDLE = 2.0  # seconds without the CPU, after which a message calls a rank idle
 _MAX_STATES = 3  # of ranks at fault that a sentence tells of
 
@@ -32,7 +32,7 @@ class RankReport:
         place: str, the method that the user has called, and the line of the script; empty if unknown.
         among: tuple of int or `None`, the ranks that take part in that one; `None` for all.
         elapsed: float, seconds since it began that one, or finished the last one.
-        idle: float, seconds since it last used the CPU.
+        idle: float, seconds since it last used the CPU, or ended a batch.
         in_user_code: bool, whether the user's code runs outside of Keras' loops, or in a callback.
         stack: tuple of str, the stack of its main thread, innermost frame last; empty if it was active just now.
         threads: tuple of str, the innermost frames of its other threads.

@@ -6,8 +6,11 @@ import re
 import threading
 import time
 
+import keras
+import numpy as np
 import pytest
 
+import kdist
 from kdist.watch.activity import Activity
 from kdist.watch.heartbeat import MAX_MESSAGE_BYTES
 
@@ -65,6 +68,30 @@ def test_the_time_without_the_cpu_is_reported():
     assert 1.0 <= activity.report()["idle"] < 30.0
     activity._times = time.monotonic() - 1.0, time.process_time() - 0.5
     assert activity.report()["idle"] < 1.0
+
+
+def test_a_batch_that_ends_is_progress_and_no_collective():
+    activity = Activity()
+    activity._times = time.monotonic(), time.process_time() + 9.0
+    activity._active_at = activity._since = time.monotonic() - 300.0
+    assert activity.report()["idle"] >= 300.0
+    activity._times = time.monotonic(), time.process_time() + 9.0
+    activity.end_batch()
+    report = activity.report()
+    assert (report["idle"] < 60.0, report["elapsed"] >= 300.0) == (True, True)
+
+
+@pytest.mark.parametrize(("method", "steps"), [("fit", 2), ("evaluate", 4), ("predict", 4)])
+def test_each_batch_of_a_pass_is_progress(method, steps, monkeypatch):
+    ended = []
+    monkeypatch.setattr(Activity, "end_batch", lambda self: ended.append(self))
+    x = np.ones((8, 1), "float32")
+    with kdist.scope(micro_batches=2):
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        data = {"x": x} if method == "predict" else {"x": x, "y": x}
+        getattr(model, method)(**data, batch_size=2, verbose=0)
+    assert len(ended) == steps
 
 
 def test_a_barrier_at_exit_is_not_counted():
