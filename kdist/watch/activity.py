@@ -19,6 +19,7 @@ _MAX_THREADS = 8
 _MAX_FRAMES = 12  # of the main thread, the innermost
 _BUSY_FRACTION = 0.2  # CPU time over wall-clock time between two reports, from which on a process uses the CPU
 _KERAS_TRAINER = os.path.join("keras", "src", "backend", "tensorflow", "trainer.py")
+_KDIST_METHODS = os.path.join("kdist", "trainer", "replicated_model.py")
 _KERAS_CALLBACKS = os.path.join("keras", "src", "callbacks", "callback_list.py")
 
 
@@ -184,11 +185,16 @@ def _relevant(stack: Sequence[Frame]) -> list[Frame]:
 def _in_user_code(stack: Sequence[Frame], *, in_method: bool) -> bool:
     """Returns whether the user's code runs outside of `fit` and the like, or in a callback, where it may take long.
 
+    In a callback a model of no scope may have a loop of its own, which is the user's code, too.
     Where a call runs, and frames that may be Keras' were not read, that is not known: then the rank counts as stuck if
     it is idle.
     """
-    trainer = [place for place, frame in enumerate(stack) if frame.file.endswith(_KERAS_TRAINER)]
-    if any(frame.file.endswith(_KERAS_CALLBACKS) for frame in stack[trainer[-1] if trainer else 0 :]):
+    methods, trainer = (
+        [place for place, frame in enumerate(stack) if frame.file.endswith(file)]
+        for file in (_KDIST_METHODS, _KERAS_TRAINER)
+    )
+    begin = (methods or trainer or [0])[-1]
+    if any(frame.file.endswith(_KERAS_CALLBACKS) for frame in stack[begin:]):
         return True
     is_whole = 0 < len(stack) < MAX_FRAMES
     return not trainer and (is_whole or not in_method)

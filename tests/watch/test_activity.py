@@ -148,6 +148,34 @@ def test_a_rank_is_in_the_users_code_outside_of_kerass_loop_or_in_a_callback(out
     assert called_in("", lambda: deeper(150))["in_user_code"], "between two calls"
 
 
+class Reports(keras.layers.Layer):
+    """A layer that reports where it is called, in eager steps."""
+
+    def __init__(self, activity):
+        super().__init__()
+        self.activity, self.found = activity, []
+
+    def call(self, inputs):
+        self.activity._since -= 60.0
+        self.found.append(self.activity.report()["in_user_code"])
+        return inputs
+
+
+def test_another_models_loop_in_a_callback_is_the_users_code_and_validation_is_not():
+    activity = Activity()
+    x = np.ones((4, 1), "float32")
+    validated, others = Reports(activity), Reports(activity)
+    other = keras.Sequential([others])
+    other.compile(run_eagerly=True)
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: other.predict(x, verbose=0))
+    with kdist.scope(micro_batches=2):
+        model = keras.Sequential([keras.layers.Dense(1), validated])
+        model.compile("sgd", "mse", run_eagerly=True)
+    with activity.running("model.fit"):
+        model.fit(x, x, batch_size=2, validation_data=(x, x), callbacks=[callback], verbose=0)
+    assert (set(validated.found), set(others.found)) == ({False}, {True})
+
+
 def test_a_call_whose_stack_is_missing_among_many_threads_is_not_taken_for_the_users_code():
     activity = Activity()
     activity._since -= 60.0
