@@ -239,7 +239,9 @@ class Heartbeat:
         if failure is not None and self._is_healed(failure):
             others = [each for each in reports if each.rank not in failure.ranks and not each.is_healing]
             failure = detect_failure(others, self.stall_timeout)
-        if failure is not None:
+        if failure is None:
+            self._warned.clear()  # the next stall of a rank is told of, too
+        else:
             self._handle(failure)
 
     def _is_healed(self, failure: Failure) -> bool:

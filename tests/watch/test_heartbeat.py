@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kdist.watch.activity import Activity, describe_collective
-from kdist.watch.failure_detector import Failure
+from kdist.watch.failure_detector import Failure, StallTimeout
 from kdist.watch.heartbeat import Heartbeat
 
 
@@ -169,6 +169,20 @@ def test_without_an_answer_a_rank_reports():
     began = time.monotonic()
     assert alone.heartbeat.may_report(timeout=0.1)
     assert time.monotonic() - began >= 0.1
+
+
+def test_each_stall_of_a_rank_is_warned_of_once(ranks):
+    root, other = ranks
+    root.heartbeat.stall_timeout = StallTimeout(6.0)
+    for number in (1, 2):
+        root.activity.begin("barrier", [], 0)
+        other.activity._since = time.monotonic()
+        until(lambda number=number: len(root.warnings) == number)
+        time.sleep(1.5)
+        root.activity.end()
+        time.sleep(1.5)
+    assert len(root.warnings) == 2
+    assert root.failures == other.failures == []
 
 
 def test_stacks_are_shown_once(ranks):
