@@ -106,6 +106,7 @@ def detect_failure(reports: Sequence[RankReport], timeout: StallTimeout) -> Fail
         or _mismatch(reports, skew)
         or _deadlock(reports, skew)
         or _stalled(reports, timeout)
+        or _endless(reports, timeout)
         or _lost_at_exit(reports, timeout.seconds)
     )
 
@@ -238,6 +239,28 @@ def _stalled(reports: Sequence[RankReport], timeout: StallTimeout) -> Failure | 
         "kdist.scope(stall_timeout=...) allows more time, None any time.",
         kind=Kind.STALL,
         stacks=_stacks(at_fault),
+    )
+
+
+def _endless(reports: Sequence[RankReport], timeout: StallTimeout) -> Failure | None:
+    """All ranks are in one collective, which does not end."""
+    running = [each for each in reports if not each.finished]
+    # Another rank than the first knows of itself and of rank 0 only.
+    if timeout.seconds is None or len(running) < 2 or len({each.calls for each in running}) > 1:
+        return None
+    if any(each.among is not None for each in running) or len(_waiting(running, timeout.seconds)) < len(running):
+        return None
+    first = running[0]
+    limit = "allows more time, None any time" if timeout.is_strict else "ends such a job, None allows any time"
+    return Failure(
+        is_fatal=timeout.is_strict,
+        ranks=_ranks(running),
+        text=f"All ranks are in one call for {min(each.elapsed for each in running):.0f} s. Received: "
+        f"{_call(first, first)}, and the others, too. Expected it to end within stall_timeout={timeout.seconds:g} s. "
+        "Fix: look for a failure of the network, of the GPUs or in the MPI library; "
+        f"kdist.scope(stall_timeout={'...' if timeout.is_strict else 'SECONDS'}) {limit}.",
+        kind=Kind.STALL,
+        stacks=_stacks([first]),
     )
 
 

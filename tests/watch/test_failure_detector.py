@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kdist.restarts.events import Kind
 from kdist.watch.failure_detector import RankReport, StallTimeout, detect_failure
 
 CALL = "allreduce of 1 tensor(s) float32[3]"
@@ -133,6 +134,23 @@ def test_a_rank_that_keeps_the_others_waiting_is_named(missing, is_fatal):
     assert "each of ranks 0, 2 waits" in found.text
     assert found.text.startswith("rank 1 ")
     assert "stall_timeout=100" in found.text
+
+
+def test_a_call_of_all_ranks_that_does_not_end_is_told_of():
+    place, groups = "`model.fit`, train.py:9", {"among": (0, 1)}
+    several = [waits(rank, 101.0 + rank, place=place) for rank in range(4)]
+    found = detect(*several, timeout=100.0)
+    assert (found.is_fatal, found.ranks, found.kind) == (False, (0, 1, 2, 3), Kind.STALL)
+    assert found.text.startswith(f"All ranks are in one call for 101 s. Received: rank 0 is in {place}, in its call 5")
+    assert "kdist.scope(stall_timeout=SECONDS) ends such a job, None allows any time." in found.text
+    found = detect(*several, timeout=100.0, is_strict=True)
+    assert found.is_fatal
+    assert "kdist.scope(stall_timeout=...) allows more time, None any time." in found.text
+    assert detect(*several, RankReport(rank=4, finished=True, calls=5)).ranks == (0, 1, 2, 3)
+    assert detect(*several, timeout=None) is None
+    assert detect(*several, waits(4, 99.0)) is None  # has arrived just now
+    assert detect(waits(0, 101.0, **groups), waits(1, 101.0, **groups)) is None  # groups wait for others with reason
+    assert detect(RankReport(rank=0, finished=True, calls=5), waits(1, 101.0)) is None  # all that rank 1 knows of
 
 
 def test_of_many_ranks_at_fault_the_first_are_described():

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from kdist.restarts.events import Kind, own_reports
 from kdist.watch.activity import Activity, describe_collective
 from kdist.watch.failure_detector import Failure, StallTimeout
 from kdist.watch.heartbeat import Heartbeat
@@ -183,6 +184,15 @@ def test_each_stall_of_a_rank_is_warned_of_once(ranks):
         time.sleep(1.5)
     assert len(root.warnings) == 2
     assert root.failures == other.failures == []
+
+
+def test_a_stall_of_all_ranks_is_blamed_on_none(ranks, monkeypatch):
+    root, _ = ranks
+    blamed = []
+    monkeypatch.setattr(own_reports, "failed", lambda kind, text, rank: blamed.append(rank))
+    for failed in ((0, 1), (1,)):
+        root.heartbeat._handle(Failure(True, failed, "late.", Kind.STALL))
+    assert blamed == [None, 1]
 
 
 def test_stacks_are_shown_once(ranks):
