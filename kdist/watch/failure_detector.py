@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from kdist.restarts.events import Kind
@@ -226,14 +227,15 @@ def _stalled(reports: Sequence[RankReport], timeout: StallTimeout) -> Failure | 
     stuck = [
         each
         for each in missing
-        if is_strict or _has_no_heartbeat(each) or (each.idle >= _BUSY and not each.in_user_code)
+        if is_strict or _has_no_heartbeat(each, stall_timeout) or (each.idle >= _BUSY and not each.in_user_code)
     ]
     fatal = seconds >= stall_timeout and bool(stuck)
     at_fault = stuck if fatal else missing
+    states = _states(at_fault, functools.partial(_state, stall_timeout=stall_timeout))
     return Failure(
         is_fatal=fatal,
         ranks=_ranks(at_fault),
-        text=f"{_states(at_fault, _state)}; {_names(others)} waits in {_place(others[0])} for {seconds:.0f} s. "
+        text=f"{states}; {_names(others)} waits in {_place(others[0])} for {seconds:.0f} s. "
         f"Received: no call of {len(at_fault)} of {len(reports)} ranks. Expected every rank to arrive within "
         f"stall_timeout={stall_timeout:g} s. Fix: {'remove' if fatal else 'check'} what blocks it; "
         "kdist.scope(stall_timeout=...) allows more time, None any time.",
@@ -288,8 +290,8 @@ def _waiting(reports: Sequence[RankReport], seconds: float) -> list[RankReport]:
     return [each for each in reports if each.waiting is not None and not each.finished and each.elapsed >= seconds]
 
 
-def _has_no_heartbeat(report: RankReport) -> bool:
-    return report.heartbeat_age > report.elapsed / 2 and report.heartbeat_age > _GRACE
+def _has_no_heartbeat(report: RankReport, stall_timeout: float) -> bool:
+    return report.heartbeat_age > max(_GRACE, min(report.elapsed / 2, stall_timeout))
 
 
 def _states(reports: Sequence[RankReport], described: Callable[[RankReport], str]) -> str:
@@ -298,8 +300,8 @@ def _states(reports: Sequence[RankReport], described: Callable[[RankReport], str
     return "; ".join([*map(described, reports[:_MAX_STATES]), *more])
 
 
-def _state(report: RankReport) -> str:
-    if _has_no_heartbeat(report):
+def _state(report: RankReport, stall_timeout: float) -> str:
+    if _has_no_heartbeat(report, stall_timeout):
         return _no_heartbeat(report)
     cpu = "uses the CPU" if report.idle < _IDLE else "is idle"
     place = f" in {report.place}" if report.place else f" at {report.stack[-1]}" if report.stack else ", stack unknown"

@@ -1,5 +1,7 @@
 """The failure detector: pure decisions from the reports of all ranks."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -171,6 +173,15 @@ def test_a_rank_without_heartbeat_while_the_others_wait_at_their_exit_is_named()
     assert detect(ended, RankReport(rank=1, elapsed=1e6, heartbeat_age=99.0)) is None
     assert detect(ended, RankReport(rank=1, heartbeat_age=1e6), timeout=None) is None
     assert detect(RankReport(rank=0), RankReport(rank=1, heartbeat_age=1e6)) is None  # nobody waits
+
+
+def test_a_rank_without_heartbeat_after_a_long_callback_is_named_in_time():
+    late = RankReport(rank=1, elapsed=3600.0, in_user_code=True, heartbeat_age=101.0)
+    found = detect(waits(0, 3700.0), late)
+    assert found.is_fatal
+    assert found.text.startswith("rank 1 sends no heartbeat for 101 s")
+    late = dataclasses.replace(late, heartbeat_age=99.0)
+    assert not detect(waits(0, 3700.0), late).is_fatal
 
 
 def test_a_stall_timeout_of_the_user_holds_for_busy_ranks():
