@@ -157,9 +157,13 @@ class Heartbeat:
                 is_first, self._has_raised = not self._has_raised, True
                 if is_first and not self._activity.has_finished:
                     text = "".join(traceback.format_exception(error)).rstrip()
-                    with contextlib.suppress(Exception):  # a handler of the user's
-                        self._warn(f"a heartbeat of rank {self._rank} failed; the next ones are tried:\n{text}")
+                    with contextlib.suppress(RuntimeError):  # no more threads
+                        self._warn_aside(f"a heartbeat of rank {self._rank} failed; the next ones are tried:\n{text}")
                 time.sleep(_PERIOD)
+
+    def _warn_aside(self, text: str) -> None:
+        """Warns in a thread of its own: a terminal that is stopped, as by Ctrl-S, blocks whoever writes to it."""
+        threading.Thread(target=self._warn, args=(text,), name="kdist-warning", daemon=True).start()
 
     def _listen_and_beat(self) -> None:
         """Waits for messages until the next heartbeat is due, and sends it then."""
@@ -253,7 +257,7 @@ class Heartbeat:
             if failure.ranks not in self._warned and self._rank == 0:
                 self._warned.add(failure.ranks)
                 self._warned_stacks = failure.stacks
-                self._warn(failure.text + failure.stacks)
+                self._warn_aside(failure.text + failure.stacks)
             return
         if self._rank:
             time.sleep(_ROOT_FIRST * min(self._rank - 1, 3))  # rank 0 has failed: the lowest other rank reports it

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -145,6 +146,7 @@ def test_a_heartbeat_that_fails_is_told_of_once_and_the_next_ones_detect_failure
     root.activity.begin("barrier", [], 0)
     other.heartbeat.finish()
     until(lambda: root.failures)
+    until(lambda: root.warnings)
     [warning] = root.warnings
     assert warning.startswith("a heartbeat of rank 0 failed; the next ones are tried:\nTraceback")
     assert warning.endswith("RuntimeError: no report")
@@ -195,11 +197,22 @@ def test_a_stall_of_all_ranks_is_blamed_on_none(ranks, monkeypatch):
     assert blamed == [None, 1]
 
 
+def test_heartbeats_go_on_while_a_warning_blocks(ranks, monkeypatch):
+    """In a terminal that is stopped, as by Ctrl-S."""
+    root, _ = ranks
+    goes_on, printed = threading.Event(), []
+    monkeypatch.setattr(root.heartbeat, "_warn", lambda text: printed.append(goes_on.wait(20.0)))
+    root.heartbeat._handle(Failure(False, (1,), "rank 1 is late."))
+    assert printed == []
+    goes_on.set()
+    until(lambda: printed == [True])
+
+
 def test_stacks_are_shown_once(ranks):
     root, _ = ranks
     for is_fatal in (False, True):
         root.heartbeat._handle(Failure(is_fatal, (1,), "rank 1 is late.", stacks="\n  train.py:3"))
-    assert root.warnings == ["rank 1 is late.\n  train.py:3"]
+    until(lambda: root.warnings == ["rank 1 is late.\n  train.py:3"])
     assert root.failures == ["rank 1 is late.\n  The stacks are those of the warning above."]
     root.heartbeat._handle(Failure(True, (1,), "rank 1 is late.", stacks="\n  train.py:4"))
     assert root.failures[1] == "rank 1 is late.\n  train.py:4"
