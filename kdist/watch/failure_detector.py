@@ -160,8 +160,10 @@ def _waits_for(waiting: RankReport, finished: RankReport) -> bool:
 
 
 def _mismatch(reports: Sequence[RankReport], skew: float) -> Failure | None:
-    for first in _waiting(reports, _SETTLED):
-        for other in _waiting(reports, _SETTLED):
+    # A rank without heartbeat may have sent its part of the call that the others have left.
+    waiting = [each for each in _waiting(reports, _SETTLED) if each.heartbeat_age < _GRACE]
+    for first in waiting:
+        for other in waiting:
             if first.among is not None or other.among is not None:
                 continue  # different groups make different calls
             same_number = first.calls == other.calls
@@ -184,7 +186,7 @@ def _mismatch(reports: Sequence[RankReport], skew: float) -> Failure | None:
 def _deadlock(reports: Sequence[RankReport], skew: float) -> Failure | None:
     """All ranks wait, one of them in a call of a group of which another rank waits elsewhere."""
     running = [each for each in reports if not each.finished]
-    if not all(each.waiting is not None and each.elapsed >= skew for each in running):
+    if any(each.waiting is None or each.elapsed < skew or each.heartbeat_age >= _GRACE for each in running):
         return None
     for first in running:
         for other in running:

@@ -89,6 +89,17 @@ def test_ranks_in_different_calls_are_both_named():
     assert detect(waits(0, 90.0), waits(1, 90.0, calls=6)).is_fatal
 
 
+def test_ranks_without_heartbeat_are_not_said_to_be_in_other_calls():
+    """The others may have gone on since."""
+    found = detect(waits(0, 101.0, calls=6), waits(1, 70.0, calls=5, heartbeat_age=101.0))
+    assert (found.is_fatal, found.ranks) == (True, (1,))
+    assert found.text.startswith("rank 1 sends no heartbeat for 101 s")
+    assert detect(waits(0, 49.0, "barrier"), waits(1, 4.0, heartbeat_age=49.0)) is None
+    first = waits(0, 61.0, "recv from 1", among=(0, 1))
+    other = waits(1, 61.0, "recv from 0", among=(0, 1), heartbeat_age=4.0)
+    assert detect(first, other) is None
+
+
 def test_ranks_that_wait_for_each_other_in_calls_of_groups_are_named():
     first, other = waits(0, 61.0, "recv from 1", among=(0, 1)), waits(1, 61.0, "recv from 0", among=(0, 1))
     found = detect(first, other)
