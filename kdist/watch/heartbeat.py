@@ -66,6 +66,7 @@ class Heartbeat:
         self._is_reporter = True
         self._answered = threading.Event()
         self._due = 0.0
+        self._woke = time.monotonic()  # when it last stopped waiting for messages
         self._has_raised = False
         self._is_paused = False
         self._is_closed = False
@@ -167,10 +168,9 @@ class Heartbeat:
 
     def _listen_and_beat(self) -> None:
         """Waits for messages until the next heartbeat is due, and sends it then."""
-        before = time.monotonic()
-        patience = max(0.0, self._due - before)
-        events = self._selector.select(patience)
-        late = time.monotonic() - before - patience
+        events = self._selector.select(max(0.0, self._due - time.monotonic()))
+        before, self._woke = self._woke, time.monotonic()
+        late = self._woke - before - _PERIOD
         if late > _STOPPED:  # the others were not silent: who suspends a job stops all of its ranks
             self._activity.exclude_stopped_time(late)
             for peer in self._peers.values():
@@ -245,7 +245,7 @@ class Heartbeat:
             failure = detect_failure(others, self.stall_timeout)
         if failure is None:
             self._warned.clear()  # the next stall of a rank is told of, too
-        else:
+        elif time.monotonic() - self._woke < _STOPPED:  # else it was stopped just now, in the midst of this
             self._handle(failure)
 
     def _is_healed(self, failure: Failure) -> bool:

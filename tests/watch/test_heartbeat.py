@@ -294,6 +294,26 @@ def test_a_job_that_is_suspended_goes_on_and_then_detects_failures_as_before():
         process.kill()
 
 
+def test_a_rank_that_is_stopped_while_it_detects_failures_leaves_out_that_time(ranks, monkeypatch):
+    root, _ = ranks
+    report, stopped = root.activity.report, []
+
+    def is_stopped():
+        if not stopped:
+            time.sleep(7.0)
+            stopped.append(1)
+        return report()
+
+    root.heartbeat.stall_timeout = StallTimeout(6.0, is_strict=True)
+    root.activity.begin("barrier", [], 0)
+    monkeypatch.setattr(root.activity, "report", is_stopped)
+    until(lambda: stopped)
+    time.sleep(1.5)
+    assert root.failures == []
+    until(lambda: root.failures)
+    assert root.failures[0].startswith("rank 1 makes no collective")
+
+
 LEAVES_A_CHILD = """
 import os, time
 from tests.watch.test_heartbeat import Rank, until
