@@ -82,9 +82,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _mean(key: str, pairs: Sequence[Sequence[float]]) -> float:
-    """Returns the weighted mean of `(value, weight)` pairs; equal values need no weights."""
+    """Returns the weighted mean of `(value, weight)` pairs; equal values, also NaNs, need no weights."""
     values = [value for value, _ in pairs]
-    if all(value == values[0] for value in values):
+    if all(value == values[0] for value in values) or all(map(math.isnan, values)):
         return values[0]
     total = math.fsum(weight for _, weight in pairs)
     if total <= 0:

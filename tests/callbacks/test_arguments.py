@@ -1,5 +1,7 @@
 """Callbacks that are made wrongly, and what they do in one process."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -121,3 +123,17 @@ def test_a_backup_where_nothing_is_known_of_a_batch(tmp_path):
     plain.compile("sgd", "mse")
     backup = callbacks.BackupAndRestore(str(tmp_path / "of_numpy"))
     plain.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=np.int64(2), verbose=0, callbacks=[backup])
+
+
+class _NotANumber(_OwnStep):
+    """Logs NaN, and counts no rows."""
+
+    def train_step(self, data):
+        return {"own": self.inner.layers[0].bias[0] + math.nan}
+
+
+def test_an_average_of_nothing_but_nan_needs_no_samples():
+    model = _NotANumber()
+    model.compile("sgd")
+    logs = model.fit(np.ones((2, 1)), verbose=0, callbacks=[callbacks.MetricAverage()]).history
+    assert math.isnan(*logs["own"])
