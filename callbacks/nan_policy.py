@@ -67,7 +67,8 @@ class NaNPolicy(EngineCallback):
         self._num_skipped = 0
         self._data: list[tf.Tensor] = []
         self._losses: list[tf.Tensor] = []
-        self.results: list[tf.Tensor] = []
+        with tf.init_scope():  # a variable, as a step may update in a branch
+            self._has_found = tf.Variable(False, trainable=False, name="kdist_step_is_not_finite")
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Adds the checks to the model's step."""
@@ -118,12 +119,13 @@ class NaNPolicy(EngineCallback):
     def _around_step(self, step: Callable[[Any], Any], data: Any) -> Any:
         leaves = tf.nest.flatten(data, expand_composites=True)
         self._data = [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.dtype.is_floating]
-        self._losses, self.results = [], []
+        self._losses = []
+        self._has_found.assign(False)
         variables = self._state_variables() if self.action == "skip" else []
         before = [tf.identity(variable) for variable in variables]
         with patched(self.model, "compute_loss", self._recording(self.model.compute_loss)):
             logs = step(data)
-        if not variables or not self.results:
+        if not variables:
             return logs
 
         def undo() -> Any:
@@ -131,7 +133,7 @@ class NaNPolicy(EngineCallback):
                 variable.assign(value)
             return self._results_like(logs)
 
-        return tf.cond(tf.reduce_any(self.results), undo, lambda: logs)
+        return tf.cond(self._has_found, undo, lambda: logs)
 
     def _state_variables(self) -> list[tf.Variable]:
         """Returns the variables that a step writes, without learning rates, on which ranks have agreed in the step."""
@@ -146,9 +148,12 @@ class NaNPolicy(EngineCallback):
         return {key: tf.cast(results[key], value.dtype) for key, value in logs.items()}
 
     def _recording(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        graph = tf.compat.v1.get_default_graph()
+
         def compute_and_record(*args: Any, **kwargs: Any) -> Any:
             loss = compute_loss(*args, **kwargs)
-            self._losses.append(loss)
+            if tf.compat.v1.get_default_graph() is graph:  # an update may be in another function, branch or loop
+                self._losses.append(loss)
             return loss
 
         return compute_and_record
@@ -186,6 +191,7 @@ class NaNPolicy(EngineCallback):
 
             def report() -> tf.Tensor:
                 tf.numpy_function(record, [tf.convert_to_tensor(number), wrong, counts, *scalars], [])
+                self._has_found.assign(True)
                 return tf.constant(True)
 
             return tf.cond(is_wrong, report, lambda: tf.constant(False))
@@ -206,9 +212,7 @@ class _InspectReduced(Stage):
 
     def __call__(self, update: Update, proceed: Callable[[], Any]) -> Any:
         """Checks the gradients; the update depends on the result, so that messages are sent in order."""
-        result = self._policy.inspect(update)
-        self._policy.results.append(result)
-        with tf.control_dependencies([result]):
+        with tf.control_dependencies([self._policy.inspect(update)]):
             update.gradients = [
                 each if each is None else tf.nest.map_structure(tf.identity, each) for each in update.gradients
             ]

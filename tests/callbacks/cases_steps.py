@@ -199,6 +199,47 @@ def skipping_takes_back_what_another_optimizer_did() -> None:
     assert int(ours.optimizer.iterations) == int(ours.second.iterations) == STEPS - 1
 
 
+class Accumulates(keras.Model):
+    """Adds up the gradients of two steps by hand, and updates in a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.sums = [
+            self.add_weight(shape=each.shape, initializer="zeros", trainable=False)
+            for each in self.net.trainable_variables
+        ]
+        self.num_steps = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.net(inputs)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+        for total, gradient in zip(self.sums, tape.gradient(loss, self.trainable_variables), strict=True):
+            total.assign_add(gradient)
+        self.num_steps.assign_add(1)
+        tf.cond(self.num_steps % 2 == 0, self.update, lambda: None)
+        return {"loss": loss}
+
+    def update(self) -> None:
+        self.optimizer.apply([each.value for each in self.sums], self.trainable_variables)
+        for total in self.sums:
+            total.assign(tf.zeros_like(total))
+
+
+def skipping_where_a_branch_updates() -> None:
+    def make() -> keras.Model:
+        model = Accumulates()
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        return model
+
+    skipped(make, (1, 2))  # in an even number of others
+
+
 def overflow_is_the_loss_scales_own_affair() -> None:
     """It leaves steps out by itself and lowers its scale; a NaN in the data is reported all the same."""
     fresh()
@@ -362,6 +403,7 @@ CASES = {
         skipping_within_an_execution_of_several_steps,
         skipping_in_eager_steps,
         skipping_takes_back_what_another_optimizer_did,
+        skipping_where_a_branch_updates,
         overflow_is_the_loss_scales_own_affair,
         a_loss_alone_is_noticed_at_the_end_of_the_epoch,
         a_learning_rate_set_in_a_skipped_step_is_kept,
