@@ -194,7 +194,8 @@ class NaNPolicy(EngineCallback):
                 self._has_found.assign(True)
                 return tf.constant(True)
 
-            return tf.cond(is_wrong, report, lambda: tf.constant(False))
+            # Once a step: later updates follow from the first one that is not finite.
+            return tf.cond(is_wrong & ~self._has_found, report, lambda: tf.constant(False))
 
         if step is None:
             return gather()

@@ -1,5 +1,7 @@
 """In one process: NaNPolicy in steps that update in a branch, compute losses in a function, or update several times."""
 
+import logging
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 
 from kdist.callbacks import NaNPolicy
 from kdist.errors import NotFiniteError
+from tests.helpers.logs import logged
 
 STEPS = 6
 
@@ -75,6 +78,21 @@ class LossesInALoop(Linear):
         return {"mine": total}
 
 
+class TwoOptimizers(Linear):
+    """Updates its weight by two optimizers."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = keras.optimizers.SGD(0.5)
+
+    def train_step(self, data):
+        for optimizer in (self.optimizer, self.other):
+            with tf.GradientTape() as tape:
+                loss = self.loss_of(data)
+            optimizer.apply([tape.gradient(loss, self.weight.value)], [self.weight])
+        return {"mine": loss}
+
+
 def fitted(model, action, bad=(), **compiled):
     """Trains on steps of two equal rows, of which those of `bad` steps are NaN; returns the model."""
     x = np.repeat(np.arange(1.0, STEPS + 1), 2).astype("float32")[:, np.newaxis]
@@ -100,3 +118,11 @@ def test_steps_of_inner_graphs_are_raised(made):
     with pytest.raises(NotFiniteError, match=r"Training step \d is not finite. Received: on rank 0 its data"):
         fitted(made(), "raise", bad=(3,))
     fitted(made(), "raise")
+
+
+def test_a_step_of_two_updates_is_counted_and_told_of_once():
+    with logged(logging.WARNING) as lines:
+        model = fitted(TwoOptimizers(), "skip", bad=(1, 3))
+    assert model.history.history["skipped_steps"] == [2]
+    assert ["step 1 " in lines[0], "step 2 " in lines[1]] == [True] * len(lines), lines
+    assert float(model.weight) == pytest.approx(-1 - 3 - 5 - 6)
