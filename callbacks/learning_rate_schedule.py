@@ -71,11 +71,12 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._epoch, self._is_filled = 0, False
         self._table: Any = None  # made when training begins: a variable without a shape cannot be copied
         self._place: Any = None
+        self._last: dict[int, tf.Variable] = {}  # of each optimizer, its updates and the multiplier of the last one
         self._corrected: set[int] = set()  # the optimizers whose velocities the step has rescaled
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy has, as tuners make them: it makes variables of its own."""
-        return {**vars(self), "_table": None, "_place": None}
+        return {**vars(self), "_table": None, "_place": None, "_last": {}}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Adds the stage that scales the rate."""
@@ -93,6 +94,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
             )
         if self._table is None:
             self._make_variables()
+        self._last = {}
         step_extensions(self.model).add(self, around=self._around_step, stages=[ScaleRate(self._scale_of)])
 
     def _make_variables(self) -> None:
@@ -141,23 +143,32 @@ class LearningRateSchedule(keras.callbacks.Callback):
         """Removes the stage."""
         step_extensions(self.model).remove(self)
 
-    def multiplier_now(self, *, steps_ago: int = 0) -> tf.Tensor:
-        """Returns the multiplier of the running or last step, or of one before it, a `float64` scalar."""
-        place = self._place - steps_ago
-        return tf.gather(self._table, tf.clip_by_value(place, 0, tf.size(self._table, tf.int64) - 1))
+    def multiplier_now(self) -> tf.Tensor:
+        """Returns the multiplier of the running or last step, a `float64` scalar."""
+        return tf.gather(self._table, tf.clip_by_value(self._place, 0, tf.size(self._table, tf.int64) - 1))
 
     def momentum_ratio(self, optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
-        """Returns the multiplier divided by the last step's, 1 after 0; `None` after the first update of a step."""
+        """Returns the multiplier divided by the last update's, 1 after 0; `None` after the first update of a step."""
         if not self.momentum_correction or id(optimizer) in self._corrected:
             return None
         self._corrected.add(id(optimizer))
-        multiplier, last = self.multiplier_now(), self.multiplier_now(steps_ago=1)
-        return tf.where(last > 0, tf.math.divide_no_nan(multiplier, last), 1.0)
+        last = self._last[id(optimizer)][1]
+        return tf.where(last > 0, tf.math.divide_no_nan(self.multiplier_now(), last), 1.0)
 
     def _around_step(self, step: Callable[[Any], Any], data: Any) -> Any:
         self._corrected.clear()
+        for optimizer in map(innermost, optimizers_of(self.model)):
+            self._note_last_update(optimizer)
         self._place.assign_add(1)
         return step(data)
+
+    def _note_last_update(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Notes the last step's multiplier, if the optimizer has made an update since: not one that was skipped."""
+        if id(optimizer) not in self._last:
+            with tf.init_scope():  # -1 update: the first step's predecessor counts as an update
+                self._last[id(optimizer)] = tf.Variable([-1.0, 1.0], dtype=tf.float64, trainable=False)
+        last, made = self._last[id(optimizer)], tf.cast(tf.convert_to_tensor(iterations(optimizer)), tf.float64)
+        last.assign(tf.where(made == last[0], last, tf.stack([made, self.multiplier_now()])))
 
     def _num_steps(self) -> int | None:
         return self.steps_per_epoch or self.params.get("steps")

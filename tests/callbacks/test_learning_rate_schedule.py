@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.callbacks import LearningRateSchedule
+from kdist.callbacks import LearningRateSchedule, NaNPolicy
 
 STEPS = 4
 
@@ -61,6 +61,48 @@ def test_velocities_are_rescaled_once_a_step():
         expected.append([a, b])
     seen = weights_by_step(LearningRateSchedule(lambda epoch: 1 + STEPS * epoch), momentum=0.9)
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
+
+
+class Descends(keras.Model):
+    """Its gradient is each step's number; one below 0 makes no update."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = self.add_weight(shape=(), initializer="zeros")
+        self.built = True
+
+    def call(self, inputs):
+        return inputs
+
+    def train_step(self, data):
+        gradient = self.optimizer.scale_loss(tf.reduce_sum(data))
+        tf.cond(gradient < 0, lambda: None, lambda: self.optimizer.apply([gradient], [self.weight]))
+        return {"mine": gradient}
+
+
+@pytest.mark.parametrize(
+    ("number", "has_loss_scale", "before", "after"),
+    [
+        (-1.0, False, [], []),
+        (np.inf, True, [], []),
+        (np.nan, False, [NaNPolicy("skip")], []),
+        (np.nan, False, [], [NaNPolicy("skip")]),
+    ],
+    ids=["a branch", "overflow", "NaNPolicy first", "NaNPolicy last"],
+)
+def test_velocities_are_rescaled_behind_a_step_without_an_update(number, has_loss_scale, before, after):
+    numbers = np.array([number, 2, number, 3])
+    velocity = weight = 0.0
+    for rate, gradient in [(1, 2), (0.1, 3), (4, 2), (4, 3)]:
+        velocity = 0.9 * velocity + gradient
+        weight -= rate * velocity
+    model, optimizer = Descends(), keras.optimizers.SGD(1.0, momentum=0.9)
+    model.compile(keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0) if has_loss_scale else optimizer)
+    model.optimizer.build([model.weight])
+    schedule = LearningRateSchedule({2 / STEPS: 0.1, 1: 4.0})
+    callbacks = [*before, schedule, *after]
+    model.fit(numbers[:, np.newaxis], batch_size=1, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    assert float(model.weight) == pytest.approx(weight)
 
 
 def test_a_copy_trains_by_itself():
