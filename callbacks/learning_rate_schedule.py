@@ -137,14 +137,14 @@ class LearningRateSchedule(keras.callbacks.Callback):
                 own = float(optimizer.learning_rate)
             else:
                 key, own = rate.log_key, rate.effective()
-            logs[key] = logs.get(key, own) * float(self.multiplier_now())
+            logs[key] = logs.get(key, own) * float(self.multiplier_now(optimizer))
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Removes the stage."""
         step_extensions(self.model).remove(self)
 
-    def multiplier_now(self) -> tf.Tensor:
-        """Returns the multiplier of the running or last step, a `float64` scalar."""
+    def multiplier_now(self, optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+        """Returns an innermost optimizer's multiplier in the running or last step, a `float64` scalar."""
         return tf.gather(self._table, tf.clip_by_value(self._place, 0, tf.size(self._table, tf.int64) - 1))
 
     def momentum_ratio(self, optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
@@ -153,7 +153,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
             return None
         self._corrected.add(id(optimizer))
         last = self._last[id(optimizer)][1]
-        return tf.where(last > 0, tf.math.divide_no_nan(self.multiplier_now(), last), 1.0)
+        return tf.where(last > 0, tf.math.divide_no_nan(self.multiplier_now(optimizer), last), 1.0)
 
     def _around_step(self, step: Callable[[Any], Any], data: Any) -> Any:
         self._corrected.clear()
@@ -168,7 +168,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
             with tf.init_scope():  # -1 update: the first step's predecessor counts as an update
                 self._last[id(optimizer)] = tf.Variable([-1.0, 1.0], dtype=tf.float64, trainable=False)
         last, made = self._last[id(optimizer)], tf.cast(tf.convert_to_tensor(iterations(optimizer)), tf.float64)
-        last.assign(tf.where(made == last[0], last, tf.stack([made, self.multiplier_now()])))
+        last.assign(tf.where(made == last[0], last, tf.stack([made, self.multiplier_now(optimizer)])))
 
     def _num_steps(self) -> int | None:
         return self.steps_per_epoch or self.params.get("steps")
@@ -187,7 +187,7 @@ class _Multiplier:
     def scaled(self, rate: Callable[[], Any]) -> tf.Tensor:
         """Returns the rate times the multiplier of the step."""
         value = tf.convert_to_tensor(rate())
-        return value * tf.cast(self._schedule.multiplier_now(), value.dtype)
+        return value * tf.cast(self._schedule.multiplier_now(self._optimizer), value.dtype)
 
     def momentum_ratio(self) -> tf.Tensor | None:
         """Returns the ratio by which the velocities are multiplied."""

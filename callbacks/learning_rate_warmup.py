@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from kdist.callbacks.engine_callback import engine_of
 from kdist.callbacks.learning_rate_schedule import LearningRateSchedule
 from kdist.engines.engine import Engine
 from kdist.errors import StrategyError
-from kdist.scaling import warmup_multiplier
 from kdist.state.session import session_of
 
 
@@ -24,8 +24,8 @@ class LearningRateWarmup(LearningRateSchedule):
 
     Args:
         warmup_epochs: float, the epochs after which the whole rate is reached.
-        start: float or `None`, the fraction of the rate in the first step. By default 1 divided by the scope's factor;
-            without a scope, or if it does not scale, 1 divided by the number of ranks.
+        start: float or `None`, the fraction of the rate in the first step. By default 1 divided by the scope's factor
+            for the optimizer; without a scope, or if it does not scale, 1 divided by the number of ranks.
         momentum_correction: bool, whether SGD's velocities are rescaled when the rate changes.
         steps_per_epoch: int or `None`, the steps of an epoch in the progress bar, for data of unknown length.
         engine: `Engine` or `None`, whose size is the number of ranks: by default the engine of the model's scope.
@@ -66,29 +66,30 @@ class LearningRateWarmup(LearningRateSchedule):
                 f"start={start}. Expected warmup_epochs of at least 0, and start above 0 and at most 1. Fix: change "
                 "it."
             )
-        super().__init__(self._rise, momentum_correction=momentum_correction, steps_per_epoch=steps_per_epoch)
+        super().__init__(self._share, momentum_correction=momentum_correction, steps_per_epoch=steps_per_epoch)
         self._given_engine = engine
         self.warmup_epochs = warmup_epochs
         self.start = start
-        self._factor = 1.0
+        self._start = 1.0
+        self._starts: dict[int, float] = {}  # of the optimizers whose rates the scope scales
 
     def set_model(self, model: keras.Model) -> None:
-        """Sets the model and the factor."""
+        """Sets the model and the start."""
         super().set_model(model)
-        if self.start is not None:
-            self._factor = 1.0 / self.start
-        else:
-            self._factor = float((self._given_engine or engine_of(model, type(self).__name__)).size)
+        self._start = self.start or 1.0 / (self._given_engine or engine_of(model, type(self).__name__)).size
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Replaces the scope's own warm-up."""
-        for rate in session_of(self.model).rates():
-            if not rate.is_scaled:
-                continue
+        scaled = [rate for rate in session_of(self.model).rates() if rate.is_scaled]
+        for rate in scaled:
             rate.set_warmup(0.0)
-            if self.start is None:
-                self._factor = rate.rule.factor
+        self._starts = {id(rate.optimizer): self.start or 1.0 / rate.rule.factor for rate in scaled}
         super().on_train_begin(logs)
 
-    def _rise(self, epoch: float) -> float:
-        return warmup_multiplier(epoch, self._factor, self.warmup_epochs) / self._factor
+    def multiplier_now(self, optimizer: keras.optimizers.Optimizer) -> tf.Tensor:
+        """Returns an innermost optimizer's multiplier, which begins at its own start."""
+        start = self._starts.get(id(optimizer), self._start)
+        return start + (1.0 - start) * super().multiplier_now(optimizer)
+
+    def _share(self, epoch: float) -> float:
+        return min(1.0, epoch / self.warmup_epochs) if self.warmup_epochs else 1.0

@@ -13,6 +13,7 @@ import kdist
 from kdist.callbacks import LearningRateSchedule, LearningRateWarmup
 from kdist.errors import DataError, ScopeError
 from tests.training.behaviours import assert_equal_everywhere
+from tests.training.behaviours_scaling import RATE, TwoOptimizers
 from tests.training.fidelity import BATCH, both, compare, fed, fresh, mlp, outcome, rows, size
 
 ROWS = 6 * BATCH  # of each rank: six steps an epoch
@@ -198,6 +199,22 @@ def warmup_takes_the_place_of_the_scopes() -> None:
         assert_rates(train(noting(), LearningRateWarmup(1.5), epochs=3), [0.5 * part for part in rise])
 
 
+def each_optimizer_warms_up_from_the_users_rate_to_its_own() -> None:
+    """The factors differ; the compiled optimizer makes no step."""
+    fresh()
+    with kdist.scope():
+        model = TwoOptimizers()
+        model.one = type("SGD", (Noting,), {})(RATE, name="one")  # the rule goes by the class's name
+        model.compile()
+        x, y = np.ones((size() * BATCH, 5)), np.ones((size() * BATCH, 1))
+        logs = model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[LearningRateWarmup(2)]).history
+    for name, factor in (("one", size()), ("other", size() ** 0.5)):
+        rates = [RATE, RATE * (1 + factor) / 2, RATE * factor]
+        np.testing.assert_allclose(logs[f"effective_learning_rate_{name}"], rates, rtol=1e-6)
+        if name == "one":
+            assert_rates(model.one.rates, rates)
+
+
 def as_in_one_process() -> None:
     x, y = rows("ragged")
 
@@ -274,6 +291,7 @@ CASES = {
         a_fit_that_raised_leaves_nothing_behind_in_the_scope,
         momentum_is_corrected,
         warmup_takes_the_place_of_the_scopes,
+        each_optimizer_warms_up_from_the_users_rate_to_its_own,
         as_in_one_process,
         with_loss_scaling_as_in_one_process,
         an_unknown_number_of_steps_is_refused,
