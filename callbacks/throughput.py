@@ -21,6 +21,7 @@ from kdist.keras_hooks.patching import patched
 from kdist.state.session import session_of
 from kdist.step.extensions import step_extensions
 
+COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "alltoall", "alltoallv", "broadcast")
 THRESHOLD = 0.1  # the fraction of the time from which on a rank is called slow
 
 
@@ -96,6 +97,7 @@ class Throughput(EngineCallback):
         self._totals: list[Times] = []
         self._num_epochs = 0
         self._was_traced = False
+        self._is_timing = False
         self._timed: Callable[[Any], Any] | None = None
         self._began = self._ended = 0.0
         self._waited_before: float | None = None
@@ -103,7 +105,13 @@ class Throughput(EngineCallback):
         with tf.init_scope():
             self._input = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="kdist_seconds_of_input")
             self._last = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="kdist_end_of_last_step")
-            self._waiting = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="kdist_seconds_of_waiting")
+            self._waiting = tf.Variable(
+                0.0,
+                dtype=tf.float64,
+                trainable=False,
+                synchronization=tf.VariableSynchronization.ON_READ,  # of each rank, though its step writes it
+                name="kdist_seconds_of_waiting",
+            )
             self._rows = tf.Variable(0, dtype=tf.int64, trainable=False, name="kdist_rows")
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -177,24 +185,28 @@ class Throughput(EngineCallback):
         with tf.control_dependencies(arrived):
             self._input.assign_add(tf.timestamp() - self._last)
             self._rows.assign_add(tf.reshape(rows, ()))
-        measured: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.engine.seconds is None:
-            measured = patched(self.engine, "allreduce", self._timed_allreduce())
-        with measured:
+        with contextlib.ExitStack() as stack:
+            for name in COLLECTIVES if self.engine.seconds is None else ():
+                stack.enter_context(patched(self.engine, name, self._timing(getattr(self.engine, name))))
             logs = step(data)
         with tf.control_dependencies([leaf for leaf in keras.tree.flatten(logs) if tf.is_tensor(leaf)]):
             self._last.assign(tf.timestamp())  # for the next step of an execution
         return logs
 
-    def _timed_allreduce(self) -> Callable[[Sequence[Any]], list[Any]]:
-        """Returns the engine's allreduce with a measurement of its time."""
-        allreduce = self.engine.allreduce
+    def _timing(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a collective of the engine with a measurement of its time, unless another one calls it."""
 
-        def timed(tensors: Sequence[Any]) -> list[Any]:
+        def timed(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            if self._is_timing:
+                return collective(tensors, *args, **kwargs)
             with tf.control_dependencies(tf.nest.flatten(list(tensors), expand_composites=True)):
                 began = tf.timestamp()
-            with tf.control_dependencies([began]):
-                received = allreduce(tensors)
+            self._is_timing = True
+            try:
+                with tf.control_dependencies([began]):
+                    received = collective(tensors, *args, **kwargs)
+            finally:
+                self._is_timing = False
             with tf.control_dependencies(tf.nest.flatten(received, expand_composites=True)):
                 self._waiting.assign_add(tf.timestamp() - began)
             return received

@@ -154,10 +154,10 @@ PATCHES = (
     Patch("keras.Variable", ("assign_add",), "instance", _STEP, "count on servers"),
     Patch(
         "kdist.engines.engine.Engine",
-        ("allreduce", "allgather", "broadcast"),
+        ("allreduce", "reduce_scatter", "allgather", "alltoall", "alltoallv", "broadcast"),
         "instance",
         _STEP,
-        "know what is equal, and measure",
+        "time, and know equals",
     ),
     Patch(
         "keras.src.saving.saving_lib",

@@ -2,12 +2,15 @@
 
 import gc
 import re
+import time
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from kdist.callbacks.throughput import Throughput, Times, diagnose, table
+from kdist.callbacks.throughput import COLLECTIVES, Throughput, Times, diagnose, table
+from kdist.engines.single import SingleEngine
 
 
 def times(seconds=10.0, input=0.5, waiting=0.5):
@@ -59,6 +62,46 @@ def test_the_bar_has_one_key_and_a_file_all(tmp_path, capsys):
     assert set(log.read_text().splitlines()[0].split(",")) >= {"epoch", *history}
     bar, _, _ = capsys.readouterr().out.partition("Throughput")
     assert set(re.findall(r" (\w+): ", bar)) == {"loss", "samples_per_second"}
+
+
+class Untimed(SingleEngine):
+    """Sends like Horovod: no time is known, and some collectives are made of others."""
+
+    seconds = None
+
+    def alltoall(self, tensors):
+        return [tf.numpy_function(self._wait, [each], each.dtype) for each in tensors]
+
+    allreduce = allgather = broadcast = alltoall
+
+    def alltoallv(self, tensors, counts):
+        return self.alltoall(tensors), counts
+
+    def reduce_scatter(self, tensors):
+        return self.alltoall(tensors)
+
+    def _wait(self, sent):
+        time.sleep(0.05)
+        return sent
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_time_in_every_collective_is_waiting(name):
+    class Sends(keras.Model):
+        def call(self, x):
+            return x
+
+        def train_step(self, data):
+            arguments = [[1]] if name == "alltoallv" else []
+            received = getattr(engine, name)([data], *arguments)
+            return {"sent": tf.reduce_sum(tf.nest.flatten(received)[0])}
+
+    engine, model = Untimed(), Sends()
+    model.compile()
+    history = model.fit(np.ones((8, 1)), batch_size=1, verbose=0, callbacks=[Throughput(engine=engine)]).history
+    assert history["waiting_rank_0"][0] > 0.5
+    shares = [history[f"{part}_rank_0"][0] for part in ("input", "compute", "waiting")]
+    assert sum(shares) == pytest.approx(1)
 
 
 def callbacks_that_see_lists():
