@@ -67,13 +67,13 @@ class NaNPolicy(EngineCallback):
         self._num_skipped = 0
         self._data: list[tf.Tensor] = []
         self._losses: list[tf.Tensor] = []
-        with tf.init_scope():  # a variable, as a step may update in a branch
-            self._has_found = tf.Variable(False, trainable=False, name="kdist_step_is_not_finite")
+        self._has_found: Any = None  # made when training begins: TensorFlow may not be used before a scope
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Adds the checks to the model's step."""
         session_of(self.model).check_step_extension(type(self).__name__, joint=True)
         self.found = []
+        self._has_found = tf.Variable(False, trainable=False, name="kdist_step_is_not_finite")  # a step may branch
         step_extensions(self.model).add(self, around=self._around_step, stages=[_InspectReduced(self)])
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
