@@ -132,7 +132,7 @@ class OwnReports:
 
     def made_step(self) -> None:
         """Reports that this rank has trained a first step, once."""
-        if self.rank == 0 and not self._has_made_step:
+        if self.rank == 0 and self.directory is not None and not self._has_made_step:
             self._has_made_step = True
             self._send({"event": "step", "time": time.time()})
 
@@ -159,6 +159,7 @@ class OwnReports:
         Args:
             healing: `Healing`.
         """
+        self._has_made_step = False  # the script runs again
         self._send({"event": "healing", **dataclasses.asdict(healing)})
 
     def failed(self, kind: Kind, text: str, rank: int | None, **more: bool) -> None:
@@ -229,8 +230,10 @@ def read_events(directory: str, lines: Iterable[str] = ()) -> Events:
         directory: str, the job's.
         lines: iterable of str, events that came by standard error.
     """
-    file = Path(directory, _FILE)
-    texts = [*(file.read_text().splitlines() if file.exists() else ()), *lines]
+    own: list[str] = []
+    with contextlib.suppress(OSError):  # there is none, or it is on a disk of the network
+        own = Path(directory, _FILE).read_text().splitlines()
+    texts = [*own, *lines]
     hosts: dict[int, str] = {}
     failures, progress, made_step, can_leave, has_ended = [], None, False, False, False
     healings: list[Healing] = []

@@ -23,7 +23,6 @@ from kdist.keras_hooks.layers.batch_normalization import synchronized_moments
 from kdist.keras_hooks.optimizers import UPDATE
 from kdist.keras_hooks.patching import patched
 from kdist.reports.own_statistics import tell_of_own_statistics
-from kdist.restarts.events import own_reports
 from kdist.state.random_state import AgreedDraws
 from kdist.state.versions import Versions
 from kdist.strategies.differentiable import sum_over_ranks
@@ -252,10 +251,7 @@ class AllReduceExtended(StrategyExtendedV1):
     def _call_for_each_replica(self, fn: Callable[..., Any], args: tuple, kwargs: dict | None) -> Any:
         in_replica = _AllReduceReplicaContext(self._container_strategy(), self.replica_id)
         with in_replica, self._agreed_finite_check(), synchronized_moments(tell_of_own_statistics):
-            result = fn(*args, **(kwargs or {}))
-        if self.step is None:  # a training loop's own
-            own_reports.made_step()
-        return result
+            return fn(*args, **(kwargs or {}))
 
     def _agreed_finite_check(self) -> contextlib.AbstractContextManager[None]:
         """Makes optimizers with a loss scale apply or skip an update on all ranks together.

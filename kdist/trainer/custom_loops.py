@@ -114,6 +114,8 @@ class CustomLoops:
         if self._extended.step is None:
             self._warn_of_unused_options()
         if self._extended.is_in_replica:
+            if self._extended.step is None:
+                own_reports.made_step()  # now, where it is traced: a graph's first step is soon
             yield gradients, variables
             return
         if optimizer not in self._begun:
