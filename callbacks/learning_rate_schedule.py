@@ -56,6 +56,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     is_collective = True
     reads_state_between_steps = False
+    _kdist_saved = ("last_updates",)  # see `KDIST_SAVED`
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         if not self.momentum_correction or id(optimizer) in self._corrected:
             return None
         self._corrected.add(id(optimizer))
-        last = self._last[id(optimizer)][1]
+        last = self._last_of(optimizer)[1]
         return tf.where(last > 0, tf.math.divide_no_nan(self.multiplier_now(optimizer), last), 1.0)
 
     def _around_step(self, step: Callable[[Any], Any], data: Any) -> Any:
@@ -162,12 +163,25 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._place.assign_add(1)
         return step(data)
 
-    def _note_last_update(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Notes the last step's multiplier, if the optimizer has made an update since: not one that was skipped."""
+    @property
+    def last_updates(self) -> list[list[float]]:
+        """The updates of each optimizer, and the multiplier of the last one, which checkpoints contain."""
+        return [self._last_of(each).numpy().tolist() for each in map(innermost, optimizers_of(self.model))]
+
+    @last_updates.setter
+    def last_updates(self, values: list[list[float]]) -> None:
+        for optimizer, value in zip(map(innermost, optimizers_of(self.model)), values, strict=False):
+            self._last_of(optimizer).assign(value)
+
+    def _last_of(self, optimizer: keras.optimizers.Optimizer) -> tf.Variable:
         if id(optimizer) not in self._last:
             with tf.init_scope():  # -1 update: the first step's predecessor counts as an update
                 self._last[id(optimizer)] = tf.Variable([-1.0, 1.0], dtype=tf.float64, trainable=False)
-        last, made = self._last[id(optimizer)], tf.cast(tf.convert_to_tensor(iterations(optimizer)), tf.float64)
+        return self._last[id(optimizer)]
+
+    def _note_last_update(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Notes the last step's multiplier, if the optimizer has made an update since: not one that was skipped."""
+        last, made = self._last_of(optimizer), tf.cast(tf.convert_to_tensor(iterations(optimizer)), tf.float64)
         last.assign(tf.where(made == last[0], last, tf.stack([made, self.multiplier_now(optimizer)])))
 
     def _num_steps(self) -> int | None:

@@ -11,9 +11,15 @@ import numpy as np
 from kdist.keras_hooks.fit.callbacks import SAVED_ATTRIBUTES
 from kdist.state.part import State, StatePart
 
+KDIST_SAVED = "_kdist_saved"
+"""The attribute by which a class of kdist names what checkpoints contain of its objects."""
+
 
 class CallbackState(StatePart):
-    """The state of a list of callbacks, by label, so that a resumed training may have other callbacks."""
+    """The state of a list of callbacks, by label, so that a resumed training may have other callbacks.
+
+    It is that of Keras' own callbacks, and what a callback of kdist names by `KDIST_SAVED`.
+    """
 
     name = "callbacks"
 
@@ -47,6 +53,7 @@ class CallbackState(StatePart):
             for cls, names in SAVED_ATTRIBUTES.items():
                 if isinstance(callback, cls):
                     yield from ((label, callback, name) for name in names if hasattr(callback, name))
+            yield from ((label, callback, name) for name in getattr(callback, KDIST_SAVED, ()))
 
 
 def run_by(callback: Any) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.callbacks import LearningRateSchedule, NaNPolicy
+from kdist.callbacks import BackupAndRestore, LearningRateSchedule, NaNPolicy
 
 STEPS = 4
 
@@ -103,6 +103,28 @@ def test_velocities_are_rescaled_behind_a_step_without_an_update(number, has_los
     callbacks = [*before, schedule, *after]
     model.fit(numbers[:, np.newaxis], batch_size=1, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
     assert float(model.weight) == pytest.approx(weight)
+
+
+def test_a_training_that_resumes_behind_such_a_step_rescales_as_one_that_was_not_interrupted(tmp_path):
+    def train(*callbacks):
+        model = Descends()
+        model.compile(keras.optimizers.SGD(1.0, momentum=0.9))
+        schedule = LearningRateSchedule(lambda epoch: 1 + 4 * epoch)
+        numbers = np.array([2.0, -1, 3, 2])[:, np.newaxis]
+        model.fit(numbers, batch_size=1, epochs=2, shuffle=False, verbose=0, callbacks=[schedule, *callbacks])
+        return float(model.weight)
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(batch, logs):
+        if batch == 2:
+            raise Interrupted
+
+    backup = tmp_path / "backup"
+    with pytest.raises(Interrupted):
+        train(keras.callbacks.LambdaCallback(on_train_batch_end=interrupt), BackupAndRestore(backup, save_freq=2))
+    assert train(BackupAndRestore(backup, save_freq=2)) == train()
 
 
 def test_a_copy_trains_by_itself():
