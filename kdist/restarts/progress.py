@@ -166,9 +166,12 @@ class OwnProgress:
             now.resumed = max(now.resumed, self._resumed)
             self._write()
             self._send()
-            if self._memory is not None:
-                with contextlib.suppress(OSError):
-                    self._memory.flush()  # `kdist run` may read it on another host, from a disk that both have
+
+    def flush(self) -> None:
+        """Writes what is recorded to the disk: `kdist run` may read it on another host, from a disk that both have."""
+        if self._memory is not None:
+            with contextlib.suppress(OSError):
+                self._memory.flush()
 
     def _write(self) -> None:
         if self._memory is not None:

@@ -128,6 +128,7 @@ class CheckpointStorage:
     def _write(self, place: tuple[int, int], steps: int, checkpoint: Checkpoint) -> None:
         logger.debug("saved %s", self._directory.write(checkpoint))
         own_progress.saved(*place, steps, checkpoint_number(checkpoint))
+        own_progress.flush()
 
     def copy(self, checkpoint: Checkpoint, place: tuple[int, int], began: float) -> None:
         """Writes a checkpoint to the memory of hosts alone; see `write`.
