@@ -215,7 +215,7 @@ class StartedJob:
 
     def _reported(self, code: int, *, is_explained: bool) -> int:
         """Says how the job has ended, and returns its exit code, which is not 0 if a rank or a host was lost."""
-        names = os.listdir(self.running) if os.path.isdir(self.running) else []  # something may have cleaned /tmp
+        names = _names_in(self.running)
         lost = sorted((name for name in names if name.isdigit()), key=int)
         lost = lost if self.has_hosts else []
         # Open MPI exits with 0 after it lost a host and killed the ranks of the others. There may be no rank here.
@@ -278,6 +278,13 @@ class _Notice:
         """Asks no more."""
         if self._asked is not None:
             self._asked.close()
+
+
+def _names_in(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:  # something may have cleaned /tmp, or it is on a disk of the network
+        return []
 
 
 def make_directory(path: str) -> None:
