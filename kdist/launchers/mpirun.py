@@ -36,6 +36,9 @@ class MPIRun:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+HOST_OPTIONS = frozenset(("-H", "-host", "--host", "-hostfile", "--hostfile", "-machinefile", "--machinefile"))
+"""The words by which users name hosts to an `mpirun`."""
+
 # Each MPI with the pattern of its `mpirun --version`.
 FLAVOURS = (
     ("openmpi", re.compile(r"\(Open MPI\)\s+(\S+)")),
@@ -174,10 +177,13 @@ def own_session_directory(directory: str | None, env: Mapping[str, str], extra: 
         extra: sequence of str, the user's arguments for mpirun.
 
     Returns:
-        A mapping of variable name to value, empty if the user has chosen a place.
+        A mapping of variable name to value, empty if the user has chosen a place, or names hosts: they may have no such
+        directory.
     """
     is_chosen = any("tmpdir_base" in word for word in (*env, *extra))
-    return {} if directory is None or is_chosen else {"PRTE_MCA_prte_tmpdir_base": directory}
+    if directory is None or is_chosen or not HOST_OPTIONS.isdisjoint(extra):
+        return {}
+    return {"PRTE_MCA_prte_tmpdir_base": directory}
 
 
 # TCP keepalive: Open MPI 5 would detect a lost host or link only after minutes.

@@ -104,6 +104,7 @@ def test_open_mpi_on_this_machine():
         (None, {}, (), False),
         ("/tmp/kdist-1", {"PRTE_MCA_prte_local_tmpdir_base": "/scratch"}, (), False),
         ("/tmp/kdist-1", {}, ("--prtemca", "prte_tmpdir_base", "/scratch"), False),
+        ("/tmp/kdist-1", {}, ("-H", "alpha:2,beta:2"), False),
     ],
 )
 def test_open_mpi_keeps_its_files_with_the_job_unless_the_user_has_chosen_a_place(directory, env, extra, is_set):

@@ -28,7 +28,6 @@ _AT_START = 15.0  # seconds that the others have to learn of a loss, before the 
 _PATIENCE = 60.0  # seconds that they have later: they learn of it in their next collective
 _AFTER_REPORT = 3.0  # seconds after which a rank that has said why it ends is no loss that can be healed
 _MPI4PY = (4, 1)
-_HOST_OPTIONS = frozenset(("-H", "-host", "--host", "-hostfile", "--hostfile", "-machinefile", "--machinefile"))
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -71,7 +70,7 @@ def _check_options(options: argparse.Namespace, env: Mapping[str, str], least: i
         f"the strategy {strategy!r}, whose engine does not survive a lost rank": strategy not in ("auto", "mpi"),
         f"--rendezvous: {several}": options.rendezvous is not None,
         f"-H or --hostfile: {several}": options.hosts is not None or options.hostfile is not None,
-        f"hosts in --launcher-args: {several}": not _HOST_OPTIONS.isdisjoint(launcher_arguments(options)),
+        f"hosts in --launcher-args: {several}": not mpirun.HOST_OPTIONS.isdisjoint(launcher_arguments(options)),
         f"an allocation of several nodes: {several}": is_elsewhere(env),
         "--max-np: a job becomes larger by a restart, on hosts that come back": options.max_np is not None,
         "--wait or --look, which are for hosts": (options.wait, options.look) != (None, None),
