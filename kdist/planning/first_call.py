@@ -115,9 +115,9 @@ def _with_first_batch_kept(
     x: Any = args[0] if args else kwargs.get("x")
     if not hasattr(x, "__next__"):
         return args, kwargs, x
-    x, batches = itertools.tee(x)
-    kept = (each for each in batches)  # Keras knows a generator by its type
-    return ((kept, *args[1:]), kwargs, x) if args else (args, {**kwargs, "x": kept}, x)
+    first = next(x)
+    kept = (each for each in itertools.chain([first], x))  # Keras knows a generator by its type
+    return ((kept, *args[1:]), kwargs, iter([first])) if args else (args, {**kwargs, "x": kept}, iter([first]))
 
 
 def _call_of(model: keras.Model, method: str, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FirstCall:
