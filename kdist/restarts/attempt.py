@@ -95,16 +95,17 @@ def _first(events: Events, code: int, launcher_says: str) -> Failure | None:
     failures = events.failures
     if preempted := preemption_of(events):
         return preempted  # what came after it was saved does not matter
-    # A launcher also reports the code of a rank that has reported why, before or after it. That a rank was lost is what
-    # another one saw of it.
-    reported = {each.rank for each in failures if not each.from_launcher and each.kind is not Kind.LOST}
+    lost = [each for each in failures if each.kind is Kind.LOST]
+    seen_lost = {each.rank for each in lost}  # by others; of two that have lost each other neither exits by itself
+    # A launcher also reports the code of a rank that has reported why, before or after it.
+    own = [each for each in failures if not each.from_launcher]
+    reported = {each.rank for each in own if each.kind is not Kind.LOST or len(seen_lost) > 1}
     for each in failures:
         is_known = each.from_launcher and each.kind is Kind.EXIT and each.rank in reported
         if not is_known and each.kind is not Kind.LOST and not each.is_consequence:
             return each
     said = failure_in(launcher_says)
-    lost = [each for each in failures if each.kind is Kind.LOST]
-    exited_by_itself = not failures or (said is not None and said.rank in {each.rank for each in lost} - reported)
+    exited_by_itself = not failures or (said is not None and seen_lost == {said.rank} and said.rank not in reported)
     if said is not None and (said.kind is not Kind.EXIT or exited_by_itself):
         return said
     if lost:

@@ -1,5 +1,6 @@
 """Why an attempt ended, from what ranks and launchers report of it."""
 
+import dataclasses
 import os
 import time
 
@@ -58,6 +59,7 @@ LEFT = Failure(Kind.EXIT, "exited with code 75", 0, "alpha")
         ([LOST, EXIT], 5, "", Kind.EXIT, 1),  # `os._exit(5)`, and rank 0 saw it before the launcher ended it
         ([LOST], 5, MPIRUN_EXITED, Kind.EXIT, 1),
         ([FOLLOWS, LOST], 5, MPIRUN_EXITED, Kind.EXIT, 1),
+        ([LOST, dataclasses.replace(LOST, rank=0)], 1, MPIRUN_EXITED, Kind.LOST, 1),  # the link between their hosts
         ([FOLLOWS], 1, "", Kind.LOST, None),
         ([STALL, EXIT], 1, "", Kind.STALL, 1),
         ([PREEMPTED, LEFT], 75, "", Kind.PREEMPTION, 1),
