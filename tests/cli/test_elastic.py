@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ class Cluster:
     """Hosts that are up or down, by files, and what is said of them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.running = folder, folder / f"running-{uuid.uuid4().hex}"
         self.hosts = [Host(name) for name in "abc"]
         self.agent = folder / "agent"
         self.agent.write_text(f'#!/bin/sh\n[ -e {folder}/$1 ] || exit 255\nshift; "$@"\n')
@@ -93,12 +94,11 @@ class Cluster:
 
     def looks(self, growth: elastic.Growth, events: Events, seconds: float = 2.0) -> bool:
         """Looks as `kdist run` does; returns whether the ranks were asked to leave."""
-        running = self.folder / "running"
         end = time.monotonic() + seconds
-        while time.monotonic() < end and request.read(running) is None:
-            growth.look(os.fspath(running), lambda: events)
+        while time.monotonic() < end and request.read(self.running) is None:
+            growth.look(os.fspath(self.running), lambda: events)
             time.sleep(0.02)
-        return request.read(running) is not None
+        return request.read(self.running) is not None
 
 
 @pytest.fixture
@@ -153,8 +153,8 @@ def test_a_larger_job_is_asked_for(cluster: Cluster, capsys: pytest.CaptureFixtu
     cluster.up("b")
     assert cluster.looks(growth, LISTENS)
     assert "all ranks are asked to save and leave, for 3 ranks instead of 2: b can take part" in capsys.readouterr().err
-    growth.close(os.fspath(cluster.folder / "running"))
-    assert request.read(cluster.folder / "running") is None
+    growth.close(os.fspath(cluster.running))
+    assert request.read(cluster.running) is None
     (cluster.folder / "b").unlink()
     # It is not asked again: if it does not start, it is left out.
     assert planner.next([attempt(Kind.RESIZE, "a", "c")]) == placed("a", "b", "c")
@@ -187,7 +187,7 @@ def test_a_job_that_cannot_leave_is_told_of_once(cluster: Cluster, capsys: pytes
     assert capsys.readouterr().err == ""  # it has not begun
     assert not cluster.looks(growth, Events({}, True, (), None), 0.5)
     assert capsys.readouterr().err.count("Fix: fit(callbacks=[kdist.callbacks.BackupAndRestore") == 1
-    growth.close(os.fspath(cluster.folder / "running"))
+    growth.close(os.fspath(cluster.running))
 
 
 def test_a_host_that_is_left_out_makes_no_larger_job(cluster: Cluster) -> None:
@@ -196,7 +196,7 @@ def test_a_host_that_is_left_out_makes_no_larger_job(cluster: Cluster) -> None:
     growth = elastic.Growth(cluster.elastic(1, look=1.0), placed("a", "c"), lost)
     assert not cluster.looks(growth, LISTENS, 1.2)
     assert cluster.looks(growth, LISTENS, 10.0)
-    growth.close(os.fspath(cluster.folder / "running"))
+    growth.close(os.fspath(cluster.running))
 
 
 def test_a_hostfile_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

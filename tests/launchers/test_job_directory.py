@@ -70,7 +70,8 @@ def test_what_a_killed_process_has_left_is_removed(temporary):
     )
     try:
         left = Path(process.stdout.readline().strip())
-        Path(request.path_of(left, request.NOTICE)).touch()
+        asked = Path(request.path_of(left, request.NOTICE))
+        asked.touch()
         with job_directory():
             assert left.is_dir()  # it runs
     finally:
@@ -79,6 +80,7 @@ def test_what_a_killed_process_has_left_is_removed(temporary):
     assert left.is_dir()
     with job_directory():
         assert not left.exists()
+        assert not asked.exists()
     assert list(temporary.iterdir()) == []
 
 
