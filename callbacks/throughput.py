@@ -102,6 +102,17 @@ class Throughput(EngineCallback):
         self._began = self._ended = 0.0
         self._waited_before: float | None = None
         self._waited_after: float | None = None
+        self._input: Any = None  # made when training begins, as the other variables: a scope must come before them
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Adds the measurement to the model's step."""
+        session_of(self.model).check_step_extension(type(self).__name__)
+        self._totals, self._num_epochs, self.slowest = [Times(0, 0.0, 0.0, 0.0)] * self.engine.size, 0, None
+        if self._input is None:
+            self._make_variables()
+        step_extensions(self.model).add(self, around=self._around_step)
+
+    def _make_variables(self) -> None:
         with tf.init_scope():
             self._input = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="kdist_seconds_of_input")
             self._last = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="kdist_end_of_last_step")
@@ -113,12 +124,6 @@ class Throughput(EngineCallback):
                 name="kdist_seconds_of_waiting",
             )
             self._rows = tf.Variable(0, dtype=tf.int64, trainable=False, name="kdist_rows")
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Adds the measurement to the model's step."""
-        session_of(self.model).check_step_extension(type(self).__name__)
-        self._totals, self._num_epochs, self.slowest = [Times(0, 0.0, 0.0, 0.0)] * self.engine.size, 0, None
-        step_extensions(self.model).add(self, around=self._around_step)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the measurement of an epoch."""

@@ -1,6 +1,8 @@
 """Callbacks that are made wrongly, and what they do in one process."""
 
 import math
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -137,3 +139,17 @@ def test_an_average_of_nothing_but_nan_needs_no_samples():
     model.compile("sgd")
     logs = model.fit(np.ones((2, 1)), verbose=0, callbacks=[callbacks.MetricAverage()]).history
     assert math.isnan(*logs["own"])
+
+
+def test_a_script_may_make_callbacks_before_its_scope(tmp_path):
+    """TensorFlow's collectives need their ranks to meet before anything uses TensorFlow."""
+    script = """
+import keras, sys, tensorflow as tf
+from kdist import callbacks
+callbacks.BackupAndRestore(sys.argv[1]), callbacks.ChiefOnly(keras.callbacks.CSVLogger("log")), callbacks.NaNPolicy()
+callbacks.LearningRateSchedule({1: 0.1}), callbacks.LearningRateWarmup(2), callbacks.MetricAverage()
+callbacks.Preemption(), callbacks.ReplicaCheck(), callbacks.Throughput()
+tf.config.threading.set_inter_op_parallelism_threads(1)  # raises if TensorFlow is initialised
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
