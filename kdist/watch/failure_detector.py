@@ -67,6 +67,7 @@ class Failure:
         ranks: tuple of int, the ranks at fault.
         text: str, the message: received, expected, how to fix it.
         stacks: str, below it, the stacks of the ranks at fault; empty if unknown.
+        is_of_all: bool, whether no rank is to blame more than the others.
         kind: `Kind`, what a supervisor makes of it.
     """
 
@@ -75,6 +76,7 @@ class Failure:
     text: str
     kind: Kind = Kind.DISAGREEMENT
     stacks: str = ""
+    is_of_all: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +267,7 @@ def _endless(reports: Sequence[RankReport], timeout: StallTimeout) -> Failure | 
         f"kdist.scope(stall_timeout={'...' if timeout.is_strict else 'SECONDS'}) {limit}.",
         kind=Kind.STALL,
         stacks=_stacks([first]),
+        is_of_all=True,
     )
 
 

@@ -263,8 +263,7 @@ class Heartbeat:
             time.sleep(_ROOT_FIRST * min(self._rank - 1, 3))  # rank 0 has failed: the lowest other rank reports it
         for peer in self._peers.values():
             peer.send({"failed": True})
-        is_nobodys = failure.kind is Kind.STALL and len(failure.ranks) == self._size
-        own_reports.failed(failure.kind, failure.text, None if is_nobodys else failure.ranks[0])
+        own_reports.failed(failure.kind, failure.text, None if failure.is_of_all else failure.ranks[0])
         is_shown = failure.stacks and failure.stacks == self._warned_stacks
         self._fail(failure.text + ("\n  The stacks are those of the warning above." if is_shown else failure.stacks))
 
