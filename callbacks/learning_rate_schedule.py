@@ -56,7 +56,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     is_collective = True
     reads_state_between_steps = False
-    _kdist_saved = ("last_updates",)  # see `KDIST_SAVED`
+    _kdist_saved = ("_last_updates",)  # see `KDIST_SAVED`
 
     def __init__(
         self,
@@ -164,12 +164,12 @@ class LearningRateSchedule(keras.callbacks.Callback):
         return step(data)
 
     @property
-    def last_updates(self) -> list[list[float]]:
+    def _last_updates(self) -> list[list[float]]:
         """The updates of each optimizer, and the multiplier of the last one, which checkpoints contain."""
         return [self._last_of(each).numpy().tolist() for each in map(innermost, optimizers_of(self.model))]
 
-    @last_updates.setter
-    def last_updates(self, values: list[list[float]]) -> None:
+    @_last_updates.setter
+    def _last_updates(self, values: list[list[float]]) -> None:
         for optimizer, value in zip(map(innermost, optimizers_of(self.model)), values, strict=False):
             self._last_of(optimizer).assign(value)
 

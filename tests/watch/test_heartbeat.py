@@ -192,8 +192,8 @@ def test_a_stall_of_all_ranks_is_blamed_on_none(ranks, monkeypatch):
     root, _ = ranks
     blamed = []
     monkeypatch.setattr(own_reports, "failed", lambda kind, text, rank: blamed.append(rank))
-    for failed in ((0, 1), (1,)):
-        root.heartbeat._handle(Failure(True, failed, "late.", Kind.STALL))
+    for ranks_at_fault, is_of_all in (((0, 1), True), ((1,), False)):
+        root.heartbeat._handle(Failure(True, ranks_at_fault, "late.", Kind.STALL, is_of_all=is_of_all))
     assert blamed == [None, 1]
 
 
