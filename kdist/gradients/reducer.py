@@ -44,6 +44,7 @@ class GradientReducer:
     Attributes:
         keeps_residuals: bool, whether the compression uses error feedback.
         sends_once: bool, whether all gradients are one message.
+        is_compressed: bool, whether gradients are sent compressed.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class GradientReducer:
         self._compression = compression
         self._bucket_mb = bucket_mb
         self.sends_once = bucket_mb is None
+        self.is_compressed = compression is not None
         self._logged: set[tuple[int, ...]] = set()
         self.keeps_residuals = compression is not None and compression.keeps_residuals
 

@@ -43,6 +43,7 @@ class PartReducer:
         parts: Sequence[Part],
         terms: Callable[[Sequence[Any]], list[Any]],
         exact: Sequence[tf.Tensor],
+        have_equal_indices: Callable[[Any], bool],
     ) -> tuple[list[Any], list[Any]]:
         """Returns this rank's part of each gradient's sum over the ranks, and the whole sums of other tensors.
 
@@ -53,6 +54,8 @@ class PartReducer:
             parts: sequence of `Part`, one for each gradient.
             terms: callable that returns this rank's terms for the gradients of a message.
             exact: sequence of tensors, which travel with the gradients and keep their dtypes.
+            have_equal_indices: callable that takes a gradient, and returns whether it is slices of equal indices on all
+                ranks, whose values are added up.
         """
         if self._sparse_as_dense:
             gradients = [tf.convert_to_tensor(each) for each in gradients]
@@ -62,7 +65,8 @@ class PartReducer:
         backward = PacedBackward(gradients, buckets)
         for message, bucket in enumerate(buckets):
             sent = [self._rounded(each) for each in terms([gradients[place] for place in bucket])]
-            received, others = self._message(sent, [parts[place] for place in bucket], waiting)
+            are_equal = list(map(have_equal_indices, sent))
+            received, others = self._message(sent, [parts[place] for place in bucket], waiting, are_equal)
             exact, waiting = others or exact, []
             backward.sent(message, received)
             for place, total in zip(bucket, received, strict=True):
@@ -70,7 +74,7 @@ class PartReducer:
         return sums, self._engine.allreduce(waiting) if waiting else list(exact)
 
     def _message(
-        self, sent: Sequence[Any], parts: Sequence[Part], exact: Sequence[tf.Tensor]
+        self, sent: Sequence[Any], parts: Sequence[Part], exact: Sequence[tf.Tensor], are_equal: Sequence[bool]
     ) -> tuple[list[Any], list[Any]]:
         pays = sum(planned_bytes(each) for each in sent) >= SMALL_BYTES
         is_cut = [
@@ -78,12 +82,18 @@ class PartReducer:
             for each, part in zip(sent, parts, strict=True)
         ]
         cut = [tf.reshape(each, part.view) for each, part, is_it in zip(sent, parts, is_cut, strict=True) if is_it]
-        whole = [each for each, is_it in zip(sent, is_cut, strict=True) if not is_it]
+        whole = [
+            each.values if is_equal else each
+            for each, is_it, is_equal in zip(sent, is_cut, are_equal, strict=True)
+            if not is_it
+        ]
         rows = iter(self._engine.reduce_scatter(cut) if cut else [])
         totals = iter(self._engine.allreduce([*whole, *exact]) if whole or exact else [])
-        mine = [
-            next(rows) if is_it else _part_of(next(totals), part) for part, is_it in zip(parts, is_cut, strict=True)
-        ]
+        mine = []
+        for each, part, is_it, is_equal in zip(sent, parts, is_cut, are_equal, strict=True):
+            total = next(rows) if is_it else next(totals)
+            total = tf.IndexedSlices(total, each.indices, each.dense_shape) if is_equal else total
+            mine.append(total if is_it else _part_of(total, part))
         return mine, list(totals)
 
     def _rounded(self, gradient: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from kdist.sharding.optimizer import ShardedOptimizer, sharded
 from kdist.sharding.part import parts_are_updated
 from kdist.sharding.part_updates import PartUpdates
 from kdist.sharding.table_update import TableReduce
+from kdist.step.reduce import has_equal_indices
 from kdist.step.step import Step
 from kdist.step.update import Update
 from kdist.strategies.update_chain import UpdateChain
@@ -56,7 +58,8 @@ class ShardedReduce(TableReduce):
 
     def _send_whole(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
         parts = _sharded(update.optimizer).parts_of([update.variables[place] for place in places])
-        return self._parts.sum([update.gradients[place] for place in places], parts, update.terms, exact)
+        gradients = [update.gradients[place] for place in places]
+        return self._parts.sum(gradients, parts, update.terms, exact, functools.partial(has_equal_indices, self._step))
 
     def _update(self, update: Update, proceed: Callable[[], Any]) -> Any:
         sharded_optimizer = _sharded(update.optimizer)

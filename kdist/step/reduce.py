@@ -207,7 +207,16 @@ class Reduce(Stage):
     def _send(self, update: Update, places: Sequence[int], exact: list[tf.Tensor]) -> tuple[list[Any], list[Any]]:
         """Returns the sums over the ranks of the gradients at some indices, and of tensors that stay exact."""
         gradients, variables = _at(places, update.gradients), _at(places, update.variables)
-        return self._reducer.sum(gradients, exact, variables=variables, terms=update.terms)
+        if self._reducer.is_compressed:
+            return self._reducer.sum(gradients, exact, variables=variables, terms=update.terms)
+        are_equal = [has_equal_indices(self._step, each) for each in gradients]
+        sent = [each.values if is_it else each for each, is_it in zip(gradients, are_equal, strict=True)]
+        sums, others = self._reducer.sum(sent, exact, variables=variables, terms=update.terms)
+        slices = [
+            tf.IndexedSlices(total, each.indices, each.dense_shape) if is_it else total
+            for total, each, is_it in zip(sums, gradients, are_equal, strict=True)
+        ]
+        return slices, others
 
     def _largest(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the elementwise maxima over the active ranks.
@@ -286,6 +295,16 @@ def _kind(gradient: Any) -> int:
 def _dense(variable: Any, gradient: Any) -> tf.Tensor:
     raw = raw_variable(variable)
     return tf.zeros(raw.shape, raw.dtype) if gradient is None else tf.convert_to_tensor(gradient)
+
+
+def has_equal_indices(step: Step, gradient: Any) -> bool:
+    """Returns whether a gradient is of rows of a table that are the same on all ranks, as of positions in a text.
+
+    In one process each of these rows has one slice. An optimizer that squares gradients takes each slice by itself, so
+    slices of all ranks must be added up, not gathered.
+    """
+    is_sparse = isinstance(gradient, tf.IndexedSlices) and step.engine.size > 1
+    return is_sparse and not step.depends_on_rows(gradient.indices)
 
 
 def _with_gradient_of(source: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:

@@ -27,6 +27,7 @@ from kdist.sharding import optimizer as sharded_optimizer
 from kdist.sharding.part import Part
 from tests.training import fidelity
 from tests.training.features import FEATURES
+from tests.training.features.layers import POSITIONS, a_model_with_positions
 from tests.training.fidelity import BATCH, both, compare, fed, fit_alone, fresh, mlp, outcome, rows, size, state_of
 
 
@@ -236,6 +237,18 @@ def gradients_of_large_models() -> None:
         with messages_of_large_models() as sent:
             both(functools.partial(script, name=name), strategy=dataclasses.replace(SHARD, **options))
         assert (len(sent) > 1) == is_cut, (name, sent)
+
+
+@case
+def positions_in_a_table_in_parts() -> None:
+    x = np.random.default_rng(0).integers(0, 9, size=(2 * size() * BATCH + 3, 6))
+    y = np.random.default_rng(1).normal(size=(len(x), 1))
+
+    def script(batch: int) -> dict[str, Any]:
+        model = a_model_with_positions(POSITIONS["known"], keras.optimizers.Adam(0.01))
+        return fit_alone(model, fed("arrays", (x, y), batch))
+
+    both(script, strategy=SHARD)
 
 
 @case

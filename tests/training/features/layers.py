@@ -78,6 +78,59 @@ def batch_normalization_is_merged() -> None:
     assert all(theirs == everyone[0] for theirs in everyone)
 
 
+class Positions(keras.layers.Layer):
+    """Adds a table's rows at the positions of a text, as Transformers do; or at ids that all texts have.
+
+    Args:
+        ids: callable of the tokens that returns the ids.
+    """
+
+    def __init__(self, ids: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.tokens, self.table = keras.layers.Embedding(9, 3), keras.layers.Embedding(8, 3)
+        self.ids = ids
+
+    def call(self, tokens: Any) -> Any:
+        return self.tokens(tokens) + self.table(self.ids(tokens))
+
+
+POSITIONS: dict[str, Callable[[Any], Any]] = {
+    "known": lambda tokens: ops.arange(tokens.shape[-1]),
+    "by its shape": lambda tokens: tf.range(tf.shape(tokens)[-1]),
+    "one twice": lambda tokens: tf.constant([0, 1, 1, 2, 3, 0]),
+    "of rows": lambda tokens: ops.zeros_like(tokens) + ops.arange(tokens.shape[-1]),
+}
+
+
+def a_model_with_positions(ids: Callable[[Any], Any], optimizer: Any) -> keras.Model:
+    """Returns a compiled model whose second table gets one slice a position in one process, whatever the rows."""
+    layers = [Positions(ids), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((6,), dtype="int64"), *layers])
+    deterministic_weights(model)
+    model.compile(optimizer, "mse")
+    return model
+
+
+@feature
+def positions_in_a_table() -> None:
+    """Optimizers that square gradients take each slice of a row by itself."""
+    x = np.random.default_rng(0).integers(0, 9, size=(2 * size() * BATCH + 3, 6))
+    y = np.random.default_rng(1).normal(size=(len(x), 1))
+    optimizers: tuple[Callable[[], Any], ...] = (
+        lambda: keras.optimizers.Adam(0.01),
+        lambda: keras.optimizers.AdamW(0.01, clipnorm=0.01),
+        lambda: keras.optimizers.Adagrad(0.1),
+    )
+
+    for ids in POSITIONS.values():
+        for make in optimizers if ids is POSITIONS["known"] else optimizers[:1]:
+
+            def script(batch: int, ids: Any = ids, make: Any = make) -> dict[str, Any]:
+                return fit_alone(a_model_with_positions(ids, make()), fed("arrays", (x, y), batch))
+
+            both(script)
+
+
 @feature
 def frozen_layers_and_recompiling() -> None:
     x, y = rows("ragged")
