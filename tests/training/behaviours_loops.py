@@ -120,8 +120,8 @@ def the_scope_of_another_strategy() -> None:
         keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
 
 
-def options_that_are_of_fit_are_told_of() -> None:
-    x, y = rows("even")
+def replicas_of(x: Any, y: Any) -> Any:
+    """Returns a function of a model that makes an update in a replica of the strategy."""
 
     def replicas(model: keras.Model) -> None:
         optimizer = keras.optimizers.SGD(0.1)
@@ -134,7 +134,13 @@ def options_that_are_of_fit_are_told_of() -> None:
 
         tf.distribute.get_strategy().run(step)
 
-    for train in (lambda model: loop(model, keras.optimizers.SGD(0.1), [(x, y)], WAYS["traced"]), replicas):
+    return replicas
+
+
+def options_that_are_of_fit_are_told_of() -> None:
+    x, y = rows("even")
+
+    for train in (lambda model: loop(model, keras.optimizers.SGD(0.1), [(x, y)], WAYS["traced"]), replicas_of(x, y)):
         fresh()
         with logged() as said, kdist.scope(kdist.AllReduce(compression="bf16", bucket_mb=4)):
             train(mlp())
@@ -149,14 +155,11 @@ def a_supervisor_learns_that_a_loop_has_begun_to_train() -> None:
     def loop_by_hand(model: keras.Model) -> None:
         loop(model, keras.optimizers.SGD(0.1), [(x, y)], WAYS["traced"])
 
-    def replicas(model: keras.Model) -> None:
-        tf.distribute.get_strategy().run(lambda: model(x))
-
     def on_batch(model: keras.Model) -> None:
         model.compile("sgd", "mse")
         model.train_on_batch(x, y)
 
-    for train in (loop_by_hand, replicas, on_batch):
+    for train in (loop_by_hand, replicas_of(x, y), on_batch):
         fresh()
         with tempfile.TemporaryDirectory() as directory, kdist.scope():
             model = mlp()
